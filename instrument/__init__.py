@@ -1,0 +1,1 @@
+"""See and change what happens inside a PyTorch network: declared in YAML, recorded in Parquet."""

@@ -1,0 +1,107 @@
+"""What actions are given, and what they give to: the context of a firing, and the rows that it writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from ..stats.kernel import Values
+
+
+class Moment(NamedTuple):
+    """When a hook fires: the optimizer step from 0, the micro-batch in it, the epoch, and the phase."""
+
+    step: int
+    micro_step: int
+    epoch: int
+    phase: str
+
+
+@dataclass(slots=True)
+class Context:
+    """One firing of one hook at one tensor; what a function of one's own gets beside the tensor.
+
+    Attributes:
+        hook: The name of the spec.
+        kind: As in `kind:`.
+        role: Which of the kind's tensors.
+        layer: The name of the module; empty for the root.
+        module: The module.
+        path: Which tensor of a nested value; the parameter's own name for kinds that see parameters.
+        moment: Step, micro-step, epoch and phase.
+        call: The n-th call of the module in the micro-step, from 0.
+        recompute: Whether it happens while activation checkpointing computes a forward pass again.
+        value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached.
+        seed: The seed of the run.
+    """
+
+    hook: str
+    kind: str
+    role: str
+    layer: str
+    module: nn.Module
+    path: str
+    moment: Moment
+    call: int = 0
+    recompute: bool = False
+    value: Tensor | Parameter | None = None
+    seed: int = 0
+
+    @property
+    def step(self) -> int:
+        """The optimizer step, from 0."""
+        return self.moment.step
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """A generator of random numbers for this firing alone.
+
+        It depends on the run's seed, the hook, the layer, the tensor and the moment, and on nothing else: the global
+        random state is neither read nor moved, and a forward pass that is computed again gets the same numbers.
+        """
+        key = repr((self.seed, self.hook, self.layer, self.role, self.path, self.moment, self.call))
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@dataclass(slots=True)
+class Effect:
+    """What an intervention changed at one firing; the numbers may still be on the device.
+
+    Attributes:
+        numel: Elements of the tensor.
+        measures: changed elements, L2 norm before, L2 norm after, as three numbers or a float64 tensor [3].
+        factor: What the tensor was multiplied by, where that is one number: a number, or a tensor of one element.
+    """
+
+    numel: int
+    measures: Values
+    factor: float | Tensor | None = field(default=None)
+
+
+class Rows(Protocol):
+    """Where the rows of a firing go."""
+
+    def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
+        """The statistics of one tensor, in the order of `names`."""
+
+    def add_tensor(self, context: Context, source_shape: tuple[int, ...], tensor: Tensor) -> None:
+        """One tensor's values; the tensor is the receiver's own, a copy that nobody else writes to."""
+
+    def add_effect(self, context: Context, effect: Effect) -> None:
+        """What one intervention changed."""
+
+
+class Action(Protocol):
+    """What is done at every site of one spec."""
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """All tensors of the spec that are about to be acted on one by one, where they are at hand together."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Tensor | None:
+        """See a tensor in a context; give the tensor to put in its place, or None to leave it as it is."""

@@ -1,0 +1,77 @@
+"""Clip: keep the values, or their norm, within a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from ..spec.hooks import ClipSpec
+from .base import Context
+
+EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_: added to the norm, so that a norm of zero divides nothing
+
+
+def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor:
+    """No value below `low`, none above `high`; NaN stays NaN. Any floating dtype, same shape."""
+    return tensor.clamp(low, high)
+
+
+def clip_coefficient(norm: Tensor, bound: float) -> Tensor:
+    """What to multiply by so that a norm does not exceed `bound`: `min(1, bound / (norm + 1e-6))`, as
+    `torch.nn.utils.clip_grad_norm_` has it."""
+    return (bound / (norm + EPSILON)).clamp(max=1.0)
+
+
+def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: bool = False) -> tuple[Tensor, Tensor]:
+    """The tensor scaled down so that its norm, or that of each sample of it (dimension 0), is at most `bound`.
+
+    Norms are formed in float32 at least, so that half precision neither overflows nor loses small values.
+
+    Returns:
+        The clipped tensor, same shape and dtype, and the factor: a scalar, or shape [samples].
+    """
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    if per_sample and tensor.dim() > 1:
+        norm = torch.linalg.vector_norm(tensor.flatten(1), ord, dim=1, dtype=wide)
+        factor = clip_coefficient(norm, bound)
+        return (tensor * factor.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)), factor
+    if per_sample and tensor.dim() == 1:
+        factor = clip_coefficient(tensor.abs().to(wide), bound)
+        return tensor * factor.to(tensor.dtype), factor
+    factor = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)
+    return tensor * factor.to(tensor.dtype), factor
+
+
+def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:
+    """What all the tensors are multiplied by so that their norm as one long vector is at most `bound`.
+
+    To the last bit the factor of `torch.nn.utils.clip_grad_norm_`.
+    """
+    return clip_coefficient(get_total_norm(tensors, ord), bound)
+
+
+class Clip:
+    """The clip that a spec asks for."""
+
+    def __init__(self, spec: ClipSpec) -> None:
+        self.spec = spec
+        self.total_factor: Tensor | None = None
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Form the one factor for all of them, where the norm is of all of them."""
+        if self.spec.norm is not None and self.spec.norm_scope == "all":
+            self.total_factor = total_norm_factor(tensors, self.spec.norm, ord=self.spec.ord)
+
+    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        spec = self.spec
+        if spec.norm is None:
+            low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
+            return clip_values(tensor, low, high), None
+        if spec.norm_scope == "all":
+            assert self.total_factor is not None, "kinds whose norm is of all tensors call prepare first"
+            return tensor * self.total_factor.to(tensor.device, tensor.dtype), self.total_factor
+        clipped, factor = clip_norm(tensor, spec.norm, ord=spec.ord, per_sample=spec.norm_scope == "sample")
+        return clipped, factor if factor.dim() == 0 else None

@@ -1,0 +1,88 @@
+"""What is the same for every intervention: errors with names, a check of the result, and the effect on record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import HookError, HookResultError
+from ..stats.kernel import measure
+from .base import Context, Effect, Rows
+
+
+
+class Change(Protocol):
+    """What an intervention does to a tensor."""
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """All tensors of the spec that are about to be changed one by one, where they are at hand together."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | Tensor | None]:
+        """The new tensor, and the factor where it is a multiplication by one number."""
+
+
+class Intervention:
+    """Puts the result of a change in the place of a tensor, once it has been checked, and writes its effect."""
+
+    def __init__(self, change: Change, rows: Rows) -> None:
+        self.change = change
+        self.rows = rows
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Hand them on to the change."""
+        self.change.prepare(tensors)
+
+    def __call__(self, tensor: Tensor, context: Context) -> Tensor:
+        version = tensor._version
+        try:
+            new, factor = self.change(tensor, context)
+        except Exception as error:
+            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}") from error
+        if tensor._version != version:
+            raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
+        check_result(tensor, new, context)
+        if not context.recompute:
+            self.rows.add_effect(context, effect_of(tensor, new, factor))
+        return new
+
+
+def describe(context: Context) -> str:
+    """`hook 'tame' (parameter_grad) on layer 'decoder.0' at step 3`, for messages."""
+    place = f"layer {context.layer or '.'!r}" + (f", {context.role} {context.path!r}" if context.path else "")
+    phase = "" if context.moment.phase == "train" else f" in {context.moment.phase}"
+    return f"hook {context.hook!r} ({context.kind}) on {place} at step {context.step}{phase}"
+
+
+def check_result(old: Tensor, new: Any, context: Context) -> None:
+    """Whether a tensor can take another's place: type, shape, dtype, device, and a graph that is not cut.
+
+    Raises:
+        HookResultError: It cannot.
+    """
+    if not isinstance(new, Tensor):
+        raise HookResultError(f"{describe(context)} returned {type(new).__name__} where a tensor was expected")
+    for what in ("shape", "dtype", "device"):
+        was, is_now = getattr(old, what), getattr(new, what)
+        if was != is_now:
+            was, is_now = (list(was), list(is_now)) if what == "shape" else (was, is_now)
+            raise HookResultError(f"{describe(context)} returned {what} {is_now} where {was} was expected")
+    if old.requires_grad and torch.is_grad_enabled() and not new.requires_grad:
+        raise HookResultError(
+            f"{describe(context)} returned a tensor that is cut off from the graph (detach, no_grad, .data or NumPy "
+            "inside?): nothing before this layer would be trained"
+        )
+
+
+@torch.no_grad()
+def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None) -> Effect:
+    """How many elements changed, and the norms before and after; NaN that stayed NaN has not changed."""
+    before, after = old.detach(), new.detach()
+    changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
+    factor = factor.detach() if isinstance(factor, Tensor) else factor
+    norms = [measure(tensor, ("l2",)) for tensor in (before, after)]
+    if isinstance(norms[0], Tensor):
+        return Effect(before.numel(), torch.cat([changed.view(1), *norms]), factor)  # type: ignore[list-item]
+    return Effect(before.numel(), [changed.item(), norms[0][0], norms[1][0]], factor)

@@ -1,0 +1,47 @@
+"""Record: statistics of a tensor, its values, or both. The tensor itself is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..spec.hooks import RecordSpec, parse_slice
+from ..stats.kernel import measure
+from .base import Context, Rows
+
+
+def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
+    """The part of a tensor that a spec keeps, as a view: `samples`, then `slice`, then `max_elements` (flat)."""
+    part = tensor
+    if spec.samples is not None and part.dim():
+        part = part[: spec.samples]
+    if spec.slice is not None:
+        part = part[parse_slice(spec.slice)[: part.dim()]]
+    if spec.max_elements is not None and part.numel() > spec.max_elements:
+        part = part.reshape(-1)[: spec.max_elements]
+    return part
+
+
+class Record:
+    """Writes the rows that a record spec asks for."""
+
+    def __init__(self, spec: RecordSpec, rows: Rows) -> None:
+        self.spec = spec
+        self.rows = rows
+        self.statistics = spec.statistics
+        self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing: each tensor is recorded for itself."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> None:
+        seen = tensor.detach()
+        if self.statistics:
+            self.rows.add_stats(context, self.statistics, measure(seen, self.statistics))
+        if self.spec.tensors:
+            # Copied here and now: what comes next may write to the tensor in place.
+            kept = cut(seen if seen.layout == torch.strided else seen.to_dense(), self.spec)
+            copied = kept.to(self.dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
+            self.rows.add_tensor(context, tuple(seen.shape), copied)

@@ -1,0 +1,45 @@
+"""The ledger of what should have fired and what did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..kinds.live import LiveSite
+from .recorder import RANK
+
+NEVER_DUE = "never due: its schedule has none of the steps that were run"
+
+
+def coverage_rows(lives: Sequence[LiveSite]) -> list[dict[str, Any]]:
+    """One row a site, in the order of the columns of the coverage table."""
+    return [
+        {
+            "hook": live.site.spec.name,
+            "layer": live.site.layer.name,
+            "module_type": live.site.layer.type,
+            "kind": live.site.spec.kind,
+            "role": live.site.spec.tensor_role,
+            "path": live.site.own_name,
+            "rank": RANK,
+            "expected": live.expected,
+            "fired": live.fired,
+            "cause": live.cause or ("" if live.expected else NEVER_DUE),
+        }
+        for live in lives
+    ]
+
+
+def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
+    """One warning for each hook and cause, with the layers that it is about; and the layer, where it is just one."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["cause"] == NEVER_DUE or row["fired"] < row["expected"]:
+            groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
+    warnings: list[tuple[str, str | None]] = []
+    for (hook, kind, cause), found in groups.items():
+        places = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
+        shown = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+        fired, expected = sum(row["fired"] for row in found), sum(row["expected"] for row in found)
+        warnings.append((f"hook '{hook}' ({kind}) fired {fired} of {expected} times on {shown}: {cause}", found[0]["layer"] if len(found) == 1 else None))
+    return warnings

@@ -1,0 +1,117 @@
+"""The rows of the step that is running.
+
+Numbers that are on a device stay there until the step ends; then all of them come over at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..actions.base import Context, Effect
+from ..spec.statistics import STATISTICS
+from ..stats.kernel import Values
+from .sink import Row, Sink
+
+RANK = int(os.environ.get("RANK", "0"))
+_POSITION = {name: i for i, name in enumerate(STATISTICS)}
+_COUNTS = frozenset(_POSITION[name] for name, statistic in STATISTICS.items() if statistic.unit == "count")
+
+
+class Recorder:
+    """Gathers what the actions of a step have to say, and hands it to the sink when the step ends."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.rows_written = 0
+        self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
+        self._tensors: list[tuple[Row, tuple[int, ...], Tensor]] = []
+        self._effects: list[tuple[Row, Effect]] = []
+
+    def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
+        """The statistics of one tensor, in the order of `names`."""
+        self._stats.append((identity(context), names, values))
+
+    def add_tensor(self, context: Context, source_shape: tuple[int, ...], tensor: Tensor) -> None:
+        """One tensor's values; the recorder's own copy."""
+        self._tensors.append((identity(context), source_shape, tensor))
+
+    def add_effect(self, context: Context, effect: Effect) -> None:
+        """What one intervention changed."""
+        self._effects.append((identity(context), effect))
+
+    def write(self, table: str, rows: list[Row]) -> None:
+        """Rows of a table that no action writes to, straight to the sink."""
+        self.sink.write(table, rows)
+        self.rows_written += len(rows)
+
+    def end_step(self) -> None:
+        """Bring over what is on a device, and hand the step's rows to the sink."""
+        on_device = [values for _, _, values in self._stats if isinstance(values, Tensor)]
+        for _, effect in self._effects:
+            on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
+        fetched = fetch(on_device)
+        stats = [key + _statistics(names, next(fetched) if isinstance(values, Tensor) else values) for key, names, values in self._stats]
+        effects = [key + _effect(effect, fetched) for key, effect in self._effects]
+        tensors = [
+            (*key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(source), tensor.cpu(), None)
+            for key, source, tensor in self._tensors
+        ]
+        self._stats, self._tensors, self._effects = [], [], []
+        for table, rows in (("stats", stats), ("tensors", tensors), ("effects", effects)):
+            if rows:
+                self.write(table, rows)
+        self.sink.end_step()
+
+
+def identity(context: Context) -> Row:
+    """The columns that say where and when a row comes from."""
+    return (
+        *context.moment,
+        RANK,
+        context.hook,
+        context.layer,
+        type(context.module).__name__,
+        context.kind,
+        context.role,
+        context.path,
+        context.call,
+        context.recompute,
+    )
+
+
+def fetch(tensors: list[Tensor]) -> Iterator[list[float]]:
+    """The numbers of many small tensors, in their order; one transfer for each device that they are on."""
+    flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
+    fetched: dict[torch.device, list[float]] = {}
+    for device in {tensor.device for tensor in flat}:
+        fetched[device] = torch.cat([tensor for tensor in flat if tensor.device == device]).tolist()
+    taken = dict.fromkeys(fetched, 0)
+    for tensor in flat:
+        start = taken[tensor.device]
+        taken[tensor.device] += tensor.numel()
+        yield fetched[tensor.device][start : taken[tensor.device]]
+
+
+def _statistics(names: tuple[str, ...], values: Any) -> Row:
+    """All columns of the statistics: None for those that were not asked for, and for those that have no value."""
+    row: list[float | None] = [None] * len(_POSITION)
+    for name, value in zip(names, values, strict=True):
+        at = _POSITION[name]
+        if value is not None and not math.isnan(value):
+            row[at] = int(value) if at in _COUNTS else value
+    return tuple(row)
+
+
+def _effect(effect: Effect, fetched: Iterator[list[float]]) -> Row:
+    measures = next(fetched) if isinstance(effect.measures, Tensor) else effect.measures
+    factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
+    changed, before, after = measures
+    norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
+    assert changed is not None, "a count always has a value"
+    return (effect.numel, int(changed), changed / effect.numel if effect.numel else 0.0, *norms, factor)

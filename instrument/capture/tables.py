@@ -1,0 +1,185 @@
+"""The tables that a run leaves: every column's name, type, unit and meaning, in this one place.
+
+The files are written with these schemas, and the docs' table is made from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from ..spec.statistics import STATISTICS
+
+_LABEL = pa.dictionary(pa.int32(), pa.string())
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, its Arrow type, its unit (empty where it has none), and what it says."""
+
+    name: str
+    type: pa.DataType
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: a folder of Parquet files under the run's."""
+
+    name: str
+    row: str
+    columns: tuple[Column, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of its files; the unit and the meaning go along as the columns' metadata."""
+        return pa.schema([pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.columns])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns' names, in order."""
+        return tuple(column.name for column in self.columns)
+
+
+MOMENT = (
+    Column("step", pa.int64(), "step", "optimizer step, from 0; of an evaluation, the number of steps done before it"),
+    Column("micro_step", pa.int32(), "batch", "micro-batch in the step, or batch in the evaluation, from 0"),
+    Column("epoch", pa.int32(), "epoch", "time through the data, from 0"),
+    Column("phase", _LABEL, "", "train or eval"),
+    Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
+)
+IDENTITY = (
+    *MOMENT,
+    Column("hook", _LABEL, "", "name of the spec"),
+    Column("layer", _LABEL, "", "name of the module; empty for the root"),
+    Column("module_type", _LABEL, "", "short name of the module's class"),
+    Column("kind", _LABEL, "", "kind of the hook"),
+    Column("role", _LABEL, "", "which of the kind's tensors"),
+    Column("path", _LABEL, "", "which tensor of a nested value; the own name of a parameter or buffer"),
+    Column("call", pa.int32(), "call", "n-th call of the module in the micro-step, from 0"),
+    Column("recompute", pa.bool_(), "", "seen while activation checkpointing ran the forward pass again"),
+)
+_UNITS = {"count": "elements", "fraction": "fraction of the finite values", "value": "the tensor's own"}
+_ARROW = {"int64": pa.int64(), "float64": pa.float64()}
+
+TABLES: dict[str, Table] = {
+    table.name: table
+    for table in (
+        Table(
+            "stats",
+            "one tensor at one firing",
+            (*IDENTITY, *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.formula) for s in STATISTICS.values())),
+        ),
+        Table(
+            "tensors",
+            "one recorded tensor",
+            (
+                *IDENTITY,
+                Column("dtype", _LABEL, "", "type of the tensor that was kept"),
+                Column("shape", pa.list_(pa.int64()), "elements", "shape of what was kept"),
+                Column("source_shape", pa.list_(pa.int64()), "elements", "shape of the tensor in the model"),
+                Column("values", pa.list_(pa.float32()), "the tensor's own", "the elements, flat in C order; null where data has them"),
+                Column("data", pa.large_binary(), "", "the elements as little-endian bytes in C order; null where values has them"),
+            ),
+        ),
+        Table(
+            "effects",
+            "one intervention at one firing",
+            (
+                *IDENTITY,
+                Column("numel", pa.int64(), "elements", "elements of the tensor"),
+                Column("changed", pa.int64(), "elements", "elements that the intervention changed"),
+                Column("changed_fraction", pa.float64(), "fraction", "changed / numel"),
+                Column("norm_before", pa.float64(), "the tensor's own", "L2 norm of the finite values before"),
+                Column("norm_after", pa.float64(), "the tensor's own", "L2 norm of the finite values after"),
+                Column("factor", pa.float64(), "", "what the tensor was multiplied by, where that is one number"),
+            ),
+        ),
+        Table(
+            "metrics",
+            "one step, or one evaluation",
+            (
+                *(column for column in MOMENT if column.name != "micro_step"),
+                Column("loss", pa.float64(), "the loss's own", "mean over the step's samples"),
+                Column("accuracy", pa.float64(), "fraction", "share of the samples whose most likely class is the target's"),
+                Column("lr", pa.float64(), "", "learning rate of the first parameter group, as the step used it"),
+                Column("grad_norm", pa.float64(), "", "L2 norm of all gradients together, before any hook at the optimizer boundary"),
+                Column("seconds", pa.float64(), "s", "wall time of the step or the evaluation"),
+                Column("samples_per_second", pa.float64(), "1/s", "samples over seconds"),
+            ),
+        ),
+        Table(
+            "coverage",
+            "one (spec, layer, parameter)",
+            (
+                Column("hook", _LABEL, "", "name of the spec"),
+                Column("layer", _LABEL, "", "name of the module; empty for the root"),
+                Column("module_type", _LABEL, "", "short name of the module's class"),
+                Column("kind", _LABEL, "", "kind of the hook"),
+                Column("role", _LABEL, "", "which of the kind's tensors"),
+                Column("path", _LABEL, "", "own name of a parameter or buffer; else empty"),
+                Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
+                Column("expected", pa.int64(), "firings", "how often it should have fired: once for each call, and once where there was none, in every micro-step that it was due in"),
+                Column("fired", pa.int64(), "firings", "how often it did"),
+                Column("cause", pa.string(), "", "why it fired less often than expected, or was never due; empty where all is well"),
+            ),
+        ),
+        Table(
+            "layers",
+            "one module",
+            (
+                Column("layer", pa.string(), "", "name of the module; empty for the root"),
+                Column("aliases", pa.list_(pa.string()), "", "other names of the same module"),
+                Column("module_type", pa.string(), "", "short name of its class"),
+                Column("depth", pa.int32(), "", "segments in its name"),
+                Column("parameters", pa.int64(), "elements", "elements of the parameters of the module itself, those of its submodules left out"),
+                Column("trainable", pa.int64(), "elements", "of those, the ones that train"),
+                Column("hooks", pa.list_(pa.string()), "", "specs that matched it"),
+            ),
+        ),
+        Table(
+            "events",
+            "a warning, or an error",
+            (
+                Column("step", pa.int64(), "step", "optimizer step; null before the first one"),
+                Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
+                Column("layer", pa.string(), "", "the layer that it is about; null where it is about none"),
+                Column("rule", _LABEL, "", "what kind of event: coverage, fallback, hidden_module, config, error, interrupted"),
+                Column("message", pa.string(), "", "in words"),
+                Column("severity", _LABEL, "", "info, warning or error"),
+            ),
+        ),
+    )
+}
+
+
+def as_arrow(table: Table, rows: list[tuple[Any, ...]]) -> pa.Table:
+    """Rows, each a tuple in the order of the columns, as an Arrow table of the right types."""
+    columns = zip(*rows, strict=True) if rows else ([] for _ in table.columns)
+    arrays = []
+    for column, cells in zip(table.columns, columns, strict=True):
+        if pa.types.is_dictionary(column.type):
+            arrays.append(pa.array(cells, column.type.value_type).dictionary_encode())
+        else:
+            arrays.append(pa.array(cells, column.type))
+    return pa.Table.from_arrays(arrays, schema=table.schema)
+
+
+def markdown() -> str:
+    """The docs' tables of all columns."""
+    parts = []
+    for table in TABLES.values():
+        rows = [f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning} |" for c in table.columns]
+        parts.append("\n".join([f"### `{table.name}/`: a row is {table.row}", "", "| column | type | unit | meaning |", "|---|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _type_name(kind: pa.DataType) -> str:
+    if pa.types.is_dictionary(kind):
+        return "string (dictionary)"
+    if pa.types.is_list(kind):
+        return f"list<{kind.value_type}>"
+    return str(kind)

@@ -1,0 +1,82 @@
+"""Every error that this package raises on purpose, and the exit code that each one means.
+
+    InstrumentError                     exit code 1
+    ├── ConfigError                     exit code 2: what was written cannot be meant
+    ├── HookError                       a hook failed at a layer and a step
+    │   └── HookResultError             a hook returned a value that does not fit in the place of the old one
+    └── AlreadyAttachedError            one probe, entered twice
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["AlreadyAttachedError", "ConfigError", "HookError", "HookResultError", "InstrumentError", "Mistake", "nearest"]
+
+
+def nearest(word: str, options: Iterable[str], *, most: int = 3) -> list[str]:
+    """The options most like `word`, best first; those that differ by letter case alone come first."""
+    names = list(dict.fromkeys(options))
+    folded = [name for name in names if name.lower() == word.lower()]
+    close = difflib.get_close_matches(word, names, n=most, cutoff=0.5)
+    return list(dict.fromkeys([*folded, *close]))[:most]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that the user wrote and cannot have meant: where, what, what is allowed, what is nearest."""
+
+    where: str
+    problem: str
+    written: object = None
+    allowed: Sequence[str] | str = ()
+    nearest: Sequence[str] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.problem}" if self.where else self.problem]
+        if self.written is not None:
+            lines.append(f"    written  {_short(self.written)}")
+        if self.allowed:
+            allowed = self.allowed if isinstance(self.allowed, str) else ", ".join(self.allowed)
+            lines.append(f"    allowed  {allowed}")
+        if self.nearest:
+            lines.append(f"    nearest  {', '.join(self.nearest)}")
+        return "\n".join(lines)
+
+
+def _short(value: object, most: int = 200) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+class InstrumentError(Exception):
+    """The root of the tree; `exit_code` is what the process ends with when nobody catches it."""
+
+    exit_code = 1
+
+
+class ConfigError(InstrumentError):
+    """One or more mistakes in what the user wrote, found before a step was spent on them."""
+
+    exit_code = 2
+
+    def __init__(self, *mistakes: Mistake) -> None:
+        self.mistakes = mistakes
+        super().__init__("\n".join(str(mistake) for mistake in mistakes))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[Mistake, ...]]:
+        return type(self), self.mistakes
+
+
+class HookError(InstrumentError):
+    """A hook failed; the message names the hook, its kind, the layer and the step."""
+
+
+class HookResultError(HookError):
+    """A hook returned something of another type, shape, dtype, device or graph than the tensor that it was given."""
+
+
+class AlreadyAttachedError(InstrumentError):
+    """The same probe was attached a second time; a probe is used once."""

@@ -1,0 +1,1 @@
+"""Where PyTorch lets us in: one file a family of hook kinds."""

@@ -1,0 +1,166 @@
+"""A site while it is attached: its action, whether it is due, and the count of its firings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from ..actions.base import Action, Context, Moment
+from ..actions.intervention import describe
+from ..errors import HookError, InstrumentError
+from ..plan.sites import Site
+from ..spec.globs import matches
+from ..spec.hooks import FunctionSpec, PenaltySpec, RecordSpec
+
+NOT_CALLED = "the module was not called: nothing runs it, its parent uses it functionally or calls .forward() itself"
+NO_TENSOR = "no tensor was there that the hook could take, or none at the path asked for"
+NO_GRAPH = "the tensor needs no gradient: no_grad, frozen parameters, or an input that nothing trains"
+NO_INPUT_GRAPH = "its input needs no gradient: it is data, or comes out of frozen layers"
+NO_GRADIENT = "no gradient arrived: the loss does not depend on this tensor"
+NO_PARAMETER_GRADIENT = "the parameter had no gradient: the loss does not depend on it"
+NO_STEP = "the optimizer made no step"
+NO_STATE = "the optimizer keeps no such state for this parameter"
+
+
+@dataclass
+class Clock:
+    """What time it is; one clock is shared by all sites of a probe.
+
+    `turn` counts the micro-steps of the whole run, in all phases: what belongs to one of them starts anew when it
+    has moved on.
+    """
+
+    moment: Moment
+    seed: int = 0
+    turn: int = 0
+    closed: bool = False
+
+
+class LiveSite:
+    """A site, its action, and its ledger: how often it should have fired, how often it did, and why not."""
+
+    __slots__ = ("_calls", "_excused", "_fired", "_missed", "action", "causes", "clock", "due", "expected", "fired", "records", "site")
+
+    def __init__(self, site: Site, action: Action, clock: Clock) -> None:
+        self.site = site
+        self.action = action
+        self.clock = clock
+        self.records = isinstance(site.spec, RecordSpec)
+        self.due = False
+        self.expected = 0
+        self.fired = 0
+        self.causes: Counter[str] = Counter()
+        self._calls = self._fired = self._missed = self._excused = 0  # in the turn that is running
+
+    def called(self) -> None:
+        """The site had an opportunity: its module was called, its optimizer made a step."""
+        self._calls += 1
+
+    def hit(self) -> None:
+        """It fired at one of them."""
+        self._fired += 1
+
+    def miss(self, cause: str) -> None:
+        """It could not fire at one of them."""
+        self._missed += 1
+        self.causes[cause] += 1
+
+    def excuse(self, cause: str) -> None:
+        """It had an opportunity at which a record has nothing to see by nature: noted, and not held against it."""
+        self._excused += 1
+        self.causes[cause] += 1
+
+    def settle(self, absent: str, unheard: str) -> None:
+        """A turn in which the site was due is over: enter into the ledger what was expected and what was seen.
+
+        Args:
+            absent: The cause where it had no opportunity at all.
+            unheard: The cause where it had one, nothing stood in the way, and yet it did not fire.
+        """
+        calls, fired, missed, excused = self._calls, self._fired, self._missed, self._excused
+        self._calls = self._fired = self._missed = self._excused = 0
+        self.expected += calls if calls or excused else 1
+        self.fired += fired
+        if not calls and not fired and not excused:
+            self.causes[self.site.note or absent] += 1
+        elif fired + missed < calls:
+            self.causes[unheard] += calls - fired - missed
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything happened to it in the turn that is running."""
+        return bool(self._calls or self._fired or self._excused)
+
+    @property
+    def cause(self) -> str:
+        """Why it fired less often than expected, or was not expected to fire; empty where all is well."""
+        silent = self.fired < self.expected or not self.expected
+        return self.causes.most_common(1)[0][0] if silent and self.causes else ""
+
+    def wants(self, path: str) -> bool:
+        """Whether the spec means the tensor at this path."""
+        pattern = self.site.spec.path
+        return pattern is None or matches(pattern, path)
+
+    def takes(self, tensor: Tensor, path: str) -> bool:
+        """Whether the site acts on this tensor: a record takes any, an intervention floating-point ones."""
+        return self.wants(path) and (self.records or tensor.is_floating_point())
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether the action needs, beside a gradient, what it is the gradient of."""
+        return isinstance(self.site.spec, PenaltySpec | FunctionSpec)
+
+    def current_parameter(self) -> Parameter:
+        """The parameter that stands at the site now."""
+        parameter = self.site.layer.module._parameters[self.site.own_name]
+        assert parameter is not None, "a site at a parameter was resolved from one"
+        return parameter
+
+    def fire(
+        self, tensor: Tensor, path: str, call: int = 0, recompute: bool = False, value: Tensor | Parameter | None = None
+    ) -> Tensor:
+        """Act on one tensor; gives what is to take its place, itself where nothing is changed.
+
+        Raises:
+            HookError: The action failed, or gave what does not fit; it names hook, kind, layer and step.
+        """
+        spec, layer = self.site.spec, self.site.layer
+        context = Context(
+            spec.name, spec.kind, spec.tensor_role, layer.name, layer.module, path, self.clock.moment, call, recompute, value, self.clock.seed
+        )
+        try:
+            new = self.action(tensor, context)
+        except InstrumentError:
+            raise
+        except Exception as error:
+            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}") from error
+        return tensor if new is None else new
+
+
+class Family(Protocol):
+    """The sites of one family at one place, attached to PyTorch."""
+
+    def refresh(self) -> None:
+        """Some of the sites became due, or ceased to be."""
+
+    def detach(self) -> None:
+        """Remove every hook that this family put anywhere."""
+
+
+def fire_all(lives: Iterable[LiveSite], tensor: Tensor, path: str, call: int, recompute: bool, value: Tensor | Parameter | None = None) -> Tensor:
+    """Several sites at one tensor, in the order in which they are written; each sees what the one before gave."""
+    for live in lives:
+        tensor = live.fire(tensor, path, call, recompute, value)
+    return tensor
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a module that runs there is run again by checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)

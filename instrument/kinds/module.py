@@ -1,0 +1,130 @@
+"""Kinds that see a module's tensors: forward_pre, forward, full_backward_pre, full_backward, tensor.
+
+One pre hook and one hook on the module serve them all, so that several specs act in the order in which they are
+written. The gradients come from hooks on the tensors themselves (`instrument.kinds.tensor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..nested import map_leaves
+from .live import NO_TENSOR, Clock, LiveSite, fire_all, in_backward
+from .tensor import InputGradients, OutputGradients
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ModuleHooks:
+    """All sites at one module, served by two hooks on it that stay for the whole run.
+
+    Where nothing is due, each of the two is one test of a flag.
+    """
+
+    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
+        self.lives = lives
+        self.clock = clock
+        self.active = False
+        self.calls = 0  # of the module, in this turn
+        self.calls_again = 0  # of those, the ones that checkpointing makes inside the backward pass
+        self.turn = -1
+        self.pre: list[LiveSite] = []
+        self.seen_input: list[LiveSite] = []
+        self.output: list[LiveSite] = []
+        self.input_gradients = InputGradients(clock)
+        self.output_gradients = OutputGradients(clock)
+        self.handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self.before, with_kwargs=True),
+            module.register_forward_hook(self.after, with_kwargs=True),
+        ]
+
+    def refresh(self) -> None:
+        """Sort the sites that are due to where they act."""
+        due = [live for live in self.lives if live.due]
+        places = [(live.site.spec.kind, live.site.spec.tensor_role, live) for live in due]
+        self.active = bool(due)
+        self.pre = [live for kind, _, live in places if kind == "forward_pre"]
+        self.seen_input = [live for kind, role, live in places if kind == "forward" and role == "input"]
+        self.output = [live for kind, role, live in places if kind == "forward" and role == "output"]
+        # A gradient that comes in passes the sites that can change it before it is seen as full_backward's.
+        first = [live for kind, role, live in places if kind == "full_backward_pre" or (kind == "tensor" and role == "output")]
+        then = [live for kind, role, live in places if kind == "full_backward" and role == "grad_output"]
+        self.output_gradients.lives = first + then
+        self.input_gradients.own = [live for kind, role, live in places if kind == "full_backward" and role == "grad_input"]
+        self.input_gradients.total = [live for kind, role, live in places if kind == "tensor" and role == "input"]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
+        if not self.active or self.clock.closed:
+            return None
+        again, call = self._call()
+        given = new = _join(args, kwargs)
+        if self.pre:
+            new = self._act(self.pre, new, call, again)
+        if self.input_gradients.wanted:
+            new = self.input_gradients.bespeak(module, new, call, again)
+        if self.output_gradients.lives:
+            self.output_gradients.note_inputs(new)
+        return None if new is given else _part(new, len(args))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ARG002
+        """The forward hook: outputs are seen and changed, and their gradients bespoken."""
+        if not self.active or self.clock.closed:
+            return None
+        again, call = self._call()
+        self.input_gradients.forward_done()
+        new = output
+        if self.seen_input:
+            self._act(self.seen_input, _join(args, kwargs), call, again)
+        if self.output:
+            new = self._act(self.output, new, call, again)
+        if self.output_gradients.lives:
+            new = self.output_gradients.bespeak(new, call, again)
+        if again:
+            self.calls_again += 1
+        else:
+            self.calls += 1
+        return None if new is output else new
+
+    def _call(self) -> tuple[bool, int]:
+        """Whether this call is one that checkpointing makes again, and the number that it has."""
+        if self.turn != self.clock.turn:
+            self.turn, self.calls, self.calls_again = self.clock.turn, 0, 0
+        again = in_backward()
+        return again, self.calls_again if again else self.calls
+
+    def _act(self, lives: list[LiveSite], value: Any, call: int, again: bool) -> Any:
+        """Let sites act on every tensor of a value. Of a pass that is made again no rows are written twice."""
+        acting = [live for live in lives if not (again and live.records)]
+        fired: set[LiveSite] = set()
+
+        def act(path: str, tensor: Tensor) -> Tensor:
+            mine = [live for live in acting if live.takes(tensor, path)]
+            fired.update(mine)
+            return fire_all(mine, tensor, path, call, again)
+
+        new = map_leaves(value, act)
+        if not again:
+            for live in lives:
+                live.called()
+                live.hit() if live in fired else live.miss(NO_TENSOR)
+        return new
+
+    def detach(self) -> None:
+        """Remove both hooks, the last one first."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional and keyword arguments as one value: positions are paths `0`, `1`, ..., names are names."""
+    return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+
+
+def _part(joined: dict[str, Any], positional: int) -> Arguments:
+    values = list(joined.items())
+    return tuple(value for _, value in values[:positional]), dict(values[positional:])

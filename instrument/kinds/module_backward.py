@@ -1,0 +1,93 @@
+"""`via: module`: full_backward and full_backward_pre by PyTorch's own module hooks.
+
+They put a node of their own into the graph around the module, cannot live with operations in place on its output,
+and see the tensors of plain tuples only; they are here for those who want just what PyTorch gives. While nothing is
+due they are not registered at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..nested import map_leaves
+from .live import NO_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
+
+IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an output is modified in place
+
+
+class ModuleBackwardHooks:
+    """The `via: module` sites at one module."""
+
+    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
+        self.module = module
+        self.lives = lives
+        self.clock = clock
+        self.bare = True  # the output is a tensor, not a tuple of them
+        self.calls = self.returned = 0
+        self.turn = -1
+        self.handles: list[RemovableHandle] = []
+
+    def refresh(self) -> None:
+        """Register where a site is due and nothing is registered yet; remove where none is."""
+        due = any(live.due for live in self.lives)
+        if due and not self.handles:
+            self.handles = [
+                self.module.register_forward_hook(self.forward),
+                self.module.register_full_backward_pre_hook(self.backward_pre),
+                self.module.register_full_backward_hook(self.backward),
+            ]
+        elif not due:
+            self.detach()
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        """Count the call, so that it is known how often gradients are expected."""
+        if self.turn != self.clock.turn:
+            self.turn, self.calls, self.returned = self.clock.turn, 0, 0
+        self.calls += 1
+        self.bare = isinstance(output, Tensor)
+        for live in self.lives:
+            if live.due:
+                live.called()
+                if not torch.is_grad_enabled():
+                    live.miss(NO_GRAPH)
+                elif not isinstance(output, Tensor | tuple):
+                    live.miss(NO_TENSOR)
+
+    def backward_pre(self, module: nn.Module, grad_output: Any) -> Any:  # noqa: ARG002
+        """PyTorch's full backward pre hook."""
+        return self._act("full_backward_pre", "grad_output", grad_output)
+
+    def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:  # noqa: ARG002
+        """PyTorch's full backward hook."""
+        self._act("full_backward", "grad_output", grad_output)
+        new = self._act("full_backward", "grad_input", grad_input)
+        self.returned += 1
+        return new
+
+    def _act(self, kind: str, role: str, gradients: Any) -> Any:
+        lives = [live for live in self.lives if live.due and (live.site.spec.kind, live.site.spec.tensor_role) == (kind, role)]
+        if not lives or self.clock.closed:
+            return None
+        call = self.calls - 1 - self.returned  # gradients come back last call first
+        fired: set[LiveSite] = set()
+
+        def act(path: str, gradient: Tensor) -> Tensor:
+            path = "" if role == "grad_output" and self.bare else path
+            mine = [live for live in lives if live.takes(gradient, path)]
+            fired.update(mine)
+            return fire_all(mine, gradient, path, call, recompute=False)
+
+        new = map_leaves(gradients, act)
+        for live in lives:
+            live.hit() if live in fired else live.miss(NO_GRAPH)
+        return None if new is gradients else new
+
+    def detach(self) -> None:
+        """Remove all hooks, the last one first."""
+        while self.handles:
+            self.handles.pop().remove()

@@ -1,0 +1,95 @@
+"""The root of a run's configuration, as it is after Hydra has composed it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+
+from .apply import ApplySpec
+from .fields import Count, Index, Spec, Target
+from .hooks import HookSpec
+
+Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
+
+
+def _mapping(value: Any) -> Any:
+    if value is None:
+        return {}
+    return value
+
+
+class SliceSpec(Spec):
+    """Which part of a dataset: taken in this order, each on what the one before left."""
+
+    split: Literal["train", "test"] = Field("train", description="The dataset's own split.")
+    classes: tuple[Index, ...] | None = Field(None, min_length=1, description="Only targets of these classes.")
+    indices: tuple[Index, ...] | None = Field(None, min_length=1, description="Just these, in place of start, stop and stride.")
+    start: Index = Field(0, description="The first one.")
+    stop: Count | None = Field(None, description="The first one that is out again.")
+    stride: Count = Field(1, description="Every N-th.")
+    per_class: Count | None = Field(None, description="No more than N of each class.")
+    shuffle: bool = Field(False, description="Put them into a random order before start, stop and stride are counted.")
+    seed: Index = Field(0, description="The seed of that order.")
+
+    @model_validator(mode="after")
+    def _possible(self) -> SliceSpec:
+        if self.stop is not None and self.stop <= self.start:
+            raise ValueError(f"the slice is empty: stop ({self.stop}) has to be larger than start ({self.start})")
+        if self.indices is not None and {"start", "stop", "stride"} & self.model_fields_set:
+            raise ValueError("'indices' stands alone: it cannot be joined with start, stop or stride")
+        return self
+
+
+class DataConfig(Spec):
+    """The dataset, and the slices of it to train on and to evaluate on."""
+
+    dataset: Target = Field(description="Called with split='train' or 'test'; gives a dataset of (input, target).")
+    root: str = Field("data", description="The folder that datasets on disk lie in; INSTRUMENT_DATA where it is set.")
+    slice: SliceSpec = Field(default_factory=SliceSpec, description="What is trained on.")
+    eval_slice: SliceSpec = Field(default_factory=lambda: SliceSpec(split="test"), description="What is evaluated on.")
+    fallback: Literal["digits"] | None = Field(None, description="What is used, loudly, where the dataset is missing.")
+
+
+class TrainConfig(Spec):
+    """How long, in what portions."""
+
+    steps: Count | None = Field(None, description="Optimizer steps; the dataset is gone through as often as it takes.")
+    epochs: Count | None = Field(None, description="Times through the dataset, in place of steps.")
+    batch_size: Count = Field(64, description="Samples in a micro-batch.")
+    accumulate: Count = Field(1, description="Micro-batches whose gradients are averaged into one optimizer step.")
+    eval_every: Index = Field(0, description="Evaluate every N steps and after the last one; 0: after the last one only.")
+    eval_batch_size: Count = Field(256, description="Samples in a batch of an evaluation.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("needs one of steps and epochs")
+        return self
+
+
+class SinkConfig(Spec):
+    """How rows are written."""
+
+    tensors: Literal["list", "bytes"] = Field("list", description="Recorded values as list<float>, or as raw bytes for volume.")
+    flush_seconds: Annotated[float, Field(gt=0)] = Field(10.0, description="Rows are written at least this often, in seconds.")
+
+
+class RunConfig(Spec):
+    """Everything that a run is made from."""
+
+    name: Names = Field("run", description="The folder under runs/.")
+    seed: Index = Field(0, description="Of Python's, NumPy's and PyTorch's random state, and of everything drawn here.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
+    deterministic: bool = Field(False, description="Refuse algorithms that give other results from run to run.")
+    plan: bool = Field(False, description="Print what would be hooked, recorded and spent; run nothing.")
+    quiet: bool = Field(False, description="No progress and no tables; warnings and errors only.")
+    model: Target = Field(description="The torch.nn.Module.")
+    data: DataConfig
+    task: Target = Field(description="What a batch and a model make a loss of.")
+    optimizer: Target = Field(description="Called with the parameters that train.")
+    scheduler: Target | None = Field(None, description="Called with the optimizer; one step of it a training step.")
+    train: TrainConfig
+    apply: SkipValidation[dict[str, ApplySpec]] = Field(default_factory=dict, description="Changes made once, before step 0.")
+    hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="What is seen and changed, by name.")
+    sink: Annotated[SinkConfig, BeforeValidator(_mapping)] = Field(default_factory=SinkConfig)

@@ -1,0 +1,80 @@
+"""Field types that specs share, and the model they all inherit from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .globs import compile_glob
+
+
+class Spec(BaseModel):
+    """Frozen, and no field that is not declared is let through."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+
+
+class Target(BaseModel):
+    """Something importable and its arguments: `{_target_: package.name, argument: value}`, as Hydra writes it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True)
+
+    target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function.")
+
+    def to_config(self) -> dict[str, Any]:
+        """The mapping that `hydra.utils.instantiate` takes."""
+        return {"_target_": self.target, **(self.model_extra or {})}
+
+
+def _glob(pattern: str) -> str:
+    compile_glob(pattern)
+    return pattern
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("has to be a finite number")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("has to be a number, not true or false")
+    return value
+
+
+Glob = Annotated[str, AfterValidator(_glob)]
+Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+Number = Annotated[float, BeforeValidator(_whole), AfterValidator(_finite)]
+NonNegative = Annotated[float, BeforeValidator(_whole), AfterValidator(_finite), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Index = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+
+
+class Selection(Spec):
+    """Which modules, and which of their parameters."""
+
+    layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root.")
+    exclude: Globs = Field((), description="Globs on module names, taken away again.")
+    types: Names = Field((), description="Class names, short or full; subclasses count.")
+    params: Globs = Field((), description="Globs on the parameter's own name: weight, bias.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _some_selection(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("layers") is None and not value.get("types"):
+            raise ValueError("needs 'layers' (globs on module names), 'types' (class names), or both")
+        return value
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The globs that select; all modules where only `types` was given."""
+        return self.layers if self.layers is not None else ("**",)

@@ -1,0 +1,180 @@
+"""From plain mappings to specs; every mistake of a file is found at once and told in the words of the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import ConfigError, Mistake, nearest
+from . import apply as apply_specs
+from . import hooks as hook_specs
+from .apply import ApplySpec
+from .config import RunConfig
+from .hooks import HookSpec, UnknownName
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def parse_config(raw: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run, checked as a whole.
+
+    Args:
+        raw: Plain mappings, lists and values, interpolations resolved.
+
+    Raises:
+        ConfigError: With every mistake that was found, not just the first.
+    """
+    mistakes: list[Mistake] = []
+    parsed = {}
+    for section, parse in (("hooks", parse_hooks), ("apply", parse_apply)):
+        try:
+            parsed[section] = parse(raw.get(section))
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if not raw.get("model"):
+        mistakes.append(
+            Mistake("model", "no model was chosen", allowed="model=mnist_cnn or another of conf/model, or model: {_target_: package.Class, ...} of your own")
+        )
+    if not raw.get("data"):
+        mistakes.append(Mistake("data", "no dataset was chosen", allowed="data=mnist or another of conf/data, or data.dataset: {_target_: ...} of your own"))
+    missing = {mistake.where for mistake in mistakes}
+    rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply")}
+    try:
+        config = RunConfig.model_validate({**rest, **parsed})
+    except ValidationError as error:
+        mistakes += [mistake for mistake in _mistakes(error, "", RunConfig) if mistake.where not in missing]
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return config
+
+
+def parse_hooks(raw: Any) -> dict[str, HookSpec]:
+    """Hook specs from a mapping of names to specs, or from a list; an entry that is null is left out.
+
+    Raises:
+        ConfigError: With every mistake that was found.
+    """
+    return _parse_section("hooks", raw, _hook_class)
+
+
+def parse_apply(raw: Any) -> dict[str, ApplySpec]:
+    """Apply specs from a mapping of names to specs, or from a list; an entry that is null is left out.
+
+    Raises:
+        ConfigError: With every mistake that was found.
+    """
+    return _parse_section("apply", raw, _apply_class)
+
+
+def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], str], Any]) -> dict[str, Any]:
+    specs: dict[str, Any] = {}
+    mistakes: list[Mistake] = []
+    for name, value in _named(section, raw):
+        where = f"{section}.{name}"
+        try:
+            if not isinstance(value, Mapping):
+                raise ConfigError(Mistake(where, "has to be a mapping", written=value))
+            if name in specs:
+                raise ConfigError(Mistake(where, "this name is used twice; names have to differ"))
+            specs[name] = _build(choose(value, where), {**value, "name": name}, where)
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise ConfigError(*mistakes)
+    return specs
+
+
+def _named(section: str, raw: Any) -> Iterable[tuple[str, Any]]:
+    if raw is None:
+        return []
+    if isinstance(raw, Mapping):
+        items = list(raw.items())
+    elif isinstance(raw, list | tuple):
+        items = [(value.get("name") or f"{section}_{i}" if isinstance(value, Mapping) else f"{section}_{i}", value) for i, value in enumerate(raw)]
+    else:
+        raise ConfigError(Mistake(section, "has to be a mapping from a name to a spec, or a list of specs", written=raw))
+    for name, _ in items:
+        if not NAME.fullmatch(str(name)):
+            raise ConfigError(Mistake(section, "a name has to be letters, digits and underscores", written=str(name)))
+    return [(str(name), value) for name, value in items if value is not None]
+
+
+def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
+    kind = value.get("kind")
+    if kind == "backward":
+        raise ConfigError(Mistake(where, "kind backward is deprecated in PyTorch: it sees wrong gradients of modules with several operations", written="kind: backward", nearest=["full_backward"]))
+    action = _choice(value, "action", hook_specs.ACTIONS, where)
+    if action != "modify":
+        return hook_specs.ACTIONS[action]
+    fn = value.get("fn")
+    if isinstance(fn, Mapping):
+        return hook_specs.FunctionSpec
+    return hook_specs.FUNCTIONS[_choice(value, "fn", hook_specs.FUNCTIONS, where, "or {_target_: package.function}")]
+
+
+def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
+    return apply_specs.ACTIONS[_choice(value, "action", apply_specs.ACTIONS, where)]
+
+
+def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: str, more: str = "") -> str:
+    names = tuple(options)
+    allowed = [*names, more] if more else names
+    if key not in value:
+        raise ConfigError(Mistake(f"{where}.{key}", "is missing", allowed=allowed, nearest=nearest(key, [str(name) for name in value])))
+    written = value[key]
+    if written not in names:
+        raise ConfigError(Mistake(f"{where}.{key}", f"unknown {key}", written=written, allowed=allowed, nearest=nearest(str(written), names)))
+    return str(written)
+
+
+def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(*_mistakes(error, where, model)) from None
+
+
+def _mistakes(error: ValidationError, where: str, model: type[BaseModel]) -> list[Mistake]:
+    found = [_mistake(dict(item), where, model) for item in error.errors()]
+    return list({(mistake.where, mistake.problem): mistake for mistake in found}.values())
+
+
+def _mistake(item: dict[str, Any], where: str, model: type[BaseModel]) -> Mistake:
+    """One of pydantic's errors in the four parts of ours."""
+    kind, context = item["type"], item.get("ctx", {})
+    loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
+    place = ".".join([part for part in (where, *loc) if part])
+    if kind == "extra_forbidden":
+        fields = _fields(_inner(model, loc[:-1]))
+        return Mistake(
+            ".".join([part for part in (where, *loc[:-1]) if part]), f"unknown field '{loc[-1]}'", written=f"{loc[-1]}: {item['input']}", allowed=fields, nearest=nearest(loc[-1], fields)
+        )
+    if kind == "missing":
+        return Mistake(place, "is missing")
+    cause = context.get("error")
+    if isinstance(cause, UnknownName):
+        return Mistake(place, f"unknown {cause.what}", written=cause.name, allowed=cause.allowed, nearest=nearest(cause.name, cause.allowed))
+    written = None if isinstance(item["input"], Mapping) else item["input"]
+    if kind == "literal_error":
+        options = re.findall(r"'([^']+)'", context["expected"])
+        return Mistake(place, "not one of the values allowed", written=written, allowed=options, nearest=nearest(str(written), options))
+    return Mistake(place, item["msg"].removeprefix("Value error, "), written=written)
+
+
+def _fields(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items() if name != "name" or model is RunConfig]
+
+
+def _inner(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
+    """The model of a nested section, followed down from the root."""
+    for part in loc:
+        annotation = model.model_fields[part].annotation
+        inner = next((kind for kind in (annotation, *getattr(annotation, "__args__", ())) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if inner is None:
+            break
+        model = inner
+    return model

@@ -1,0 +1,48 @@
+"""The JSON Schema of an experiment file, for completion and checks in an editor.
+
+`python -m instrument.spec.schema` writes it to `conf/schema.json`; YAML files name it in a comment that the
+YAML language server reads: `# yaml-language-server: $schema=../schema.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .config import RunConfig
+
+HYDRA_KEYS: dict[str, Any] = {
+    "defaults": {"type": "array", "description": "What Hydra composes this file from."},
+    "hydra": {"type": "object", "description": "Hydra's own settings."},
+}
+
+
+def experiment_schema() -> dict[str, Any]:
+    """The schema of a partial configuration: every root key is optional, and so is every key of a section that a
+    group may already have set."""
+    schema = RunConfig.model_json_schema(by_alias=True)
+    schema["title"] = "An experiment of instrument"
+    schema["properties"] |= HYDRA_KEYS
+    schema.pop("required", None)
+    for section in ("DataConfig", "TrainConfig", "SliceSpec", "SinkConfig", "Target"):
+        schema["$defs"][section].pop("required", None)
+    for section in ("hooks", "apply"):
+        entry = schema["properties"][section]["additionalProperties"]
+        schema["properties"][section] = {
+            "description": schema["properties"][section]["description"],
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"anyOf": [entry, {"type": "null"}]}},
+                {"type": "array", "items": entry},
+            ],
+        }
+    return schema
+
+
+def render() -> str:
+    """The schema as the text of its file."""
+    return json.dumps(experiment_schema(), indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    Path("conf/schema.json").write_text(render())

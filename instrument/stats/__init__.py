@@ -1,0 +1,1 @@
+"""The numbers: statistics of a tensor, as `instrument.spec.statistics` defines them."""

@@ -1,0 +1,142 @@
+"""The one function that measures a tensor, and the two ways it has of doing so.
+
+On the CPU the tensor is read in blocks that fit a cache, each centred and summed in float64, and the blocks'
+moments are merged (Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
+variances"). On any other device the same numbers are formed by whole-tensor operations that never wait for the
+device; they stay there until the step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..spec.statistics import ALL
+
+BLOCK = 65_536  # elements; in float64 half a megabyte, which stays in the L2 cache
+
+Values = Sequence[float | None] | Tensor
+"""What `measure` gives: numbers, or a float64 tensor of shape [statistics] on the device, NaN where there is none."""
+
+
+@torch.no_grad()
+def measure(tensor: Tensor, names: Sequence[str]) -> Values:
+    """Statistics of a tensor of any shape, layout, dtype and device.
+
+    Args:
+        tensor: What is measured; it is read, never written.
+        names: Names from `instrument.spec.statistics.STATISTICS`.
+
+    Returns:
+        The values in the order of `names`: numbers and None for a tensor on the CPU; a float64 tensor of shape
+        [len(names)] on the tensor's own device elsewhere, in which NaN stands for None.
+    """
+    flat = _flat(tensor.detach())
+    if flat.device.type == "cpu":
+        values = _measure_blocks(flat, "l1" in names)
+        return [values[name] for name in names]
+    return measure_on_device(flat, names)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements as one real vector, without a copy where the layout lets us."""
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if tensor.dim() > 1:  # channels_last, transposed: statistics do not ask for an order, memory's own is the fastest
+        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(by_stride)
+    return tensor.reshape(-1)
+
+
+def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
+    """All statistics of a flat CPU tensor; `l1` only where it is wanted, since it costs a pass."""
+    nan_count = inf_count = zeros = n = 0
+    mean = m2 = squares = l1 = 0.0
+    low, high = math.inf, -math.inf
+    for start in range(0, flat.numel(), BLOCK):
+        block = flat[start : start + BLOCK].to(torch.float64)
+        smallest, largest = (bound.item() for bound in torch.aminmax(block))
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
+            block, nans, infs = _finite(block)
+            nan_count, inf_count = nan_count + nans, inf_count + infs
+            if not block.numel():
+                continue
+            smallest, largest = (bound.item() for bound in torch.aminmax(block))
+        size = block.numel()
+        low, high = min(low, smallest), max(high, largest)
+        zeros += size - int(torch.count_nonzero(block))
+        squares += torch.dot(block, block).item()
+        if with_l1:
+            l1 += block.abs().sum().item()
+        block_mean = block.sum().item() / size
+        centred = block - block_mean
+        drift = centred.sum().item()  # what rounding left in the mean
+        block_m2 = torch.dot(centred, centred).item() - drift * drift / size
+        delta, total = block_mean - mean, n + size
+        mean += delta * size / total
+        m2 += block_m2 + delta * delta * n * size / total
+        n = total
+    counts: dict[str, float | None] = {"numel": flat.numel(), "nan_count": nan_count, "inf_count": inf_count}
+    if n == 0:
+        return dict.fromkeys(ALL) | counts
+    return counts | {
+        "mean": mean,
+        "std": math.sqrt(max(m2, 0.0) / n),
+        "rms": math.sqrt(squares / n),
+        "min": low,
+        "max": high,
+        "abs_max": max(abs(low), abs(high)),
+        "l1": l1,
+        "l2": math.sqrt(squares),
+        "zero_fraction": zeros / n,
+    }
+
+
+def _finite(block: Tensor) -> tuple[Tensor, int, int]:
+    """The finite elements, and how many of the others are NaN and infinite."""
+    nans, infs = int(block.isnan().sum()), int(block.isinf().sum())
+    return block[block.isfinite()], nans, infs
+
+
+def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
+    """All statistics of a flat tensor with no branch on its values, and so with no wait for its device.
+
+    Returns:
+        float64, shape [len(names)], on the tensor's device; NaN where a statistic has no value.
+    """
+    x = flat.to(torch.float64)
+    finite = x.isfinite()
+    n = finite.sum(dtype=torch.float64)
+    kept = torch.where(finite, x, 0.0)
+    none = torch.where(n == 0, math.nan, 0.0)  # added to what has no value where nothing is finite
+    mean = kept.sum() / n
+    centred = torch.where(finite, x - mean, 0.0)
+    drift = centred.sum()
+    squares = kept.square().sum()
+    if x.numel():
+        low = torch.where(finite, x, math.inf).amin()
+        high = torch.where(finite, x, -math.inf).amax()
+    else:
+        low = high = none
+    values = {
+        "numel": torch.full_like(n, x.numel()),
+        "mean": mean,
+        "std": ((centred.square().sum() - drift * drift / n) / n).clamp(min=0.0).sqrt(),
+        "rms": (squares / n).sqrt(),
+        "min": low + none,
+        "max": high + none,
+        "abs_max": torch.maximum(low.abs(), high.abs()) + none,
+        "l1": kept.abs().sum() + none,
+        "l2": squares.sqrt() + none,
+        "zero_fraction": ((x == 0).sum(dtype=torch.float64)) / n,
+        "nan_count": x.isnan().sum(dtype=torch.float64),
+        "inf_count": x.isinf().sum(dtype=torch.float64),
+    }
+    return torch.stack([values[name] for name in names])
