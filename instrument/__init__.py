@@ -1,1 +1,57 @@
-"""See and change what happens inside a PyTorch network: declared in YAML, recorded in Parquet."""
+"""See and change what happens inside a PyTorch network: declared in YAML, recorded in Parquet.
+
+with instrument.attach(model, "hooks.yaml", optimizer=optimizer, out="runs/mine") as probe: ...
+run = instrument.load("runs/mine")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultError, InstrumentError
+
+if TYPE_CHECKING:
+    from .actions.base import Context
+    from .analysis.load import NoRunError, Run, load
+    from .capture.probe import Probe
+    from .run.attach import attach
+    from .sinks.memory import MemorySink
+
+__all__ = [
+    "AlreadyAttachedError",
+    "ConfigError",
+    "Context",
+    "HookError",
+    "HookResultError",
+    "InstrumentError",
+    "MemorySink",
+    "NoRunError",
+    "Probe",
+    "Run",
+    "attach",
+    "load",
+]
+
+# What needs torch or pandas is imported when it is first asked for: reading a run needs no torch.
+_LAZY = {
+    "Context": ".actions.base",
+    "MemorySink": ".sinks.memory",
+    "NoRunError": ".analysis.load",
+    "Probe": ".capture.probe",
+    "Run": ".analysis.load",
+    "attach": ".run.attach",
+    "load": ".analysis.load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,19 +1,30 @@
 """Every error that this package raises on purpose, and the exit code that each one means.
 
-    InstrumentError                     exit code 1
-    ├── ConfigError                     exit code 2: what was written cannot be meant
-    ├── HookError                       a hook failed at a layer and a step
-    │   └── HookResultError             a hook returned a value that does not fit in the place of the old one
-    └── AlreadyAttachedError            one probe, entered twice
+InstrumentError                     exit code 1
+├── ConfigError                     exit code 2: what was written cannot be meant
+├── HookError                       a hook failed at a layer and a step
+│   └── HookResultError             a hook returned a value that does not fit in the place of the old one
+└── AlreadyAttachedError            one probe, entered twice
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AlreadyAttachedError", "ConfigError", "HookError", "HookResultError", "InstrumentError", "Mistake", "nearest"]
+__all__ = [
+    "AlreadyAttachedError",
+    "ConfigError",
+    "HookError",
+    "HookResultError",
+    "InstrumentError",
+    "Mistake",
+    "nearest",
+    "own_frame",
+]
 
 
 def nearest(word: str, options: Iterable[str], *, most: int = 3) -> list[str]:
@@ -22,6 +33,17 @@ def nearest(word: str, options: Iterable[str], *, most: int = 3) -> list[str]:
     folded = [name for name in names if name.lower() == word.lower()]
     close = difflib.get_close_matches(word, names, n=most, cutoff=0.5)
     return list(dict.fromkeys([*folded, *close]))[:most]
+
+
+def own_frame(error: BaseException) -> str:
+    """Where in the user's own code an error arose, as ` (in model.py:12, forward)`; empty where it was in nobody's."""
+    packages = ("site-packages", f"{os.sep}instrument{os.sep}", f"{os.sep}lib{os.sep}python", "<")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in packages)
+    ]
+    return f" (in {frames[-1].filename}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def locate(path: str, where: str) -> Any:
     """
     try:
         found = get_object(path)
-    except Exception as error:  # noqa: BLE001 - an import runs the user's own code, which may fail in any way
+    except Exception as error:
         raise ConfigError(_not_there(path, where, error)) from None
     if not callable(found):
         raise ConfigError(Mistake(where, f"{path} is a {type(found).__name__}, not a class or function", written=path))
@@ -70,14 +70,33 @@ def _not_there(path: str, where: str, error: BaseException) -> Mistake:
     found: Any = None
     for i, part in enumerate(parts):
         try:
-            found = getattr(found, part) if i and hasattr(found, part) else importlib.import_module(".".join(parts[: i + 1]))
+            found = (
+                getattr(found, part)
+                if i and hasattr(found, part)
+                else importlib.import_module(".".join(parts[: i + 1]))
+            )
         except ModuleNotFoundError as missing:
             if missing.name not in (".".join(parts[: i + 1]), part) and not (missing.name or "").startswith(parts[0]):
-                return Mistake(where, f"{'.'.join(parts[: i + 1])} needs the module {missing.name!r}, which is not installed", written=path)
+                return Mistake(
+                    where,
+                    f"{'.'.join(parts[: i + 1])} needs the module {missing.name!r}, which is not installed",
+                    written=path,
+                )
             place = ".".join(parts[:i])
             known = dir(found) if i else [module.name for module in pkgutil.iter_modules()]
-            problem = f"{place} has no {part!r}" if i else f"there is no module {part!r} here; Python looks in the working directory too"
-            return Mistake(where, problem, written=path, nearest=[f"{place}.{name}" if place else name for name in nearest(part, known)])
-        except Exception as failure:  # noqa: BLE001 - see above
-            return Mistake(where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", written=path)
+            problem = (
+                f"{place} has no {part!r}"
+                if i
+                else f"there is no module {part!r} here; Python looks in the working directory too"
+            )
+            return Mistake(
+                where,
+                problem,
+                written=path,
+                nearest=[f"{place}.{name}" if place else name for name in nearest(part, known)],
+            )
+        except Exception as failure:
+            return Mistake(
+                where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", written=path
+            )
     return Mistake(where, f"cannot be imported: {error}", written=path)

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import HookError, HookResultError
+from ..errors import HookError, HookResultError, own_frame
 from ..stats.kernel import measure
 from .base import Context, Effect, Rows
-
 
 
 class Change(Protocol):
@@ -40,7 +39,7 @@ class Intervention:
         try:
             new, factor = self.change(tensor, context)
         except Exception as error:
-            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}") from error
+            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}") from error
         if tensor._version != version:
             raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
         check_result(tensor, new, context)
@@ -82,7 +81,7 @@ def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None) -> Effect
     before, after = old.detach(), new.detach()
     changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
     factor = factor.detach() if isinstance(factor, Tensor) else factor
-    norms = [measure(tensor, ("l2",)) for tensor in (before, after)]
-    if isinstance(norms[0], Tensor):
-        return Effect(before.numel(), torch.cat([changed.view(1), *norms]), factor)  # type: ignore[list-item]
-    return Effect(before.numel(), [changed.item(), norms[0][0], norms[1][0]], factor)
+    norm_before, norm_after = (measure(tensor, ("l2",)) for tensor in (before, after))
+    if isinstance(norm_before, Tensor) and isinstance(norm_after, Tensor):
+        return Effect(before.numel(), torch.cat([changed.view(1), norm_before, norm_after]), factor)
+    return Effect(before.numel(), [changed.item(), *norm_before, *norm_after], factor)

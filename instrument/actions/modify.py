@@ -76,13 +76,19 @@ BUILTIN: dict[type[ModifySpec], Callable[[Any], Callable[[Tensor, Context], Tens
 
 def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Tensor]:
     """A function of the user's with its further arguments bound; a class is built once and its instance called."""
-    found = locate(target.target, where)
+    found: Callable[..., Any] = locate(target.target, where)
     arguments = target.model_extra or {}
     try:
-        function = found(**arguments) if inspect.isclass(found) else partial(found, **arguments)
+        function: Any = found(**arguments) if inspect.isclass(found) else partial(found, **arguments)
         inspect.signature(function).bind(torch.empty(0), None)
     except TypeError as error:
-        raise ConfigError(Mistake(where, f"{target.target} cannot be called as fn(tensor, context): {error}", written=arguments or target.target)) from None
+        raise ConfigError(
+            Mistake(
+                where,
+                f"{target.target} cannot be called as fn(tensor, context): {error}",
+                written=arguments or target.target,
+            )
+        ) from None
     except ValueError:
         pass  # a built-in function that does not tell its signature
     return function  # type: ignore[no-any-return]

@@ -75,7 +75,9 @@ class Probe:
         self._retime()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._detach()
         self.clock.closed = True
         try:
@@ -119,7 +121,10 @@ class Probe:
         needing = [name for name, spec in self.plan.specs.items() if spec.kind in ("parameter_grad", "step_post")]
         if needing and self.optimizer is None:
             raise ConfigError(
-                Mistake(f"hooks.{needing[0]}.kind", f"kind {self.plan.specs[needing[0]].kind} acts around the optimizer's step: hand the optimizer over, optimizer=")
+                Mistake(
+                    f"hooks.{needing[0]}.kind",
+                    f"kind {self.plan.specs[needing[0]].kind} acts around the optimizer's step: hand the optimizer over, optimizer=",
+                )
             )
 
     # ------------------------------------------------------------------------------------------------ time
@@ -172,7 +177,9 @@ class Probe:
         self._turn_open = False
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
 
-    def end_step(self, *, loss: Tensor | float | None = None, **metrics: Tensor | float | None) -> dict[str, float | None]:
+    def end_step(
+        self, *, loss: Tensor | float | None = None, **metrics: Tensor | float | None
+    ) -> dict[str, float | None]:
         """The optimizer has made its step: the rows go to the sink, and the next step begins.
 
         Args:
@@ -185,7 +192,11 @@ class Probe:
         if self._turn_open:
             self._end_turn()
         for live in self.lives:
-            if live.due and live.site.spec.definition.family != "module" and live.site.spec.kind != "post_accumulate_grad":
+            if (
+                live.due
+                and live.site.spec.definition.family != "module"
+                and live.site.spec.kind != "post_accumulate_grad"
+            ):
                 live.settle(NO_STEP, NO_GRADIENT)
         now = time.perf_counter()
         row = self.write_metrics(loss=loss, seconds=now - self._step_began, **metrics)
@@ -225,7 +236,9 @@ class Probe:
     def _end_turn(self) -> None:
         """A micro-step is over: what the module kinds should have seen in it is settled."""
         for live in self.lives:
-            if live.due and (live.site.spec.definition.family == "module" or live.site.spec.kind == "post_accumulate_grad"):
+            if live.due and (
+                live.site.spec.definition.family == "module" or live.site.spec.kind == "post_accumulate_grad"
+            ):
                 live.settle(NO_GRADIENT if live.site.parameter is not None else NOT_CALLED, NO_GRADIENT)
         self.clock.turn += 1
 
@@ -272,6 +285,7 @@ class Probe:
         sites = [live.site for live in self.lives if live.site.spec.via == "module"]
         places = ", ".join(dict.fromkeys(f"{site.label!r} ({site.layer.type})" for site in sites))
         return (
-            f"hook {sites[0].spec.name!r} ({sites[0].spec.kind}) at step {self.step}: with 'via: module' PyTorch wraps a layer's output, and a later operation "
-            f"changes one of them in place; it is among {places}. Leave 'via' out: tensor hooks give the same values and can live with it"
+            f"hook {sites[0].spec.name!r} ({sites[0].spec.kind}) at step {self.step}: with 'via: module' PyTorch wraps a "
+            f"layer's output, and a later operation changes one of them in place; it is among {places}. Leave 'via' out: "
+            "tensor hooks give the same values and can live with it"
         )

@@ -56,7 +56,10 @@ class Recorder:
         for _, effect in self._effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
         fetched = fetch(on_device)
-        stats = [key + _statistics(names, next(fetched) if isinstance(values, Tensor) else values) for key, names, values in self._stats]
+        stats = [
+            key + _statistics(names, next(fetched) if isinstance(values, Tensor) else values)
+            for key, names, values in self._stats
+        ]
         effects = [key + _effect(effect, fetched) for key, effect in self._effects]
         tensors = [
             (*key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(source), tensor.cpu(), None)

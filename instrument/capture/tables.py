@@ -36,7 +36,9 @@ class Table:
     @property
     def schema(self) -> pa.Schema:
         """The Arrow schema of its files; the unit and the meaning go along as the columns' metadata."""
-        return pa.schema([pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.columns])
+        return pa.schema(
+            [pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.columns]
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,8 +83,18 @@ TABLES: dict[str, Table] = {
                 Column("dtype", _LABEL, "", "type of the tensor that was kept"),
                 Column("shape", pa.list_(pa.int64()), "elements", "shape of what was kept"),
                 Column("source_shape", pa.list_(pa.int64()), "elements", "shape of the tensor in the model"),
-                Column("values", pa.list_(pa.float32()), "the tensor's own", "the elements, flat in C order; null where data has them"),
-                Column("data", pa.large_binary(), "", "the elements as little-endian bytes in C order; null where values has them"),
+                Column(
+                    "values",
+                    pa.list_(pa.float32()),
+                    "the tensor's own",
+                    "the elements, flat in C order; null where data has them",
+                ),
+                Column(
+                    "data",
+                    pa.large_binary(),
+                    "",
+                    "the elements as little-endian bytes in C order; null where values has them",
+                ),
             ),
         ),
         Table(
@@ -104,9 +116,16 @@ TABLES: dict[str, Table] = {
             (
                 *(column for column in MOMENT if column.name != "micro_step"),
                 Column("loss", pa.float64(), "the loss's own", "mean over the step's samples"),
-                Column("accuracy", pa.float64(), "fraction", "share of the samples whose most likely class is the target's"),
+                Column(
+                    "accuracy", pa.float64(), "fraction", "share of the samples whose most likely class is the target's"
+                ),
                 Column("lr", pa.float64(), "", "learning rate of the first parameter group, as the step used it"),
-                Column("grad_norm", pa.float64(), "", "L2 norm of all gradients together, before any hook at the optimizer boundary"),
+                Column(
+                    "grad_norm",
+                    pa.float64(),
+                    "",
+                    "L2 norm of all gradients together, before any hook at the optimizer boundary",
+                ),
                 Column("seconds", pa.float64(), "s", "wall time of the step or the evaluation"),
                 Column("samples_per_second", pa.float64(), "1/s", "samples over seconds"),
             ),
@@ -122,9 +141,19 @@ TABLES: dict[str, Table] = {
                 Column("role", _LABEL, "", "which of the kind's tensors"),
                 Column("path", _LABEL, "", "own name of a parameter or buffer; else empty"),
                 Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
-                Column("expected", pa.int64(), "firings", "how often it should have fired: once for each call, and once where there was none, in every micro-step that it was due in"),
+                Column(
+                    "expected",
+                    pa.int64(),
+                    "firings",
+                    "how often it should have fired: in each micro-step that it was due in, once a call, and once where there was none",
+                ),
                 Column("fired", pa.int64(), "firings", "how often it did"),
-                Column("cause", pa.string(), "", "why it fired less often than expected, or was never due; empty where all is well"),
+                Column(
+                    "cause",
+                    pa.string(),
+                    "",
+                    "why it fired less often than expected, or was never due; empty where all is well",
+                ),
             ),
         ),
         Table(
@@ -135,7 +164,12 @@ TABLES: dict[str, Table] = {
                 Column("aliases", pa.list_(pa.string()), "", "other names of the same module"),
                 Column("module_type", pa.string(), "", "short name of its class"),
                 Column("depth", pa.int32(), "", "segments in its name"),
-                Column("parameters", pa.int64(), "elements", "elements of the parameters of the module itself, those of its submodules left out"),
+                Column(
+                    "parameters",
+                    pa.int64(),
+                    "elements",
+                    "elements of the parameters of the module itself, those of its submodules left out",
+                ),
                 Column("trainable", pa.int64(), "elements", "of those, the ones that train"),
                 Column("hooks", pa.list_(pa.string()), "", "specs that matched it"),
             ),
@@ -147,7 +181,12 @@ TABLES: dict[str, Table] = {
                 Column("step", pa.int64(), "step", "optimizer step; null before the first one"),
                 Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
                 Column("layer", pa.string(), "", "the layer that it is about; null where it is about none"),
-                Column("rule", _LABEL, "", "what kind of event: coverage, fallback, hidden_module, config, error, interrupted"),
+                Column(
+                    "rule",
+                    _LABEL,
+                    "",
+                    "what kind of event: coverage, fallback, hidden_module, config, error, interrupted",
+                ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),
             ),
@@ -173,7 +212,17 @@ def markdown() -> str:
     parts = []
     for table in TABLES.values():
         rows = [f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning} |" for c in table.columns]
-        parts.append("\n".join([f"### `{table.name}/`: a row is {table.row}", "", "| column | type | unit | meaning |", "|---|---|---|---|", *rows]))
+        parts.append(
+            "\n".join(
+                [
+                    f"### `{table.name}/`: a row is {table.row}",
+                    "",
+                    "| column | type | unit | meaning |",
+                    "|---|---|---|---|",
+                    *rows,
+                ]
+            )
+        )
     return "\n\n".join(parts) + "\n"
 
 

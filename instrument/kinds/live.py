@@ -13,7 +13,7 @@ from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, Moment
 from ..actions.intervention import describe
-from ..errors import HookError, InstrumentError
+from ..errors import HookError, InstrumentError, own_frame
 from ..plan.sites import Site
 from ..spec.globs import matches
 from ..spec.hooks import FunctionSpec, PenaltySpec, RecordSpec
@@ -45,7 +45,20 @@ class Clock:
 class LiveSite:
     """A site, its action, and its ledger: how often it should have fired, how often it did, and why not."""
 
-    __slots__ = ("_calls", "_excused", "_fired", "_missed", "action", "causes", "clock", "due", "expected", "fired", "records", "site")
+    __slots__ = (
+        "_calls",
+        "_excused",
+        "_fired",
+        "_missed",
+        "action",
+        "causes",
+        "clock",
+        "due",
+        "expected",
+        "fired",
+        "records",
+        "site",
+    )
 
     def __init__(self, site: Site, action: Action, clock: Clock) -> None:
         self.site = site
@@ -133,14 +146,24 @@ class LiveSite:
         """
         spec, layer = self.site.spec, self.site.layer
         context = Context(
-            spec.name, spec.kind, spec.tensor_role, layer.name, layer.module, path, self.clock.moment, call, recompute, value, self.clock.seed
+            spec.name,
+            spec.kind,
+            spec.tensor_role,
+            layer.name,
+            layer.module,
+            path,
+            self.clock.moment,
+            call,
+            recompute,
+            value,
+            self.clock.seed,
         )
         try:
             new = self.action(tensor, context)
         except InstrumentError:
             raise
         except Exception as error:
-            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}") from error
+            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}") from error
         return tensor if new is None else new
 
 
@@ -154,7 +177,14 @@ class Family(Protocol):
         """Remove every hook that this family put anywhere."""
 
 
-def fire_all(lives: Iterable[LiveSite], tensor: Tensor, path: str, call: int, recompute: bool, value: Tensor | Parameter | None = None) -> Tensor:
+def fire_all(
+    lives: Iterable[LiveSite],
+    tensor: Tensor,
+    path: str,
+    call: int,
+    recompute: bool,
+    value: Tensor | Parameter | None = None,
+) -> Tensor:
     """Several sites at one tensor, in the order in which they are written; each sees what the one before gave."""
     for live in lives:
         tensor = live.fire(tensor, path, call, recompute, value)

@@ -51,10 +51,16 @@ class ModuleHooks:
         self.seen_input = [live for kind, role, live in places if kind == "forward" and role == "input"]
         self.output = [live for kind, role, live in places if kind == "forward" and role == "output"]
         # A gradient that comes in passes the sites that can change it before it is seen as full_backward's.
-        first = [live for kind, role, live in places if kind == "full_backward_pre" or (kind == "tensor" and role == "output")]
+        first = [
+            live
+            for kind, role, live in places
+            if kind == "full_backward_pre" or (kind == "tensor" and role == "output")
+        ]
         then = [live for kind, role, live in places if kind == "full_backward" and role == "grad_output"]
         self.output_gradients.lives = first + then
-        self.input_gradients.own = [live for kind, role, live in places if kind == "full_backward" and role == "grad_input"]
+        self.input_gradients.own = [
+            live for kind, role, live in places if kind == "full_backward" and role == "grad_input"
+        ]
         self.input_gradients.total = [live for kind, role, live in places if kind == "tensor" and role == "input"]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

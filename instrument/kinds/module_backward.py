@@ -70,7 +70,11 @@ class ModuleBackwardHooks:
         return new
 
     def _act(self, kind: str, role: str, gradients: Any) -> Any:
-        lives = [live for live in self.lives if live.due and (live.site.spec.kind, live.site.spec.tensor_role) == (kind, role)]
+        lives = [
+            live
+            for live in self.lives
+            if live.due and (live.site.spec.kind, live.site.spec.tensor_role) == (kind, role)
+        ]
         if not lives or self.clock.closed:
             return None
         call = self.calls - 1 - self.returned  # gradients come back last call first

@@ -19,7 +19,10 @@ class StepHooks:
         self.lives = lives
         self.clock = clock
         self.before: dict[LiveSite, Tensor] = {}
-        self.handles = [optimizer.register_step_pre_hook(self.before_step), optimizer.register_step_post_hook(self.after_step)]
+        self.handles = [
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
+        ]
 
     def refresh(self) -> None:
         """Nothing is kept: what is due is asked at each step."""

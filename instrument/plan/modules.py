@@ -55,7 +55,9 @@ class Layer:
 
     def is_a(self, type_name: str) -> bool:
         """Whether its class, or a class above it, has this name, short or with its package."""
-        return any(type_name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(self.module).__mro__)
+        return any(
+            type_name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(self.module).__mro__
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,10 @@ class Layers:
                 names[id(module)].append(name)
         return cls(
             model,
-            tuple(Layer(found[0], tuple(found[1:]), modules[key], len(found[0].split(".")) if found[0] else 0) for key, found in names.items()),
+            tuple(
+                Layer(found[0], tuple(found[1:]), modules[key], len(found[0].split(".")) if found[0] else 0)
+                for key, found in names.items()
+            ),
         )
 
     def __iter__(self) -> Iterator[Layer]:

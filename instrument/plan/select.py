@@ -19,18 +19,34 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     for pattern in selection.globs:
         if not any(matches(pattern, name) for layer in layers for name in layer.names):
             raise ConfigError(_no_such_layer(pattern, layers, where))
-    named = [layer for layer in layers if any(matches(pattern, name) for pattern in selection.globs for name in layer.names)]
+    named = [
+        layer for layer in layers if any(matches(pattern, name) for pattern in selection.globs for name in layer.names)
+    ]
     typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
     if not typed:
         there = sorted({layer.type for layer in named})
         close = [name for written in selection.types for name in nearest(written, there)]
         raise ConfigError(
-            Mistake(f"{where}.types", f"none of the {len(named)} modules that the globs match is of this type", written=list(selection.types), allowed=there, nearest=close)
+            Mistake(
+                f"{where}.types",
+                f"none of the {len(named)} modules that the globs match is of this type",
+                written=list(selection.types),
+                allowed=there,
+                nearest=close,
+            )
         )
-    kept = [layer for layer in typed if not any(matches(pattern, name) for pattern in selection.exclude for name in layer.names)]
+    kept = [
+        layer
+        for layer in typed
+        if not any(matches(pattern, name) for pattern in selection.exclude for name in layer.names)
+    ]
     if not kept:
         raise ConfigError(
-            Mistake(f"{where}.exclude", f"takes all {len(typed)} modules away that 'layers' and 'types' match", written=list(selection.exclude))
+            Mistake(
+                f"{where}.exclude",
+                f"takes all {len(typed)} modules away that 'layers' and 'types' match",
+                written=list(selection.exclude),
+            )
         )
     return kept
 
@@ -39,7 +55,9 @@ def _no_such_layer(pattern: str, layers: Layers, where: str) -> Mistake:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     close = nearest(plain, names, most=5) or nearest(plain.split(".")[0], names, most=5)
-    return Mistake(f"{where}.layers", "this pattern matches no module", written=pattern, allowed=some(names), nearest=close)
+    return Mistake(
+        f"{where}.layers", "this pattern matches no module", written=pattern, allowed=some(names), nearest=close
+    )
 
 
 def some(names: Sequence[str], most: int = 12) -> str:

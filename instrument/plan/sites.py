@@ -108,7 +108,13 @@ def _no_parameter(spec: HookBase, selected: list[Layer], where: str) -> Mistake:
     owns = list(dict.fromkeys(name for layer in selected for name, _ in layer.own_parameters()))
     if spec.params and owns:
         close = [name for written in spec.params for name in nearest(written, owns)]
-        return Mistake(f"{where}.params", "this pattern matches no parameter", written=list(spec.params), allowed=owns, nearest=close)
+        return Mistake(
+            f"{where}.params",
+            "this pattern matches no parameter",
+            written=list(spec.params),
+            allowed=owns,
+            nearest=close,
+        )
     return Mistake(
         f"{where}.layers",
         "none of the modules matched has a parameter of its own",
@@ -143,5 +149,12 @@ def _buffer_sites(spec: HookSpec, selected: list[Layer], where: str) -> list[Sit
     ]
     if not sites:
         owns = list(dict.fromkeys(name for layer in selected for name in layer.module._buffers))
-        raise ConfigError(Mistake(f"{where}.params" if spec.params else f"{where}.layers", "none of the modules matched has such a buffer", written=list(spec.params or spec.globs), allowed=owns))
+        raise ConfigError(
+            Mistake(
+                f"{where}.params" if spec.params else f"{where}.layers",
+                "none of the modules matched has such a buffer",
+                written=list(spec.params or spec.globs),
+                allowed=owns,
+            )
+        )
     return sites

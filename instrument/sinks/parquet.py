@@ -40,7 +40,9 @@ class ParquetSink:
         flush_seconds: Rows are written at least this often, when a step ends.
     """
 
-    def __init__(self, folder: Path, *, tensors: Literal["list", "bytes"] = "list", flush_seconds: float = 10.0) -> None:
+    def __init__(
+        self, folder: Path, *, tensors: Literal["list", "bytes"] = "list", flush_seconds: float = 10.0
+    ) -> None:
         self.folder = folder
         self.tensors = tensors
         self.flush_seconds = flush_seconds
@@ -88,7 +90,7 @@ class ParquetSink:
         if table.name == "tensors":
             rows = [self._encoded(row) for row in rows]
             # Dictionaries and statistics of values cost more than the values: they are for labels only.
-            options |= {"compression": "none", "write_statistics": ["step", *labels]}
+            options |= {"compression": "none", "compression_level": None, "write_statistics": ["step", *labels]}
         content = as_arrow(table, rows)
         per_group = max(1, ROW_GROUP_BYTES * len(rows) // max(1, content.nbytes)) if rows else None
         pq.write_table(content, aside, row_group_size=per_group if table.name == "tensors" else None, **options)

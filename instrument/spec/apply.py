@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from .fields import Count, Number, Selection, Target
-from .hooks import UnknownName
+from .hooks import UnknownNameError
 
 INIT_FUNCTIONS = (
     "constant_",
@@ -34,9 +34,9 @@ class ApplyBase(Selection):
 
 
 class InitSpec(ApplyBase):
-    """Fill parameters by a function of `torch.nn.init`; its arguments stand beside `fn`. Weights only, unless `params` says more."""
+    """Fill parameters by a function of `torch.nn.init`, whose arguments stand beside `fn`; weights, where `params` is not said."""
 
-    model_config = {**ApplyBase.model_config, "extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     action: Literal["init"]
     fn: str = Field(description="A function of torch.nn.init, such as kaiming_normal_.")
@@ -45,7 +45,7 @@ class InitSpec(ApplyBase):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in INIT_FUNCTIONS:
-            raise UnknownName("function of torch.nn.init", value, INIT_FUNCTIONS)
+            raise UnknownNameError("function of torch.nn.init", value, INIT_FUNCTIONS)
         return value
 
     @property

@@ -24,7 +24,9 @@ class SliceSpec(Spec):
 
     split: Literal["train", "test"] = Field("train", description="The dataset's own split.")
     classes: tuple[Index, ...] | None = Field(None, min_length=1, description="Only targets of these classes.")
-    indices: tuple[Index, ...] | None = Field(None, min_length=1, description="Just these, in place of start, stop and stride.")
+    indices: tuple[Index, ...] | None = Field(
+        None, min_length=1, description="Just these, in place of start, stop and stride."
+    )
     start: Index = Field(0, description="The first one.")
     stop: Count | None = Field(None, description="The first one that is out again.")
     stride: Count = Field(1, description="Every N-th.")
@@ -58,7 +60,9 @@ class TrainConfig(Spec):
     epochs: Count | None = Field(None, description="Times through the dataset, in place of steps.")
     batch_size: Count = Field(64, description="Samples in a micro-batch.")
     accumulate: Count = Field(1, description="Micro-batches whose gradients are averaged into one optimizer step.")
-    eval_every: Index = Field(0, description="Evaluate every N steps and after the last one; 0: after the last one only.")
+    eval_every: Index = Field(
+        0, description="Evaluate every N steps and after the last one; 0: after the last one only."
+    )
     eval_batch_size: Count = Field(256, description="Samples in a batch of an evaluation.")
 
     @model_validator(mode="after")
@@ -71,8 +75,12 @@ class TrainConfig(Spec):
 class SinkConfig(Spec):
     """How rows are written."""
 
-    tensors: Literal["list", "bytes"] = Field("list", description="Recorded values as list<float>, or as raw bytes for volume.")
-    flush_seconds: Annotated[float, Field(gt=0)] = Field(10.0, description="Rows are written at least this often, in seconds.")
+    tensors: Literal["list", "bytes"] = Field(
+        "list", description="Recorded values as list<float>, or as raw bytes for volume."
+    )
+    flush_seconds: Annotated[float, Field(gt=0)] = Field(
+        10.0, description="Rows are written at least this often, in seconds."
+    )
 
 
 class RunConfig(Spec):
@@ -90,6 +98,10 @@ class RunConfig(Spec):
     optimizer: Target = Field(description="Called with the parameters that train.")
     scheduler: Target | None = Field(None, description="Called with the optimizer; one step of it a training step.")
     train: TrainConfig
-    apply: SkipValidation[dict[str, ApplySpec]] = Field(default_factory=dict, description="Changes made once, before step 0.")
-    hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="What is seen and changed, by name.")
+    apply: SkipValidation[dict[str, ApplySpec]] = Field(
+        default_factory=dict, description="Changes made once, before step 0."
+    )
+    hooks: SkipValidation[dict[str, HookSpec]] = Field(
+        default_factory=dict, description="What is seen and changed, by name."
+    )
     sink: Annotated[SinkConfig, BeforeValidator(_mapping)] = Field(default_factory=SinkConfig)

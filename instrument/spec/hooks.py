@@ -31,11 +31,15 @@ class HookBase(Selection):
     kind: KindName = Field(description="Where PyTorch lets us in.")
     role: str | None = Field(None, description="Which of the kind's tensors; the kind's first where it is not said.")
     path: Glob | None = Field(None, description="Which tensor of a nested value: '0', 'logits', '1.*'; all without it.")
-    via: Literal["tensor", "module"] = Field("tensor", description="Tensor hooks, or PyTorch's own module hooks, for full_backward*.")
+    via: Literal["tensor", "module"] = Field(
+        "tensor", description="Tensor hooks, or PyTorch's own module hooks, for full_backward*."
+    )
     every: Count = Field(1, description="Every N-th step from start on.")
     start: Index = Field(0, description="The first step at which it is due.")
     stop: Count | None = Field(None, description="The first step at which it is due no more.")
-    steps: tuple[Index, ...] | None = Field(None, min_length=1, description="These steps, in place of every, start and stop.")
+    steps: tuple[Index, ...] | None = Field(
+        None, min_length=1, description="These steps, in place of every, start and stop."
+    )
     phase: Phase = Field("train", description="In training steps, or in evaluations.")
 
     @property
@@ -57,7 +61,9 @@ class HookBase(Selection):
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> HookBase:
         if self.stop is not None and self.stop <= self.start:
-            raise ValueError(f"stop ({self.stop}) has to be larger than start ({self.start}): the window is [start, stop)")
+            raise ValueError(
+                f"stop ({self.stop}) has to be larger than start ({self.start}): the window is [start, stop)"
+            )
         if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
             raise ValueError("'steps' stands alone: it cannot be joined with every, start or stop")
         if self.phase == "eval" and self.definition.gradient:
@@ -100,7 +106,9 @@ class RecordSpec(HookBase):
     samples: Count | None = Field(None, description="Keep the first N along dimension 0.")
     slice: str | None = Field(None, description="Keep this part, in NumPy's notation: '0:4, :, ::2'.")
     max_elements: Count | None = Field(None, description="Keep no more than the first N elements, flat.")
-    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(None, description="Convert before keeping.")
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
+        None, description="Convert before keeping."
+    )
 
     @field_validator("stats", mode="before")
     @classmethod
@@ -109,7 +117,7 @@ class RecordSpec(HookBase):
             value = [value]
         for name in value if isinstance(value, list | tuple) else ():
             if name not in ALL:
-                raise UnknownName("statistic", str(name), ALL)
+                raise UnknownNameError("statistic", str(name), ALL)
         return value
 
     @field_validator("slice")
@@ -143,7 +151,9 @@ class ClipSpec(Intervention):
     max: Number | None = Field(None, description="No value above this.")
     value: NonNegative | None = Field(None, description="No value outside [-value, value].")
     norm: NonNegative | None = Field(None, description="No norm above this.")
-    ord: Annotated[float, Field(ge=0)] = Field(2.0, description="The order of the norm; .inf for the largest value.", allow_inf_nan=True)
+    ord: Annotated[float, Field(ge=0)] = Field(
+        2.0, description="The order of the norm; .inf for the largest value.", allow_inf_nan=True
+    )
     scope: Literal["tensor", "sample", "all"] | None = Field(
         None,
         description="What one norm is of: a tensor, one sample of it (dimension 0), or all tensors that the spec "
@@ -152,7 +162,11 @@ class ClipSpec(Intervention):
 
     @model_validator(mode="after")
     def _one_bound(self) -> ClipSpec:
-        ways = [name for name, given in (("min/max", (self.min, self.max)), ("value", (self.value,)), ("norm", (self.norm,))) if any(x is not None for x in given)]
+        ways = [
+            name
+            for name, given in (("min/max", (self.min, self.max)), ("value", (self.value,)), ("norm", (self.norm,)))
+            if any(x is not None for x in given)
+        ]
         if len(ways) != 1:
             raise ValueError(f"needs one of min/max, value, norm; it has {' and '.join(ways) or 'none'}")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -220,7 +234,10 @@ class PenaltySpec(ModifySpec):
     @model_validator(mode="after")
     def _has_a_value(self) -> PenaltySpec:
         if self.kind not in ("parameter_grad", "post_accumulate_grad", "tensor"):
-            raise ValueError(f"{self.fn} adds to a gradient the gradient of a penalty on its tensor; kinds parameter_grad, post_accumulate_grad and tensor can, {self.kind} cannot")
+            raise ValueError(
+                f"{self.fn} adds to a gradient the gradient of a penalty on its tensor; kinds "
+                f"parameter_grad, post_accumulate_grad and tensor can, {self.kind} cannot"
+            )
         return self
 
 
@@ -243,7 +260,7 @@ FUNCTIONS: dict[str, type[ModifySpec]] = {
 }
 
 
-class UnknownName(ValueError):
+class UnknownNameError(ValueError):
     """A name that is none of a fixed set; it carries the set, so that the message can show the nearest."""
 
     def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:

@@ -30,7 +30,10 @@ class Kind:
 
     def has_role(self, role: str) -> bool:
         """Whether `role` is one of this kind's, `state.exp_avg` being one of `state.*`."""
-        return any(role == known or (known.endswith(".*") and role.startswith(known[:-1]) and len(role) >= len(known)) for known in self.roles)
+        return any(
+            role == known or (known.endswith(".*") and role.startswith(known[:-1]) and len(role) >= len(known))
+            for known in self.roles
+        )
 
 
 _ALL = (
@@ -45,7 +48,14 @@ _ALL = (
         "the gradient on its way into the module: also its own weights' gradients",
     ),
     Kind("full_backward", "module", ("grad_input", "grad_output"), ("grad_input",), True, "what flows on upstream"),
-    Kind("tensor", "module", ("output", "input"), ("output", "input"), True, "the gradient of that tensor, from all who use it"),
+    Kind(
+        "tensor",
+        "module",
+        ("output", "input"),
+        ("output", "input"),
+        True,
+        "the gradient of that tensor, from all who use it",
+    ),
     Kind(
         "parameter_grad",
         "parameter",
@@ -54,7 +64,14 @@ _ALL = (
         True,
         "at the optimizer boundary: the gradient that the optimizer will use, after accumulation",
     ),
-    Kind("post_accumulate_grad", "parameter", ("param_grad",), ("param_grad",), True, "the running sum of the micro-batches' gradients"),
+    Kind(
+        "post_accumulate_grad",
+        "parameter",
+        ("param_grad",),
+        ("param_grad",),
+        True,
+        "the running sum of the micro-batches' gradients",
+    ),
     Kind(
         "step_post",
         "optimizer",

@@ -13,7 +13,7 @@ from . import apply as apply_specs
 from . import hooks as hook_specs
 from .apply import ApplySpec
 from .config import RunConfig
-from .hooks import HookSpec, UnknownName
+from .hooks import HookSpec, UnknownNameError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -37,10 +37,20 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
             mistakes += error.mistakes
     if not raw.get("model"):
         mistakes.append(
-            Mistake("model", "no model was chosen", allowed="model=mnist_cnn or another of conf/model, or model: {_target_: package.Class, ...} of your own")
+            Mistake(
+                "model",
+                "no model was chosen",
+                allowed="model=mnist_cnn or another of conf/model, or model: {_target_: package.Class, ...} of your own",
+            )
         )
     if not raw.get("data"):
-        mistakes.append(Mistake("data", "no dataset was chosen", allowed="data=mnist or another of conf/data, or data.dataset: {_target_: ...} of your own"))
+        mistakes.append(
+            Mistake(
+                "data",
+                "no dataset was chosen",
+                allowed="data=mnist or another of conf/data, or data.dataset: {_target_: ...} of your own",
+            )
+        )
     missing = {mistake.where for mistake in mistakes}
     rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply")}
     try:
@@ -94,9 +104,14 @@ def _named(section: str, raw: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(raw, Mapping):
         items = list(raw.items())
     elif isinstance(raw, list | tuple):
-        items = [(value.get("name") or f"{section}_{i}" if isinstance(value, Mapping) else f"{section}_{i}", value) for i, value in enumerate(raw)]
+        items = [
+            (value.get("name") or f"{section}_{i}" if isinstance(value, Mapping) else f"{section}_{i}", value)
+            for i, value in enumerate(raw)
+        ]
     else:
-        raise ConfigError(Mistake(section, "has to be a mapping from a name to a spec, or a list of specs", written=raw))
+        raise ConfigError(
+            Mistake(section, "has to be a mapping from a name to a spec, or a list of specs", written=raw)
+        )
     for name, _ in items:
         if not NAME.fullmatch(str(name)):
             raise ConfigError(Mistake(section, "a name has to be letters, digits and underscores", written=str(name)))
@@ -106,7 +121,14 @@ def _named(section: str, raw: Any) -> Iterable[tuple[str, Any]]:
 def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     kind = value.get("kind")
     if kind == "backward":
-        raise ConfigError(Mistake(where, "kind backward is deprecated in PyTorch: it sees wrong gradients of modules with several operations", written="kind: backward", nearest=["full_backward"]))
+        raise ConfigError(
+            Mistake(
+                where,
+                "kind backward is deprecated in PyTorch: it sees wrong gradients of modules with several operations",
+                written="kind: backward",
+                nearest=["full_backward"],
+            )
+        )
     action = _choice(value, "action", hook_specs.ACTIONS, where)
     if action != "modify":
         return hook_specs.ACTIONS[action]
@@ -124,10 +146,22 @@ def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: s
     names = tuple(options)
     allowed = [*names, more] if more else names
     if key not in value:
-        raise ConfigError(Mistake(f"{where}.{key}", "is missing", allowed=allowed, nearest=nearest(key, [str(name) for name in value])))
+        raise ConfigError(
+            Mistake(
+                f"{where}.{key}", "is missing", allowed=allowed, nearest=nearest(key, [str(name) for name in value])
+            )
+        )
     written = value[key]
     if written not in names:
-        raise ConfigError(Mistake(f"{where}.{key}", f"unknown {key}", written=written, allowed=allowed, nearest=nearest(str(written), names)))
+        raise ConfigError(
+            Mistake(
+                f"{where}.{key}",
+                f"unknown {key}",
+                written=written,
+                allowed=allowed,
+                nearest=nearest(str(written), names),
+            )
+        )
     return str(written)
 
 
@@ -151,17 +185,33 @@ def _mistake(item: dict[str, Any], where: str, model: type[BaseModel]) -> Mistak
     if kind == "extra_forbidden":
         fields = _fields(_inner(model, loc[:-1]))
         return Mistake(
-            ".".join([part for part in (where, *loc[:-1]) if part]), f"unknown field '{loc[-1]}'", written=f"{loc[-1]}: {item['input']}", allowed=fields, nearest=nearest(loc[-1], fields)
+            ".".join([part for part in (where, *loc[:-1]) if part]),
+            f"unknown field '{loc[-1]}'",
+            written=f"{loc[-1]}: {item['input']}",
+            allowed=fields,
+            nearest=nearest(loc[-1], fields),
         )
     if kind == "missing":
         return Mistake(place, "is missing")
     cause = context.get("error")
-    if isinstance(cause, UnknownName):
-        return Mistake(place, f"unknown {cause.what}", written=cause.name, allowed=cause.allowed, nearest=nearest(cause.name, cause.allowed))
+    if isinstance(cause, UnknownNameError):
+        return Mistake(
+            place,
+            f"unknown {cause.what}",
+            written=cause.name,
+            allowed=cause.allowed,
+            nearest=nearest(cause.name, cause.allowed),
+        )
     written = None if isinstance(item["input"], Mapping) else item["input"]
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
-        return Mistake(place, "not one of the values allowed", written=written, allowed=options, nearest=nearest(str(written), options))
+        return Mistake(
+            place,
+            "not one of the values allowed",
+            written=written,
+            allowed=options,
+            nearest=nearest(str(written), options),
+        )
     return Mistake(place, item["msg"].removeprefix("Value error, "), written=written)
 
 
@@ -173,7 +223,14 @@ def _inner(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
     """The model of a nested section, followed down from the root."""
     for part in loc:
         annotation = model.model_fields[part].annotation
-        inner = next((kind for kind in (annotation, *getattr(annotation, "__args__", ())) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        inner = next(
+            (
+                kind
+                for kind in (annotation, *getattr(annotation, "__args__", ()))
+                if isinstance(kind, type) and issubclass(kind, BaseModel)
+            ),
+            None,
+        )
         if inner is None:
             break
         model = inner

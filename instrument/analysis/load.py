@@ -1,0 +1,222 @@
+"""A run, or a whole sweep, as DataFrames."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..capture.tables import TABLES
+from ..errors import InstrumentError
+
+
+class NoRunError(InstrumentError):
+    """There is no run in the folder, nor in any folder below it."""
+
+
+def load(path: str | Path) -> Run:
+    """Open a run's folder, or any folder above several of them, such as a sweep's.
+
+    Raises:
+        NoRunError: There is none.
+    """
+    root = Path(path)
+    folders = (
+        [root]
+        if (root / "run.json").exists()
+        else sorted((found.parent for found in root.rglob("run.json")), key=_natural)
+    )
+    if not folders:
+        raise NoRunError(f"no run.json in {root} or below it")
+    return Run(root, folders)
+
+
+class Run:
+    """What one run left, or several together.
+
+    Of several, every table has further columns: `run`, the folder below the one that was opened, and one for each
+    override that any of them was started with, such as `hooks.tame.norm`.
+
+    Attributes:
+        path: The folder that was opened.
+        folders: The folders of the runs.
+    """
+
+    def __init__(self, path: Path, folders: Sequence[Path]) -> None:
+        self.path = path
+        self.folders = list(folders)
+
+    def __repr__(self) -> str:
+        states = pd.Series([info["status"] for info in self.infos]).value_counts()
+        told = ", ".join(f"{count} {status}" for status, count in states.items())
+        return f"<Run {self.path}: {len(self.folders)} run{'s' if len(self.folders) > 1 else ''}, {told}>"
+
+    @cached_property
+    def infos(self) -> list[dict[str, Any]]:
+        """The run.json of each run."""
+        return [json.loads((folder / "run.json").read_text()) for folder in self.folders]
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The run.json of the one run, or of the first of several."""
+        return self.infos[0]
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """A row a run: its folder, status, seed, overrides and last metrics."""
+        rows = [
+            {
+                "run": str(folder.relative_to(self.path)),
+                "status": info["status"],
+                "seed": info["seed"],
+                **info.get("overrides", {}),
+                **(info.get("metrics") or {}),
+            }
+            for folder, info in zip(self.folders, self.infos, strict=True)
+        ]
+        return pd.DataFrame(rows)
+
+    @cached_property
+    def stats(self) -> pd.DataFrame:
+        """Statistics: a row is one tensor at one firing."""
+        return self._frame("stats")
+
+    @cached_property
+    def effects(self) -> pd.DataFrame:
+        """What interventions changed: a row is one intervention at one firing."""
+        return self._frame("effects")
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Loss, accuracy and the like: a row is one step, or one evaluation."""
+        return self._frame("metrics")
+
+    @cached_property
+    def coverage(self) -> pd.DataFrame:
+        """What should have fired and what did: a row is one spec at one layer or parameter."""
+        return self._frame("coverage")
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        """The model: a row is one module."""
+        return self._frame("layers")
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        """Warnings and errors."""
+        return self._frame("events")
+
+    def tensors(self, **where: Any) -> pd.DataFrame:
+        """Recorded tensors, as NumPy arrays in their shapes.
+
+        Args:
+            where: Values that columns must have, or lists of them: `layer="encoder.0", step=[0, 99]`.
+
+        Returns:
+            The rows of the tensors table that match; `values` holds an array of the recorded shape in each. bfloat16,
+            which NumPy does not have, is given as float32.
+
+        Raises:
+            KeyError: There is no such column.
+        """
+        known = [name for name in TABLES["tensors"].names if name not in ("values", "data", "shape", "source_shape")]
+        condition = None
+        for name, value in where.items():
+            if name not in known:
+                raise KeyError(f"tensors has no column {name!r} to choose by; it has {', '.join(known)}")
+            allowed = list(value) if isinstance(value, list | tuple | set | range) else [value]
+            test = ds.field(name).isin(pa.array(allowed))
+            condition = test if condition is None else condition & test
+        frame = self._frame("tensors", condition)
+        cells = zip(frame["values"], frame["data"], frame["shape"], frame["dtype"], strict=True)
+        return frame.assign(
+            values=pd.Series([_array(*cell) for cell in cells], dtype=object),
+            shape=pd.Series([tuple(shape) for shape in frame["shape"]], dtype=object),
+            source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
+        ).drop(columns="data")
+
+    def sql(self, query: str) -> pd.DataFrame:
+        """Ask DuckDB; the tables are stats, tensors, effects, metrics, coverage, layers and events, read from disk.
+
+        Of several runs each table has the column `run`.
+
+        Raises:
+            InstrumentError: DuckDB is not installed.
+        """
+        try:
+            import duckdb
+        except ImportError:
+            raise InstrumentError("run.sql needs DuckDB: pip install 'instrument[sql]'") from None
+        with duckdb.connect() as connection:
+            for name in TABLES:
+                table = self._dataset(name)
+                if len(self.folders) == 1:
+                    connection.register(name, table[0])
+                else:
+                    parts = []
+                    for i, (folder, part) in enumerate(zip(self.folders, table, strict=True)):
+                        connection.register(f"{name}_{i}", part)
+                        run = str(folder.relative_to(self.path)).replace("'", "''")
+                        parts.append(f"select '{run}' as run, * from {name}_{i}")
+                    connection.execute(f"create view {name} as {' union all by name '.join(parts)}")
+            return connection.execute(query).df()
+
+    def _dataset(self, table: str) -> list[ds.Dataset]:
+        """The table of each run, unread; one that has no file yet is empty."""
+        schema = TABLES[table].schema
+        found = []
+        for folder in self.folders:
+            files = sorted((folder / table).glob("*.parquet"))
+            found.append(
+                ds.dataset([str(file) for file in files], schema=schema, format="parquet")
+                if files
+                else ds.dataset(schema.empty_table())
+            )
+        return found
+
+    def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
+        frames = []
+        for folder, info, part in zip(self.folders, self.infos, self._dataset(table), strict=True):
+            frame: pd.DataFrame = _plain_labels(part.to_table(filter=condition)).to_pandas()
+            if len(self.folders) > 1:
+                _add_overrides(frame, str(folder.relative_to(self.path)), info.get("overrides", {}))
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+
+
+def _plain_labels(table: pa.Table) -> pa.Table:
+    """Dictionary columns as plain strings: what pandas users compare, group and concatenate without surprises."""
+    for i, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            table = table.set_column(i, field.name, table.column(i).cast(pa.string()))
+    return table
+
+
+def _add_overrides(frame: pd.DataFrame, run: str, overrides: dict[str, Any]) -> None:
+    """The run's folder and overrides as columns; one that is named like a column of the table becomes `override.<name>`."""
+    frame.insert(0, "run", run)
+    for key, value in overrides.items():
+        name = f"override.{key}" if key in frame.columns else key
+        frame[name] = pd.Series([value] * len(frame), index=frame.index)
+
+
+def _array(values: Any, data: bytes | None, shape: Any, dtype: str) -> np.ndarray[Any, Any]:
+    if data is None:
+        array = np.asarray(values, dtype=np.float32)
+        exact = {"float16": np.float16, "bool": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16}
+        return array.astype(exact.get(dtype, np.float32)).reshape(shape)
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    """A key that sorts job 10 behind job 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.parts]

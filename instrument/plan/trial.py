@@ -1,0 +1,144 @@
+"""A trial forward pass: which modules run, on tensors of which shapes, and where a batch does not fit.
+
+It leaves no trace: buffers, training flags and random states are put back, and no gradient is formed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..errors import ConfigError, Mistake, own_frame
+from ..nested import leaves, shapes
+from .modules import Layer, Layers
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a module's input or output."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class Calls:
+    """What went into a module and what came out of it, call by call."""
+
+    inputs: list[list[TensorInfo]] = field(default_factory=list)
+    outputs: list[list[TensorInfo]] = field(default_factory=list)
+
+
+Trial = dict[int, Calls]
+"""The calls of every module that ran, by the module's `id`."""
+
+
+def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool) -> Trial:
+    """Run a forward pass once and look at every module on the way.
+
+    Args:
+        model: The model.
+        forward: Runs the model on a batch, and the loss on what comes out.
+        training: Whether the model is in training mode meanwhile.
+
+    Raises:
+        ConfigError: It fails; the message names the first layer that did, and the shapes that met there.
+    """
+    layers = Layers.of(model)
+    trial: Trial = {}
+    running: list[tuple[Layer, Any]] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        running.append((layers.by_module[id(module)], given))
+        trial.setdefault(id(module), Calls()).inputs.append(_infos(given))
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+        running.pop()
+        trial[id(module)].outputs.append(_infos(output))
+
+    handles = []
+    try:
+        for layer in layers:
+            handles += [
+                layer.module.register_forward_pre_hook(before, with_kwargs=True),
+                layer.module.register_forward_hook(after),
+            ]
+        with _no_trace(model, training), torch.enable_grad():
+            forward()
+    except Exception as error:
+        raise ConfigError(_misfit(error, running)) from error
+    finally:
+        for handle in reversed(handles):
+            handle.remove()
+    return trial
+
+
+def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Give lazy modules their shapes, by one forward pass that keeps the random state.
+
+    Raises:
+        ConfigError: The batch does not fit the model.
+    """
+    if any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in model.modules()):
+        try_forward(model, forward, training=False)
+
+
+def _infos(value: Any) -> list[TensorInfo]:
+    return [TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for path, tensor in leaves(value)]
+
+
+@contextmanager
+def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put back whatever a forward pass may change: training flags, buffers, random states."""
+    flags = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not nn.parameter.is_lazy(buffer)
+    ]
+    python, numpy = random.getstate(), np.random.get_state()
+    model.train(training)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        with torch.no_grad():
+            for module, name, buffer, saved in buffers:
+                buffer.copy_(saved)
+                module._buffers[name] = buffer
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Mistake:
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    place = own_frame(error)
+    if not running:
+        return Mistake(
+            "task", f"the loss cannot be formed from the model's output and the batch's targets{place}", written=reason
+        )
+    layer, given = running[-1]
+    own = ", ".join(
+        f"{name} {list(parameter.shape)}"
+        for name, parameter in layer.own_parameters()
+        if not nn.parameter.is_lazy(parameter)
+    )
+    return Mistake(
+        "data, model",
+        f"the batch does not fit the model: layer {layer.label!r} was given {shapes(given)}{place}",
+        written=reason,
+        allowed=f"what fits {layer.type}" + (f" with {own}" if own else f": {layer.module}".replace("\n", " ")[:160]),
+    )

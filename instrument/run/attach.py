@@ -1,0 +1,117 @@
+"""The hooks on a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+from torch.optim import Optimizer
+
+from ..capture.probe import Probe
+from ..capture.sink import Sink
+from ..errors import ConfigError, Mistake
+from ..plan.sites import make_plan
+from ..sinks.memory import MemorySink
+from ..sinks.parquet import ParquetSink
+from ..spec.hooks import HookBase, HookSpec
+from ..spec.parse import parse_hooks
+from .folder import RunFolder, config_hash
+
+Specs = str | Path | Mapping[str, Any] | Sequence[Any]
+
+
+@contextmanager
+def attach(
+    model: nn.Module, specs: Specs, *, optimizer: Optimizer | None = None, out: str | Path | None = None, seed: int = 0
+) -> Iterator[Probe]:
+    """Attach hook specs to a model for the time of a `with` block.
+
+    Args:
+        model: Any module; when the block ends it has the hooks that it had before.
+        specs: The path of a YAML file with the specs or with a `hooks` section, a mapping or list as it stands in
+            such a file, or spec objects.
+        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_post).
+        out: The folder of the run, which `instrument.load` reads; it may not hold one yet. Without it rows are kept in
+            memory: `probe.sink.frame("stats")`.
+        seed: The seed of what interventions draw at random.
+
+    Yields:
+        The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
+
+    Raises:
+        ConfigError: A spec cannot be meant, or matches nothing; or the folder holds a run already.
+        HookError: A hook failed; the message names it, its kind, the layer and the step.
+    """
+    hooks = read_specs(specs)
+    plan = make_plan(hooks, model)
+    if out is None:
+        with Probe(plan, MemorySink(), optimizer=optimizer, seed=seed) as probe:
+            yield probe
+        return
+    folder = Path(out)
+    told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
+    place = RunFolder(
+        folder,
+        name=folder.name,
+        seed=seed,
+        config={"hooks": told},
+        config_hash=config_hash(told),
+        overrides={},
+        device=_device(model),
+        data=None,
+    )
+    sink: Sink = ParquetSink(folder)
+    try:
+        with Probe(plan, sink, optimizer=optimizer, seed=seed) as probe:
+            yield probe
+    except KeyboardInterrupt as interrupt:
+        place.finish("interrupted", interrupt)
+        raise
+    except BaseException as error:
+        place.finish("failed", error)
+        raise
+    place.finish("done")
+
+
+def read_specs(specs: Specs) -> dict[str, HookSpec]:
+    """Hook specs from a file, from plain mappings, or from spec objects.
+
+    Raises:
+        ConfigError: The file is not there or is no YAML, or a spec cannot be meant.
+    """
+    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
+        given = given["hooks"]
+    if isinstance(given, Mapping):
+        return parse_hooks({name: _plain(spec) for name, spec in given.items()})
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return parse_hooks([_plain(spec) for spec in given])
+    return parse_hooks(given)
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(Mistake("specs", f"the file cannot be read: {error.strerror}", written=str(path))) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(Mistake("specs", f"the file is not YAML: {error}", written=str(path))) from None
+
+
+def _plain(spec: Any) -> Any:
+    if isinstance(spec, HookBase):
+        return {
+            name: value
+            for name, value in spec.model_dump(exclude_unset=True, by_alias=True).items()
+            if name != "name" or value
+        }
+    return spec
+
+
+def _device(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else str(parameter.device)

@@ -1,0 +1,192 @@
+"""From the data section to the slices that are trained and evaluated on, and the batches of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from ..errors import ConfigError, Mistake
+from ..spec.config import DataConfig, SliceSpec, TrainConfig
+from ..spec.fields import Target
+from ..targets import build, locate
+from .datasets import DatasetMissingError
+
+DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.run.datasets.digits", "size": 28})
+
+
+@dataclass(frozen=True)
+class Data:
+    """The two slices, and where they came from.
+
+    Attributes:
+        train: What is trained on.
+        test: What is evaluated on.
+        source: For run.json: the dataset's target, sizes, and the fallback with its reason where one was used.
+    """
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    source: dict[str, Any]
+
+    @property
+    def fallback(self) -> str | None:
+        """What was used in place of the dataset asked for, and why; None where nothing was."""
+        reason: str | None = self.source["fallback"]
+        return reason
+
+
+def load_data(config: DataConfig) -> Data:
+    """Load both slices.
+
+    Raises:
+        ConfigError: The dataset is missing and there is no fallback; its target is not there or fails; a slice is empty.
+    """
+    target, fallback = config.dataset, None
+    try:
+        train, test = (_load(target, which) for which in (config.slice, config.eval_slice))
+    except DatasetMissingError as missing:
+        if config.fallback is None:
+            raise ConfigError(_ways_out(config, missing)) from None
+        fallback = f"{target.target} is missing ({missing}); scikit-learn's digits, resized to 28x28, stand in for it"
+        target = DIGITS_AS_MNIST
+        train, test = (_load(target, which) for which in (config.slice, config.eval_slice))
+    chosen = Subset(train, choose(train, config.slice, "data.slice"))
+    evaluated = Subset(test, choose(test, config.eval_slice, "data.eval_slice"))
+    source = {
+        "dataset": target.target,
+        "root": config.root,
+        "train_samples": len(chosen),
+        "eval_samples": len(evaluated),
+        "fallback": fallback,
+    }
+    return Data(chosen, evaluated, source)
+
+
+def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
+    """Call the dataset's target, with the split in the way that it takes it: `split=`, or torchvision's `train=`."""
+    parameters = inspect.signature(locate(target.target, "data.dataset")).parameters
+    given: dict[str, Any] = {}
+    if "split" in parameters:
+        given["split"] = which.split
+    elif "train" in parameters:
+        given["train"] = which.split == "train"
+    try:
+        dataset = build(target, "data.dataset", **given)
+    except ConfigError as error:
+        if (missing := _missing(error)) is not None:
+            raise missing from None
+        raise
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        mistake = Mistake(
+            "data.dataset",
+            f"{target.target} gave a {type(dataset).__name__}",
+            allowed="a dataset with a length and items (input, target)",
+        )
+        raise ConfigError(mistake)
+    return dataset  # type: ignore[no-any-return]
+
+
+def _missing(error: BaseException | None) -> DatasetMissingError | None:
+    while error is not None:
+        if isinstance(error, DatasetMissingError):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _ways_out(config: DataConfig, missing: DatasetMissingError) -> Mistake:
+    return Mistake(
+        "data.dataset",
+        f"{config.dataset.target} is missing: {missing}. Three ways out:\n"
+        "    1. have it on disk in torchvision's layout, and set data.root=FOLDER, or INSTRUMENT_DATA=FOLDER in the environment\n"
+        "    2. run once where there is a network, with data.dataset.download=true\n"
+        "    3. use what is always there: data=digits, or data.fallback=digits to have it stand in",
+    )
+
+
+def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
+    """The indices that a slice means: classes, order, indices or start/stop/stride, then per_class.
+
+    Raises:
+        ConfigError: None are left, or an index is out of range.
+    """
+    size = len(dataset)  # type: ignore[arg-type]
+    indices = list(range(size))
+    if which.classes is not None:
+        targets = _targets(dataset)
+        indices = [i for i in indices if targets[i] in which.classes]
+    if which.shuffle:
+        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(which.seed)).tolist()
+        indices = [indices[i] for i in order]
+    if which.indices is not None:
+        beyond = [i for i in which.indices if i >= len(indices)]
+        if beyond:
+            raise ConfigError(
+                Mistake(f"{where}.indices", "out of range", written=beyond, allowed=f"0 to {len(indices) - 1}")
+            )
+        indices = [indices[i] for i in which.indices]
+    else:
+        indices = indices[which.start : which.stop : which.stride]
+    if which.per_class is not None:
+        targets, counts = _targets(dataset), dict[Any, int]()
+        kept = []
+        for i in indices:
+            counts[targets[i]] = counts.get(targets[i], 0) + 1
+            if counts[targets[i]] <= which.per_class:
+                kept.append(i)
+        indices = kept
+    if not indices:
+        written = which.model_dump(exclude_defaults=True)
+        raise ConfigError(
+            Mistake(where, f"the slice is empty: the {which.split} split has {size} samples", written=written)
+        )
+    return indices
+
+
+def _targets(dataset: Dataset[Any]) -> list[Any]:
+    """The class of every sample: torchvision's `targets`, or the second item of each."""
+    known = getattr(dataset, "targets", None)
+    if known is None:
+        known = [dataset[i][1] for i in range(len(dataset))]  # type: ignore[arg-type]
+    return [int(target) for target in known]
+
+
+class Batches:
+    """The batches of a training: `accumulate` of them a step, the data in a new random order each epoch."""
+
+    def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.loader = DataLoader(dataset, config.batch_size, shuffle=True, generator=generator)
+        self.accumulate = config.accumulate
+        per_epoch = -(-len(self.loader) // config.accumulate)
+        self.steps = config.steps if config.steps is not None else per_epoch * (config.epochs or 1)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        """The epoch and the micro-batches of each step; the last step of an epoch may have fewer."""
+        done, epoch = 0, 0
+        while True:
+            group: list[Any] = []
+            for batch in self.loader:
+                group.append(batch)
+                if len(group) == self.accumulate:
+                    yield epoch, group
+                    group, done = [], done + 1
+                    if done == self.steps:
+                        return
+            if group:
+                yield epoch, group
+                done += 1
+                if done == self.steps:
+                    return
+            epoch += 1
+
+    def first(self) -> Any:
+        """A batch to try the model on, which does not touch the order of the training."""
+        dataset = self.loader.dataset
+        size = min(self.loader.batch_size or 1, len(dataset))  # type: ignore[arg-type]
+        return next(iter(DataLoader(Subset(dataset, range(size)), size)))

@@ -1,0 +1,119 @@
+"""The datasets that conf/data names. Each takes `split` ('train' or 'test') and gives (input, target) pairs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
+
+DOWNLOAD_TIMEOUT = 20.0  # seconds without an answer
+
+# Mean and standard deviation of each channel of the training images, as pixels from 0 to 1.
+MNIST_STATS = ((0.1307,), (0.3081,))
+FASHION_MNIST_STATS = ((0.2860,), (0.3530,))
+CIFAR10_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+DIGITS_STATS = ((0.3053,), (0.3760,))
+
+
+class DatasetMissingError(Exception):
+    """A dataset is neither on disk nor to be had by download."""
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Images in memory, normalised as they are taken.
+
+    Args:
+        images: uint8 from 0 to 255, or float32 from 0 to 1; [N, C, H, W].
+        targets: Classes, [N].
+        stats: Mean and standard deviation of each channel.
+    """
+
+    def __init__(self, images: Tensor, targets: Tensor, stats: tuple[Sequence[float], Sequence[float]]) -> None:
+        self.images = images
+        self.targets = targets.tolist()
+        self.mean, self.std = (torch.tensor(list(values)).view(-1, 1, 1) for values in stats)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.images[index]
+        pixels = image.float() / 255 if image.dtype == torch.uint8 else image
+        return (pixels - self.mean) / self.std, self.targets[index]
+
+
+def mnist(split: str, root: str, download: bool = True) -> Images:
+    """MNIST: 60,000 and 10,000 images of handwritten digits, [1, 28, 28]."""
+    found = _torchvision(MNIST, split, root, download)
+    return Images(found.data.unsqueeze(1), found.targets, MNIST_STATS)
+
+
+def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
+    """Fashion-MNIST: 60,000 and 10,000 images of clothing, [1, 28, 28]."""
+    found = _torchvision(FashionMNIST, split, root, download)
+    return Images(found.data.unsqueeze(1), found.targets, FASHION_MNIST_STATS)
+
+
+def cifar10(split: str, root: str, download: bool = True) -> Images:
+    """CIFAR-10: 50,000 and 10,000 colour photographs, [3, 32, 32]."""
+    found = _torchvision(CIFAR10, split, root, download)
+    return Images(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets), CIFAR10_STATS)
+
+
+def digits(split: str, size: int = 8) -> Images:
+    """Scikit-learn's real handwritten digits, which are always there: 1,437 and 360 images, [1, size, size].
+
+    They are 8x8; another size is interpolated bilinearly. The last 360, by writers of their own, are the test split.
+    """
+    found = load_digits()
+    images = torch.from_numpy(found.images).float().div(16).unsqueeze(1)  # [1797, 1, 8, 8]
+    targets = torch.from_numpy(found.target)
+    part = slice(0, 1437) if split == "train" else slice(1437, None)
+    images = images[part]
+    if size != 8:
+        images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    return Images(images, targets[part], DIGITS_STATS)
+
+
+def random_tensors(
+    split: str, shape: Sequence[int] = (1, 28, 28), classes: int = 10, samples: int = 1024, seed: int = 0
+) -> Images:
+    """Gaussian noise with random classes: nothing to learn, for trying out shapes and speed."""
+    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
+    images = torch.randn(samples, *shape, generator=generator)
+    return Images(images, torch.randint(classes, (samples,), generator=generator), ((0.0,), (1.0,)))
+
+
+def _torchvision(dataset: type[Any], split: str, root: str, download: bool) -> Any:
+    folder = Path(root).expanduser()
+    reason = f"not below {folder}"
+    try:
+        return dataset(folder, train=split == "train", download=False)
+    except RuntimeError:
+        if not download:
+            raise DatasetMissingError(f"{reason}, and download is false") from None
+    try:
+        with _timeout(DOWNLOAD_TIMEOUT):
+            return dataset(folder, train=split == "train", download=True)
+    except (OSError, RuntimeError) as error:
+        raise DatasetMissingError(f"{reason}, and the download failed: {str(error).splitlines()[0]}") from None
+
+
+@contextmanager
+def _timeout(seconds: float) -> Iterator[None]:
+    """Connections that are opened inside give up when nothing is heard for so long."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

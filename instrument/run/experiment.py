@@ -1,0 +1,128 @@
+"""An experiment made ready: everything that a run needs, built from its configuration and checked, nothing trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..errors import ConfigError, Mistake
+from ..nested import to_device
+from ..plan.cost import Cost, Length, cost_of
+from ..plan.sites import HookPlan, make_plan
+from ..plan.trial import Trial, materialise, try_forward
+from ..spec.config import RunConfig
+from ..targets import build
+from .apply import apply_specs, build_module
+from .data import Batches, Data, load_data
+from .device import choose_device
+from .tasks import Task
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a run is made of.
+
+    Attributes:
+        config: The configuration.
+        device: Where it runs.
+        data: The slices of the dataset.
+        batches: The training's batches.
+        evaluation: The evaluation's batches.
+        task: What makes a loss of a batch.
+        model: The model, changed as `apply` says, on its device.
+        optimizer: The optimizer.
+        scheduler: The learning-rate schedule; None where there is none.
+        plan: The hooks' sites.
+        trials: What a trial forward pass saw, for each phase.
+        cost: What each spec will write.
+    """
+
+    config: RunConfig
+    device: torch.device
+    data: Data
+    batches: Batches
+    evaluation: DataLoader[Any]
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    plan: HookPlan
+    trials: dict[str, Trial]
+    cost: dict[str, Cost]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.batches.steps
+
+
+def prepare(config: RunConfig) -> Experiment:
+    """Build an experiment in the order in which each part needs the one before.
+
+    Raises:
+        ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
+    """
+    device = choose_device(config.device)
+    task: Task = build(config.task, "task")
+    model = build_module(config.model, "model")
+    data = load_data(config.data)
+    batches = Batches(data.train, config.train, config.seed)
+    evaluation: DataLoader[Any] = DataLoader(data.test, config.train.eval_batch_size)
+
+    model.to(device)
+    first = to_device(batches.first(), device)
+    forward = partial(_forward, task, model, first)
+    materialise(model, forward)
+    apply_specs(config.apply, model)
+
+    plan = make_plan(config.hooks, model)
+    trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
+    optimizer = _build_optimizer(config, model)
+    scheduler = None if config.scheduler is None else build(config.scheduler, "scheduler", optimizer)
+    length = Length(
+        batches.steps,
+        config.train.accumulate,
+        evaluation_steps(batches.steps, config.train.eval_every),
+        len(evaluation),
+    )
+    cost = cost_of(plan, trials, length)
+    return Experiment(config, device, data, batches, evaluation, task, model, optimizer, scheduler, plan, trials, cost)
+
+
+def evaluation_steps(steps: int, every: int) -> list[int]:
+    """The numbers of steps done after which there is an evaluation: every N, and at the end."""
+    regular = range(every, steps + 1, every) if every else range(0)
+    return sorted({*regular, steps})
+
+
+def _forward(task: Task, model: nn.Module, batch: Any) -> object:
+    return task(model, batch)
+
+
+def _build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError(
+            Mistake(
+                "model",
+                "no parameter trains: the model has none, or 'apply' froze all of them",
+                written=config.model.target,
+            )
+        )
+    optimizer = build(config.optimizer, "optimizer", trained)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            Mistake(
+                "optimizer",
+                f"{config.optimizer.target} gave a {type(optimizer).__name__}",
+                allowed="a torch.optim.Optimizer",
+            )
+        )
+    return optimizer

@@ -1,0 +1,110 @@
+"""The folder of a run and its run.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError, Mistake
+
+Status = Literal["running", "done", "failed", "interrupted"]
+PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
+
+
+def refuse_taken(folder: Path) -> None:
+    """A run is never written over another one, nor where nothing can be written.
+
+    Raises:
+        ConfigError: The folder holds a run, or cannot be made or written.
+    """
+    if (folder / "run.json").exists():
+        raise ConfigError(
+            Mistake(
+                "hydra.run.dir",
+                "there is a run in this folder already, and none is ever overwritten",
+                written=str(folder),
+            )
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            Mistake(
+                "hydra.run.dir",
+                f"this folder cannot be written: {error.strerror}",
+                written=str(folder),
+                allowed="hydra.run.dir=FOLDER, one that you may write to",
+            )
+        ) from None
+
+
+class RunFolder:
+    """A new folder for one run; `record` is what run.json says, written anew at every change."""
+
+    def __init__(self, path: Path, **record: Any) -> None:
+        refuse_taken(path)
+        self.path = path
+        self.record: dict[str, Any] = {
+            "status": "running",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ended": None,
+            "error": None,
+            **record,
+            "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+            "git_revision": git_revision(),
+            "command": sys.argv,
+        }
+        self._write()
+
+    def update(self, **record: Any) -> None:
+        """Add to the record."""
+        self.record |= record
+        self._write()
+
+    def finish(self, status: Status, error: BaseException | None = None) -> None:
+        """The run is over."""
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        self.update(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"), error=told)
+
+    def _write(self) -> None:
+        aside = self.path / ".run.json.tmp"
+        aside.write_text(json.dumps(self.record, indent=2, default=str) + "\n")
+        os.replace(aside, self.path / "run.json")
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a configuration, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def git_revision() -> str | None:
+    """The commit of the working directory, with `-dirty` where it has changes; None outside a checkout."""
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

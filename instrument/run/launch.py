@@ -1,0 +1,191 @@
+"""Between Hydra and a run: where configurations are found, what is checked before a folder is made, one job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException
+from hydra.experimental.callback import Callback
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..spec.config import RunConfig
+from ..spec.parse import parse_config
+from .folder import refuse_taken
+
+
+class JobFailed(CompactHydraException):
+    """A job of a sweep failed; Hydra tells so when all jobs have been tried, without a traceback."""
+
+    def __init__(self, error: InstrumentError, folder: Path) -> None:
+        super().__init__(f"{folder}: {error}")
+        self.exit_code = error.exit_code
+
+
+def conf_folder() -> Path:
+    """The folder of the package's own configurations: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
+
+
+class OwnConf(SearchPathPlugin):
+    """Finds experiments in a folder `conf` of the working directory, behind those of the package."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Hydra's entry point."""
+        own, packaged = Path.cwd() / "conf", conf_folder()
+        if not own.is_dir() or own.samefile(packaged):
+            return
+        search_path.append("working directory", f"file://{own}")
+        for file in sorted(own.rglob("*.yaml")):
+            if (packaged / file.relative_to(own)).exists():
+                name = f"conf/{file.relative_to(own)}"
+                print(f"warning: {name} is not used: the package has one of this name; choose another", file=sys.stderr)
+
+
+class Guard(Callback):
+    """Stops before Hydra makes a folder: at a mistake in the configuration, or when only the plan is asked for."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """A single run is about to start."""
+        try:
+            parsed, _ = read_config(config)
+            if parsed.plan:
+                show_plan(parsed)
+                raise SystemExit(0)
+            refuse_taken(Path(config.hydra.run.dir))
+        except InstrumentError as error:
+            raise SystemExit(complain(error)) from None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """A sweep is about to start."""
+        try:
+            folder = Path(config.hydra.sweep.dir)
+            if (folder / "multirun.yaml").exists():
+                raise ConfigError(
+                    Mistake(
+                        "hydra.sweep.dir",
+                        "there is a sweep in this folder already, and none is ever overwritten",
+                        written=str(folder),
+                    )
+                )
+            refuse_taken(folder)
+        except InstrumentError as error:
+            raise SystemExit(complain(error)) from None
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """All jobs of a sweep are over."""
+        folder = Path(config.hydra.sweep.dir)
+        jobs = len(list(folder.glob("*/run.json")))
+        if not jobs and not config.get("plan"):
+            raise SystemExit(
+                complain(
+                    ConfigError(
+                        Mistake(
+                            "",
+                            "the sweep has no jobs: one of its overrides has no values",
+                            written=list(config.hydra.overrides.task),
+                        )
+                    )
+                )
+            )
+        if jobs:
+            print(f"\n{jobs} jobs in {folder}")
+            print(f"""next  python -c "import instrument; print(instrument.load('{folder}').runs)\"""")
+
+
+def job(config: DictConfig) -> float | None:
+    """One job: the whole of a single run, or one of a sweep.
+
+    Returns:
+        The loss of the last evaluation, which a sweeper may minimise.
+
+    Raises:
+        JobFailed: In a sweep, where the other jobs go on; a single run ends the process.
+    """
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
+    try:
+        parsed, raw = read_config(config)
+        if parsed.plan:
+            show_plan(parsed)
+            return None
+        from .runner import run
+        from .terminal import Terminal
+
+        terminal = Terminal(quiet=parsed.quiet, brief=swept)
+        return run(parsed, folder, terminal, raw=raw, overrides=read_overrides()).metrics.get("loss")
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: what was recorded so far is in {folder}", file=sys.stderr)
+        raise SystemExit(130) from None
+    except InstrumentError as error:
+        code = complain(error)
+        if swept:
+            raise JobFailed(error, folder) from error
+        if error.exit_code == 1:
+            print(f"what was recorded so far is in {folder}", file=sys.stderr)
+        raise SystemExit(code) from None
+
+
+def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
+    """The checked configuration, and the plain one that it was made from.
+
+    Raises:
+        ConfigError: With every mistake that was found.
+    """
+    try:
+        raw = {str(key): _resolved(config[key]) for key in config if key != "hydra"}
+    except OmegaConfBaseException as error:
+        raise ConfigError(Mistake(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
+    return parse_config(raw), raw
+
+
+def _resolved(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
+def read_overrides() -> dict[str, Any]:
+    """What the user put over the configuration on the command line, by key, with typed values."""
+    given = HydraConfig.get().overrides.task
+    found: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(list(given)):
+        found[override.key_or_group] = None if override.is_delete() else override.value()
+    return {
+        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
+        for key, value in found.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | bool | str) or value is None else str(value)
+
+
+def show_plan(config: RunConfig) -> None:
+    """Print what would be hooked, recorded and spent."""
+    from .device import process_state
+    from .experiment import prepare
+    from .terminal import Terminal
+
+    with process_state(seed=config.seed, deterministic=config.deterministic):
+        Terminal().plan(prepare(config))
+
+
+def complain(error: InstrumentError) -> int:
+    """Tell the user about an error, without a traceback; gives the exit code."""
+    print(f"\n{error}\n", file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,113 @@
+"""The training loop, in the textbook's order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..capture.probe import Probe
+from ..nested import to_device
+from .experiment import Experiment, evaluation_steps
+from .tasks import Outcome, accuracy, mean_loss
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What there is to be shown after a step or an evaluation.
+
+    Attributes:
+        step: Steps done.
+        steps: Steps in all.
+        metrics: The row of metrics: loss, accuracy and the like; None where there is none.
+        rows: Rows recorded so far.
+        phase: `train`, or `eval` for an evaluation.
+    """
+
+    step: int
+    steps: int
+    metrics: dict[str, float | None]
+    rows: int
+    phase: str
+
+
+def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]) -> dict[str, float | None]:
+    """Train to the end, and evaluate when it is time.
+
+    Args:
+        experiment: What is trained.
+        probe: The attached hooks; it is told when a micro-step, a step and an evaluation end.
+        show: Called after each step and each evaluation.
+
+    Returns:
+        The metrics of the last evaluation.
+    """
+    model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
+    evaluations = set(evaluation_steps(experiment.steps, experiment.config.train.eval_every))
+    last: dict[str, float | None] = {}
+    model.train()
+    for epoch, micro_batches in experiment.batches:
+        began = time.perf_counter()
+        probe.epoch = epoch
+        samples = sum(_samples(batch) for batch in micro_batches)
+        outcomes: list[Outcome] = []
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            outcome = experiment.task(model, to_device(batch, experiment.device))
+            (outcome.loss * (_samples(batch) / samples)).backward()  # the mean over the samples of all micro-batches
+            outcomes.append(outcome)
+            probe.end_micro_step()
+        norm = gradient_norm(model)
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        rate = samples / (time.perf_counter() - began)
+        metrics = probe.end_step(
+            loss=mean_loss(outcomes), accuracy=accuracy(outcomes), lr=lr, grad_norm=norm, samples_per_second=rate
+        )
+        show(Progress(probe.step, experiment.steps, metrics, probe.recorder.rows_written, "train"))
+        if probe.step in evaluations:
+            last = evaluate(experiment, probe)
+            show(Progress(probe.step, experiment.steps, last, probe.recorder.rows_written, "eval"))
+    return last
+
+
+@torch.no_grad()
+def evaluate(experiment: Experiment, probe: Probe) -> dict[str, float | None]:
+    """Loss and accuracy over the evaluation's slice, in eval mode; the model's mode is put back."""
+    model = experiment.model
+    began = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    try:
+        with probe.evaluating():
+            outcomes: list[Outcome] = []
+            for batch in experiment.evaluation:
+                outcomes.append(experiment.task(model, to_device(batch, experiment.device)))
+                probe.end_micro_step()
+            seconds = time.perf_counter() - began
+            samples = sum(outcome.samples for outcome in outcomes)
+            return probe.write_metrics(
+                loss=mean_loss(outcomes),
+                accuracy=accuracy(outcomes),
+                seconds=seconds,
+                samples_per_second=samples / seconds,
+            )
+    finally:
+        model.train(was_training)
+
+
+def gradient_norm(model: torch.nn.Module) -> Tensor | None:
+    """The L2 norm of all gradients of a model as one vector; None where there are none."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else None
+
+
+def _samples(batch: object) -> int:
+    """The number of samples in a batch: the length of its first part."""
+    first = batch[0] if isinstance(batch, list | tuple) else batch
+    return len(first)  # type: ignore[arg-type]

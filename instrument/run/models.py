@@ -1,0 +1,100 @@
+"""Small models to start from. Any other `torch.nn.Module` is named by its `_target_`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
+    """Convolution 3x3, batch norm, ReLU, and a max pooling that halves height and width."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+def dense_block(in_features: int, out_features: int) -> nn.Sequential:
+    """Linear and ReLU."""
+    return nn.Sequential(nn.Linear(in_features, out_features), nn.ReLU())
+
+
+class MnistCNN(nn.Module):
+    """A convolutional encoder and a dense decoder, built from lists of their sizes.
+
+    `encoder.0` is the first convolutional block, `decoder.0` the first dense one; the decoder's last module is the
+    linear classifier.
+
+    Args:
+        encoder: Channels of each convolutional block.
+        decoder: Features of each dense block.
+        in_channels: Channels of the image.
+        image_size: Height and width of the image, in pixels.
+        classes: Number of classes.
+    """
+
+    def __init__(
+        self,
+        encoder: Sequence[int] = (16, 32),
+        decoder: Sequence[int] = (64,),
+        in_channels: int = 1,
+        image_size: int = 28,
+        classes: int = 10,
+    ) -> None:
+        super().__init__()
+        if image_size >> len(encoder) < 1:
+            raise ValueError(f"{len(encoder)} blocks halve an image of {image_size} pixels to nothing")
+        channels = [in_channels, *encoder]
+        features = [channels[-1] * (image_size >> len(encoder)) ** 2, *decoder]
+        self.encoder = nn.Sequential(*map(conv_block, channels, channels[1:]))
+        self.decoder = nn.Sequential(*map(dense_block, features, features[1:]), nn.Linear(features[-1], classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, C, H, W] to logits [N, classes]."""
+        maps = self.encoder(images)  # [N, channels, H / 2^blocks, W / 2^blocks]
+        return self.decoder(torch.flatten(maps, 1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Dense blocks between the flattened input and a linear classifier.
+
+    Args:
+        sizes: Features of the input, of each hidden layer, and of the output.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (784, 128, 64, 10)) -> None:
+        super().__init__()
+        hidden = list(map(dense_block, sizes[:-2], sizes[1:-1]))
+        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-2], sizes[-1]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Inputs [N, ...] of sizes[0] elements each to logits [N, sizes[-1]]."""
+        return self.layers(torch.flatten(inputs, 1))  # type: ignore[no-any-return]
+
+
+class LeNet(nn.Module):
+    """LeNet-5 of LeCun et al. 1998, "Gradient-based learning applied to document recognition", with plain tanh and
+    average pooling; 28x28 images are padded to the paper's 32x32."""
+
+    def __init__(self, in_channels: int = 1, classes: int = 10) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(in_channels, 6, kernel_size=5, padding=2),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, kernel_size=5),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, C, 28, 28] to logits [N, classes]."""
+        maps = self.features(images)  # [N, 16, 5, 5]
+        return self.classifier(torch.flatten(maps, 1))  # type: ignore[no-any-return]

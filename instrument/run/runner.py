@@ -1,0 +1,97 @@
+"""From a configuration to a finished run in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..capture.probe import Probe
+from ..errors import InstrumentError
+from ..sinks.parquet import ParquetSink
+from ..spec.config import RunConfig
+from .device import process_state
+from .experiment import Experiment, prepare
+from .folder import RunFolder, config_hash
+from .loop import train
+from .terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run: its folder, and the metrics of its last evaluation."""
+
+    folder: Path
+    metrics: dict[str, float | None]
+
+
+def run(
+    config: RunConfig, folder: Path, terminal: Terminal, *, raw: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Result:
+    """Run an experiment.
+
+    Args:
+        config: The configuration, checked.
+        folder: The run's folder; it may exist, but hold no run.
+        terminal: Where progress and results are shown.
+        raw: The configuration as it was composed, for run.json.
+        overrides: What the user put over it, by key.
+
+    Raises:
+        ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
+        HookError: A hook failed; what was recorded before is kept and readable.
+    """
+    place = RunFolder(
+        folder,
+        name=config.name,
+        seed=config.seed,
+        config=raw,
+        config_hash=config_hash(dict(raw)),
+        overrides=overrides,
+        device=None,
+        data=None,
+    )
+    try:
+        with process_state(seed=config.seed, deterministic=config.deterministic):
+            experiment = prepare(config)
+            place.update(device=str(experiment.device), data=experiment.data.source)
+            terminal.begin(experiment)
+            metrics = _train(experiment, folder, terminal)
+    except KeyboardInterrupt as interrupt:
+        place.finish("interrupted", interrupt)
+        raise
+    except BaseException as error:
+        place.finish("failed", error)
+        raise
+    place.update(metrics=metrics)
+    place.finish("done")
+    terminal.end(experiment, folder, metrics)
+    return Result(folder, metrics)
+
+
+def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str, float | None]:
+    config = experiment.config
+    sink = ParquetSink(folder, tensors=config.sink.tensors, flush_seconds=config.sink.flush_seconds)
+    probe = Probe(experiment.plan, sink, optimizer=experiment.optimizer, seed=config.seed)
+    with probe, terminal.progress(experiment.steps) as show:
+        if experiment.data.fallback:
+            probe.event("fallback", experiment.data.fallback)
+        for name, module in experiment.plan.layers.hidden():
+            probe.event("hidden_module", hidden_message(name, type(module).__name__), layer=name)
+        return train(experiment, probe, show)
+
+
+def hidden_message(name: str, type_name: str) -> str:
+    """The warning about a module that PyTorch cannot see."""
+    return (
+        f"{name} ({type_name}) is kept in a plain Python list or dict, which PyTorch cannot see: its parameters are not trained, "
+        "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
+    )
+
+
+def failure(error: BaseException) -> tuple[str, int]:
+    """What to tell the user about an error, and the exit code."""
+    if isinstance(error, InstrumentError):
+        return str(error), error.exit_code
+    return f"{type(error).__name__}: {error}", 1

@@ -1,0 +1,204 @@
+"""What a run shows on the terminal: a header, progress, and a summary read back from what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ..analysis.load import Run, load
+from ..plan.printed import describe_action, human_bytes, plan_view
+from .experiment import Experiment
+from .loop import Progress
+
+WIDTH_IN_A_PIPE = 120
+LINES_IN_A_PIPE = 10  # how often progress is told where nobody looks at a screen
+
+
+class Terminal:
+    """One run's voice.
+
+    Args:
+        quiet: Nothing but warnings.
+        brief: One line at the end in place of tables: for the jobs of a sweep.
+    """
+
+    def __init__(self, *, quiet: bool = False, brief: bool = False) -> None:
+        self.quiet = quiet
+        self.brief = brief
+        self.console = Console(highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = WIDTH_IN_A_PIPE
+
+    def begin(self, experiment: Experiment) -> None:
+        """What will run, on what; a fallback is told loudly, whatever else is quiet."""
+        if experiment.data.fallback:
+            self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(experiment.data.fallback)}[/]")
+        for name, module in experiment.plan.layers.hidden():
+            self.warn(f"{name} ({type(module).__name__}) is kept in a plain Python list or dict: PyTorch cannot see it")
+        if self.quiet or self.brief:
+            return
+        config, source = experiment.config, experiment.data.source
+        trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
+        model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
+        slices = f"{source['train_samples']:,} to train on, {source['eval_samples']:,} to evaluate on"
+        names = ", ".join(experiment.plan.specs) or "none"
+        self.console.print(
+            f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
+            f"data  {source['dataset'].rpartition('.')[2]}: {slices}\n"
+            f"hooks {len(experiment.plan.specs)} at {len(experiment.plan.sites)} places: {names}\n"
+        )
+
+    def warn(self, message: str) -> None:
+        """A warning, in yellow."""
+        self.console.print(f"[yellow]warning[/] {escape(message)}")
+
+    def plan(self, experiment: Experiment) -> None:
+        """The whole plan."""
+        self.console.print(plan_view(experiment.plan, experiment.trials, experiment.cost, experiment.steps))
+
+    @contextmanager
+    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
+        """What is to be called with the progress after each step: a bar on a screen, a few plain lines in a pipe."""
+        if self.quiet or self.brief:
+            yield lambda progress: None
+        elif self.console.is_terminal:
+            with self._bar(steps) as show:
+                yield show
+        else:
+            yield self._lines(steps)
+
+    @contextmanager
+    def _bar(self, steps: int) -> Iterator[Callable[[Progress], None]]:
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(30),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(compact=True),
+        )
+        with Bar(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task("", total=steps, told="")
+
+            def show(progress: Progress) -> None:
+                if progress.phase == "train":
+                    bar.update(
+                        task, completed=progress.step, told=f"{_metrics(progress.metrics)}  {progress.rows:,} rows"
+                    )
+                else:
+                    bar.console.print(f"step {progress.step}/{steps}  evaluation  {_metrics(progress.metrics)}")
+
+            yield show
+
+    def _lines(self, steps: int) -> Callable[[Progress], None]:
+        every = max(1, steps // LINES_IN_A_PIPE)
+
+        def show(progress: Progress) -> None:
+            if progress.phase == "eval":
+                self.console.print(f"step {progress.step}/{steps}  evaluation  {_metrics(progress.metrics)}")
+            elif progress.step % every == 0 or progress.step == steps:
+                self.console.print(
+                    f"step {progress.step}/{steps}  {_metrics(progress.metrics)}  {progress.rows:,} rows"
+                )
+
+        return show
+
+    def end(self, experiment: Experiment, folder: Path, metrics: dict[str, float | None]) -> None:
+        """The summary: what was recorded, what each intervention did, what is wrong, where the files are, what to type next."""
+        run = load(folder)
+        if self.brief:
+            self.console.print(f"{folder}  {_metrics(metrics)}")
+        elif not self.quiet:
+            self.console.print()
+            self.console.print(_recorded(experiment, run))
+            interventions = _interventions(experiment, run)
+            if interventions.row_count:
+                self.console.print()
+                self.console.print(interventions)
+            self.console.print()
+        for event in run.events.itertuples():
+            if event.severity == "warning" and event.rule != "hidden_module":
+                self.warn(str(event.message))
+        if not (self.quiet or self.brief):
+            self.console.print(f"evaluation  {_metrics(metrics)}")
+            size = sum(file.stat().st_size for file in folder.rglob("*.parquet"))
+            self.console.print(f"files       {folder}  ({human_bytes(size)} of Parquet)", soft_wrap=True)
+            self.console.print("next        " + escape(next_command(folder)), soft_wrap=True)
+
+
+def next_command(folder: Path) -> str:
+    """What to type to look at the largest gradients, or whatever was recorded, of a run."""
+    question = "stats.groupby(['hook', 'layer'])[['mean', 'std', 'l2']].mean()"
+    return f"""python -c "import instrument; print(instrument.load('{folder}').{question})\""""
+
+
+def _metrics(metrics: dict[str, float | None]) -> str:
+    parts = []
+    if metrics.get("loss") is not None:
+        parts.append(f"loss {metrics['loss']:.4f}")
+    if metrics.get("accuracy") is not None:
+        parts.append(f"accuracy {metrics['accuracy']:.1%}")
+    return "  ".join(parts)
+
+
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    return table
+
+
+def _recorded(experiment: Experiment, run: Run) -> Table:
+    table = _table(
+        "Recorded",
+        ("hook", "left"),
+        ("kind", "left"),
+        ("role", "left"),
+        ("layers", "right"),
+        ("firings", "right"),
+        ("rows", "right"),
+        ("tensors", "right"),
+    )
+    kept = run.tensors()
+    for name, spec in experiment.plan.specs.items():
+        if spec.action != "record":
+            continue
+        fired = run.coverage.query("hook == @name").fired.sum()
+        rows, tensors = (run.stats.hook == name).sum(), (kept.hook == name).sum()
+        layers = len({site.layer.name for site in experiment.plan.of(name)})
+        table.add_row(name, spec.kind, spec.tensor_role, str(layers), f"{fired:,}", f"{rows:,}", f"{tensors:,}")
+    return table
+
+
+def _interventions(experiment: Experiment, run: Run) -> Table:
+    table = _table(
+        "Changed",
+        ("hook", "left"),
+        ("what", "left"),
+        ("kind", "left"),
+        ("firings", "right"),
+        ("changed", "right"),
+        ("norm before", "right"),
+        ("norm after", "right"),
+    )
+    for name, spec in experiment.plan.specs.items():
+        if spec.action == "record":
+            continue
+        effects = run.effects[run.effects.hook == name]
+        fired = run.coverage.query("hook == @name").fired.sum()
+        table.add_row(name, describe_action(spec), spec.kind, f"{fired:,}", *_reach(effects))
+    return table
+
+
+def _reach(effects: pd.DataFrame) -> tuple[str, str, str]:
+    """The share of elements that were changed, and the median norms before and after."""
+    if effects.empty:
+        return "none", "", ""
+    share = effects.changed.sum() / max(1, effects.numel.sum())
+    return f"{share:.1%}", f"{effects.norm_before.median():.4g}", f"{effects.norm_after.median():.4g}"
