@@ -118,7 +118,7 @@ class Probe:
             self._families.pop().detach()
 
     def _require_optimizer(self) -> None:
-        needing = [name for name, spec in self.plan.specs.items() if spec.kind in ("parameter_grad", "step_post")]
+        needing = [name for name, spec in self.plan.specs.items() if spec.definition.at_boundary]
         if needing and self.optimizer is None:
             raise ConfigError(
                 Mistake(
@@ -192,11 +192,7 @@ class Probe:
         if self._turn_open:
             self._end_turn()
         for live in self.lives:
-            if (
-                live.due
-                and live.site.spec.definition.family != "module"
-                and live.site.spec.kind != "post_accumulate_grad"
-            ):
+            if live.due and live.at_boundary:
                 live.settle(NO_STEP, NO_GRADIENT)
         now = time.perf_counter()
         row = self.write_metrics(loss=loss, seconds=now - self._step_began, **metrics)
@@ -236,9 +232,7 @@ class Probe:
     def _end_turn(self) -> None:
         """A micro-step is over: what the module kinds should have seen in it is settled."""
         for live in self.lives:
-            if live.due and (
-                live.site.spec.definition.family == "module" or live.site.spec.kind == "post_accumulate_grad"
-            ):
+            if live.due and not live.at_boundary:
                 live.settle(NO_GRADIENT if live.site.parameter is not None else NOT_CALLED, NO_GRADIENT)
         self.clock.turn += 1
 

@@ -41,11 +41,17 @@ class Clock:
     turn: int = 0
     closed: bool = False
 
+    @property
+    def boundary(self) -> Moment:
+        """The moment of what happens around the optimizer's step: in the last micro-step, though that is over."""
+        return self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
+
 
 class LiveSite:
     """A site, its action, and its ledger: how often it should have fired, how often it did, and why not."""
 
     __slots__ = (
+        "at_boundary",
         "_calls",
         "_excused",
         "_fired",
@@ -65,6 +71,7 @@ class LiveSite:
         self.action = action
         self.clock = clock
         self.records = isinstance(site.spec, RecordSpec)
+        self.at_boundary = site.spec.definition.at_boundary
         self.due = False
         self.expected = 0
         self.fired = 0
@@ -146,17 +153,17 @@ class LiveSite:
         """
         spec, layer = self.site.spec, self.site.layer
         context = Context(
-            spec.name,
-            spec.kind,
-            spec.tensor_role,
-            layer.name,
-            layer.module,
-            path,
-            self.clock.moment,
-            call,
-            recompute,
-            value,
-            self.clock.seed,
+            hook=spec.name,
+            kind=spec.kind,
+            role=spec.tensor_role,
+            layer=layer.name,
+            module=layer.module,
+            path=path,
+            moment=self.clock.boundary if self.at_boundary else self.clock.moment,
+            call=call,
+            recompute=recompute,
+            value=value,
+            seed=self.clock.seed,
         )
         try:
             new = self.action(tensor, context)

@@ -66,8 +66,7 @@ def cost_of(plan: HookPlan, trials: dict[str, Trial], length: Length) -> dict[st
     for name, spec in plan.specs.items():
         steps = range(length.steps) if spec.phase == "train" else length.eval_steps
         batches = length.accumulate if spec.phase == "train" else length.eval_batches
-        per_micro_step = spec.definition.family == "module" or spec.kind == "post_accumulate_grad"
-        times = batches if per_micro_step else 1
+        times = 1 if spec.definition.at_boundary else batches
         seen = [info for site in plan.of(name) for info in tensors_at(site, trials[spec.phase])]
         rows, size = 0, 0
         for info in seen:

@@ -28,6 +28,11 @@ class Kind:
     gradient: bool
     meaning: str
 
+    @property
+    def at_boundary(self) -> bool:
+        """Whether it acts around the optimizer's step, once a step; the others act in every micro-step."""
+        return self.name == "parameter_grad" or self.family == "optimizer"
+
     def has_role(self, role: str) -> bool:
         """Whether `role` is one of this kind's, `state.exp_avg` being one of `state.*`."""
         return any(
