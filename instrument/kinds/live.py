@@ -51,12 +51,12 @@ class LiveSite:
     """A site, its action, and its ledger: how often it should have fired, how often it did, and why not."""
 
     __slots__ = (
-        "at_boundary",
         "_calls",
         "_excused",
         "_fired",
         "_missed",
         "action",
+        "at_boundary",
         "causes",
         "clock",
         "due",
