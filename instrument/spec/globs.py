@@ -20,22 +20,25 @@ ROOT = "."
 
 @lru_cache(maxsize=1024)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression that a pattern stands for; it is matched against `spell(name)`.
+    """The regular expression that a pattern stands for; it is matched against `_spell(name)`.
 
     Raises:
         ValueError: The pattern is empty, has an empty segment, an open bracket, a `**` that does not stand alone
-            between dots, or is not a regular expression after `re:`.
+            between dots, a range that runs backwards, or is not a regular expression after `re:`.
     """
     if pattern.startswith("re:"):
         try:
-            return re.compile(f"(?:{pattern[3:]})")
+            return re.compile(pattern[3:])
         except re.error as error:
             raise ValueError(f"{error} in the regular expression {pattern[3:]!r}") from None
     if not pattern:
         raise ValueError("the pattern is empty; '.' is the root module")
     if pattern == ROOT:
         return re.compile("")
-    return re.compile("".join(_segment(segment, pattern) for segment in pattern.split(".")))
+    try:
+        return re.compile("".join(_segment(segment, pattern) for segment in pattern.split(".")))
+    except re.error as error:  # of what stands between brackets, since all else is escaped
+        raise ValueError(f"{error.msg} in {pattern!r}") from None
 
 
 def matches(pattern: str, name: str) -> bool:
