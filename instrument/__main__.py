@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import hydra
 from hydra.core.plugins import Plugins
-from hydra.errors import CompactHydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from .errors import InstrumentError, nearest
-from .run.launch import JobFailed, OwnConf, conf_folder, job
+from .run.launch import JobFailed, OwnConf, complain, conf_folder, job, refused
 
 
 def main() -> None:
@@ -28,28 +26,34 @@ def main() -> None:
     Plugins.instance().register(OwnConf)
     app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
     try:
-        app()
-    except SystemExit as stop:
-        # Hydra reports what fails and ends with 1; what it was about is the exception that it was handling.
-        cause = stop.__context__
-        if isinstance(cause, CompactHydraException) and not isinstance(cause, JobFailed):
-            suggest(cause.__cause__)
-            sys.exit(2)
-        sys.exit(cause.exit_code if isinstance(cause, InstrumentError | JobFailed) else stop.code)
+        with hydra_hands_errors_on():
+            app()
+    except JobFailed as failed:
+        sys.exit(failed.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        # A job tells about its own errors: this one is about what there is to compose.
+        if os.environ.get(FULL_ERROR) == "1":
+            raise
+        sys.exit(complain(refused(error, sys.argv[1:])))
 
 
-def suggest(cause: BaseException | None) -> None:
-    """Add to Hydra's words on an unknown key the nearest keys that there are."""
-    if (
-        isinstance(cause, OmegaConfBaseException)
-        and isinstance(cause.key, str)
-        and OmegaConf.is_dict(cause.parent_node)
-    ):
-        close = nearest(cause.key, [str(key) for key in cause.parent_node])
-        if close:
-            print(f"nearest: {', '.join(close)}", file=sys.stderr)
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+@contextmanager
+def hydra_hands_errors_on() -> Iterator[None]:
+    """Hydra raises what it would otherwise print itself, with a traceback where it is no exception of its own."""
+    before = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = before
 
 
 if __name__ == "__main__":

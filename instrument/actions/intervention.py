@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError, HookResultError, own_frame
+from ..spec.kinds import KINDS
 from ..stats.kernel import measure
 from .base import Context, Effect, Rows
 
@@ -43,7 +44,7 @@ class Intervention:
         if tensor._version != version:
             raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
         check_result(tensor, new, context)
-        if not context.recompute:
+        if not (context.recompute and KINDS[context.kind].repeats):
             self.rows.add_effect(context, effect_of(tensor, new, factor))
         return new
 

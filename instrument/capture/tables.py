@@ -211,7 +211,10 @@ def markdown() -> str:
     """The docs' tables of all columns."""
     parts = []
     for table in TABLES.values():
-        rows = [f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning} |" for c in table.columns]
+        rows = [
+            f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |"
+            for c in table.columns
+        ]
         parts.append(
             "\n".join(
                 [

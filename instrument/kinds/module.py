@@ -82,7 +82,7 @@ class ModuleHooks:
         if not self.active or self.clock.closed:
             return None
         again, call = self._call()
-        self.input_gradients.forward_done()
+        self.input_gradients.forward_done(output)
         new = output
         if self.seen_input:
             self._act(self.seen_input, _join(args, kwargs), call, again)
@@ -121,9 +121,10 @@ class ModuleHooks:
         return new
 
     def detach(self) -> None:
-        """Remove both hooks, the last one first."""
+        """Remove both hooks, the last one first, and those on tensors that outlive the graph."""
         while self.handles:
             self.handles.pop().remove()
+        self.input_gradients.release()
 
 
 def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

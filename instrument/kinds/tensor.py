@@ -1,12 +1,15 @@
 """Gradients of a module's inputs and outputs, by hooks on the tensors.
 
 They give the values that PyTorch's module hooks give, to the bit, and unlike those they survive operations in place
-on the module's input or output. Two things have to be done with care:
+on the module's input or output. Three things have to be done with care:
 
 - A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module, so the
-  module is handed an alias of its own. An alias that is written to in place drops out of the graph; then the
-  gradient is to be had at the tensor behind it.
-- The same holds for an output that is the input itself (`nn.Identity`, dropout in eval).
+  module is handed an alias of its own. The same holds for an output that is the input itself (`nn.Identity`,
+  dropout in eval) or a parameter.
+- A view that is written to in place, an alias among them, drops out of the graph; then its gradient is to be had
+  behind it, at the tensor that it is a view of (`Behind`).
+- A tensor that is no result of anything (a parameter, an input that trains) outlives the graph, and would carry the
+  hooks of one step into the next (`LeafHooks`).
 
 No hook holds a tensor that belongs to a graph: the graph holds the hook, and neither would ever be freed.
 """
@@ -18,9 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
 
 from ..nested import leaves, map_leaves
 from .live import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
+
+Hook = Callable[[Tensor], Tensor | None]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset."""
 
 
 class GradientCall:
@@ -33,7 +42,7 @@ class GradientCall:
         self.clock = clock
         self.fired: set[LiveSite] = set()
 
-    def hook(self, path: str, value: Tensor) -> Callable[[Tensor], Tensor | None]:
+    def hook(self, path: str, value: Tensor) -> Hook:
         """What is to be registered on a tensor; `value` is what the gradient will be the gradient of."""
         lives = [live for live in self.lives if live.wants(path)]
         kept = value.detach().clone() if any(live.needs_value for live in lives) else None
@@ -71,7 +80,8 @@ class InputGradients:
         self.clock = clock
         self.own: list[LiveSite] = []
         self.total: list[LiveSite] = []
-        self.aliases: list[Alias] = []
+        self.on_leaves = LeafHooks(clock)
+        self.handed: list[tuple[Tensor, Awaited]] = []
 
     @property
     def wanted(self) -> bool:
@@ -82,9 +92,9 @@ class InputGradients:
         """Register for every tensor of the input; gives the input that the module is to be called with."""
         own = GradientCall(self.own, call, recompute, self.clock)
         total = GradientCall(self.total, call, recompute, self.clock)
-        in_place = getattr(module, "inplace", False) is True
+        in_place = _writes_to_its_input(module)
         seen, awaited = False, set()
-        self.aliases = []
+        self.handed = []
 
         def register(path: str, tensor: Tensor) -> Tensor:
             nonlocal seen
@@ -93,17 +103,16 @@ class InputGradients:
                 return tensor
             awaited.add(path)
             if any(live.wants(path) for live in self.total):
-                tensor.register_hook(total.hook(path, tensor))
+                hook = total.hook(path, tensor)
+                self.on_leaves.register(tensor, hook) if tensor.is_leaf else Awaited(tensor, hook).settle()
             if not any(live.wants(path) for live in self.own):
                 return tensor
             hook = own.hook(path, tensor)
-            if in_place:
+            if in_place and not tensor._is_view():  # nobody but the module sees the tensor as it is now
                 tensor.register_hook(hook)
                 return tensor
             alias = tensor.view_as(tensor)
-            alias.register_hook(hook)
-            if tensor.grad_fn is not None:
-                self.aliases.append(Alias(alias, alias._version, tensor.grad_fn, tensor.output_nr, hook))
+            self.handed.append((alias, Awaited(alias, hook)))
             return alias
 
         new = map_leaves(value, register)
@@ -111,34 +120,19 @@ class InputGradients:
         total.bespoken(seen, awaited, at_input=True)
         return new
 
-    def forward_done(self) -> None:
-        """The module has run: where it wrote to an alias in place, await the gradient behind the alias."""
-        aliases, self.aliases = self.aliases, []
-        for alias in aliases:
-            if alias.tensor._version != alias.version:
-                alias.node.register_prehook(alias.await_behind)
+    def forward_done(self, output: Any) -> None:
+        """The module has run: where it wrote to an alias in place, or gave it away, look behind the alias too."""
+        handed, self.handed = self.handed, []
+        if not handed:
+            return
+        given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
+        for alias, awaited in handed:
+            awaited.settle(given.isdisjoint((id(alias), id(alias._base))))
 
-
-class Alias(NamedTuple):
-    """An alias that a module was handed, and where in the graph the tensor behind it came from."""
-
-    tensor: Tensor
-    version: int
-    node: Any
-    output: int
-    hook: Callable[[Tensor], Tensor | None]
-
-    @property
-    def await_behind(self) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:
-        """A pre-hook on the node that made the tensor; its gradient is the one with the tensor's number."""
-        output, hook = self.output, self.hook
-
-        def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-            gradient = gradients[output]
-            new = None if gradient is None else hook(gradient)
-            return None if new is None else (*gradients[:output], new, *gradients[output + 1 :])
-
-        return before_node
+    def release(self) -> None:
+        """Let go of all that outlives a graph."""
+        self.handed = []
+        self.on_leaves.release()
 
 
 class OutputGradients:
@@ -166,9 +160,9 @@ class OutputGradients:
                 return tensor
             awaited.add(path)
             hook = awaiting.hook(path, tensor)
-            if inputs.get(id(tensor)) == tensor._version:
-                return _aliased(tensor, hook)
-            tensor.register_hook(hook)
+            if tensor.is_leaf or inputs.get(id(tensor)) == tensor._version:
+                tensor = tensor.view_as(tensor)
+            Awaited(tensor, hook).settle()
             return tensor
 
         new = map_leaves(output, register)
@@ -176,21 +170,109 @@ class OutputGradients:
         return new
 
 
-def _aliased(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
-    """An alias of an output with a hook on it, and on the tensor in case the alias is written to in place later."""
-    alias = tensor.view_as(tensor)
-    witness = tensor.detach()  # shares the version counter, not the graph
-    version = witness._version
-    delivered = False
+class Awaited:
+    """A hook on a tensor; of a view behind it too, in case it is written to in place."""
 
-    def on_alias(gradient: Tensor) -> Tensor | None:
-        nonlocal delivered
-        delivered = True
-        return hook(gradient)
+    def __init__(self, tensor: Tensor, hook: Hook) -> None:
+        self.hook = hook
+        self.behind = Behind.of(tensor)
+        self.witness: Tensor | None = tensor.detach()  # shares the version counter, not the graph
+        self.version = tensor._version
+        self.delivered = False
+        tensor.register_hook(self.here)
 
-    def behind_alias(gradient: Tensor) -> Tensor | None:
-        return hook(gradient) if not delivered and witness._version != version else None
+    def settle(self, alone: bool = False) -> None:
+        """All is known about the tensor: nobody can write to it any more where its owner stands `alone`."""
+        behind, self.behind = self.behind, None  # it is part of the graph
+        if behind is None or (alone and not self.written):
+            self.witness = None
+        else:
+            behind.register(self.there)
 
-    alias.register_hook(on_alias)
-    tensor.register_hook(behind_alias)
-    return alias
+    @property
+    def written(self) -> bool:
+        """Whether it was written to since."""
+        return self.witness is not None and self.witness._version != self.version
+
+    def here(self, gradient: Tensor) -> Tensor | None:
+        """The tensor's own hook."""
+        self.delivered = True
+        return self.hook(gradient)
+
+    def there(self, gradient: Tensor) -> Tensor | None:
+        """The hook behind it, for when the tensor's own is cut off."""
+        return self.hook(gradient) if self.written and not self.delivered else None
+
+
+class Behind(NamedTuple):
+    """Where in the graph the tensor comes from that another one is a view of, and which part of it the view is.
+
+    The gradient that is had there is the view's as it was before it was written to in place.
+    """
+
+    node: Any
+    output: int
+    whole: Geometry
+    part: Geometry
+
+    @classmethod
+    def of(cls, view: Tensor) -> Behind | None:
+        """None where there is nothing behind: the tensor is no view, or one of a leaf."""
+        base = view._base
+        if base is None or base.grad_fn is None or base.dtype != view.dtype:
+            return None
+        offset = int(view.storage_offset()) - int(base.storage_offset())
+        part = (tuple(view.shape), view.stride(), offset)
+        return cls(base.grad_fn, base.output_nr, (tuple(base.shape), base.stride(), 0), part)
+
+    def register(self, hook: Hook) -> None:
+        """Let the hook have the view's part of the gradient that arrives there, and change it."""
+        _, output, whole, part = self
+
+        def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+            gradient = gradients[output]
+            if gradient is None:
+                return None
+            if whole == part:
+                new = hook(gradient)
+            else:
+                copied = torch.empty_strided(*whole[:2], dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+                change = hook(copied.as_strided(*part).clone())
+                new = None if change is None else copied.as_strided_scatter(change, *part)
+            return None if new is None else (*gradients[:output], new, *gradients[output + 1 :])
+
+        self.node.register_prehook(before_node)
+
+
+class LeafHooks:
+    """Hooks on tensors that are no result of anything; each is good for the turn that it was registered in."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.turn = -1
+        self.spent = False
+        self.handles: list[RemovableHandle] = []
+
+    def register(self, leaf: Tensor, hook: Hook) -> None:
+        """Await the next gradient; what was awaited before, and came or will not come any more, is let go."""
+        if self.spent or self.turn != self.clock.turn:
+            self.release()
+        turn = self.turn = self.clock.turn
+
+        def deliver(gradient: Tensor) -> Tensor | None:
+            self.spent = True
+            return hook(gradient) if turn == self.clock.turn else None
+
+        self.handles.append(leaf.register_hook(deliver))
+
+    def release(self) -> None:
+        """Remove them all."""
+        self.spent = False
+        while self.handles:
+            self.handles.pop().remove()
+
+
+def _writes_to_its_input(module: nn.Module) -> bool:
+    """Whether a module says that it works in place, and does: dropout that is off gives back what it was given."""
+    is_off = isinstance(module, _DropoutNd) and not (module.training and module.p)
+    return getattr(module, "inplace", False) is True and not is_off

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
@@ -21,15 +21,19 @@ from omegaconf.errors import OmegaConfBaseException
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from ..spec.parse import parse_config
+from .composition import composition_mistake
 from .folder import refuse_taken
 
 
-class JobFailed(CompactHydraException):
-    """A job of a sweep failed; Hydra tells so when all jobs have been tried, without a traceback."""
+PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
 
-    def __init__(self, error: InstrumentError, folder: Path) -> None:
-        super().__init__(f"{folder}: {error}")
-        self.exit_code = error.exit_code
+
+class JobFailed(Exception):
+    """A job of a sweep failed, and the user was told; Hydra raises it when all jobs have been tried."""
+
+    def __init__(self, exit_code: int, folder: Path) -> None:
+        super().__init__(f"the job in {folder} failed")
+        self.exit_code = exit_code
 
 
 def conf_folder() -> Path:
@@ -129,13 +133,20 @@ def job(config: DictConfig) -> float | None:
     except KeyboardInterrupt:
         print(f"\ninterrupted: what was recorded so far is in {folder}", file=sys.stderr)
         raise SystemExit(130) from None
-    except InstrumentError as error:
+    except Exception as error:
         code = complain(error)
-        if swept:
-            raise JobFailed(error, folder) from error
-        if error.exit_code == 1:
+        if code == 1:
             print(f"what was recorded so far is in {folder}", file=sys.stderr)
+        if swept:
+            print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
+            raise JobFailed(code, folder) from error
         raise SystemExit(code) from None
+
+
+def refused(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    """An error of Hydra's while it composed a configuration, as ours."""
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    return ConfigError(composition_mistake(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
@@ -144,6 +155,12 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
     Raises:
         ConfigError: With every mistake that was found.
     """
+    if "exp" in config:
+        raise ConfigError(
+            Mistake(
+                "exp", "what the experiment says was put under the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
+            )
+        )
     try:
         raw = {str(key): _resolved(config[key]) for key in config if key != "hydra"}
     except OmegaConfBaseException as error:
@@ -185,7 +202,10 @@ def show_plan(config: RunConfig) -> None:
         Terminal().plan(prepare(config))
 
 
-def complain(error: InstrumentError) -> int:
-    """Tell the user about an error, without a traceback; gives the exit code."""
-    print(f"\n{error}\n", file=sys.stderr)
-    return error.exit_code
+def complain(error: Exception) -> int:
+    """Tell the user about an error; gives the exit code. Only what no hook and no check has put into words has a traceback."""
+    if isinstance(error, InstrumentError):
+        print(f"\n{error}\n", file=sys.stderr)
+        return error.exit_code
+    traceback.print_exception(error)
+    return InstrumentError.exit_code

@@ -88,10 +88,3 @@ def hidden_message(name: str, type_name: str) -> str:
         f"{name} ({type_name}) is kept in a plain Python list or dict, which PyTorch cannot see: its parameters are not trained, "
         "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
     )
-
-
-def failure(error: BaseException) -> tuple[str, int]:
-    """What to tell the user about an error, and the exit code."""
-    if isinstance(error, InstrumentError):
-        return str(error), error.exit_code
-    return f"{type(error).__name__}: {error}", 1

@@ -92,7 +92,7 @@ class Terminal:
                         task, completed=progress.step, told=f"{_metrics(progress.metrics)}  {progress.rows:,} rows"
                     )
                 else:
-                    bar.console.print(f"step {progress.step}/{steps}  evaluation  {_metrics(progress.metrics)}")
+                    bar.console.print(f"{_step(progress)}  evaluation  {_metrics(progress.metrics)}")
 
             yield show
 
@@ -101,11 +101,9 @@ class Terminal:
 
         def show(progress: Progress) -> None:
             if progress.phase == "eval":
-                self.console.print(f"step {progress.step}/{steps}  evaluation  {_metrics(progress.metrics)}")
+                self.console.print(f"{_step(progress)}  evaluation  {_metrics(progress.metrics)}")
             elif progress.step % every == 0 or progress.step == steps:
-                self.console.print(
-                    f"step {progress.step}/{steps}  {_metrics(progress.metrics)}  {progress.rows:,} rows"
-                )
+                self.console.print(f"{_step(progress)}  {_metrics(progress.metrics)}  {progress.rows:,} rows")
 
         return show
 
@@ -133,9 +131,12 @@ class Terminal:
 
 
 def next_command(folder: Path) -> str:
-    """What to type to look at the largest gradients, or whatever was recorded, of a run."""
-    question = "stats.groupby(['hook', 'layer'])[['mean', 'std', 'l2']].mean()"
-    return f"""python -c "import instrument; print(instrument.load('{folder}').{question})\""""
+    """What to type to see the statistics of a run."""
+    return f"""python -c "import instrument; print(instrument.load('{folder}').stats)\""""
+
+
+def _step(progress: Progress) -> str:
+    return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
 def _metrics(metrics: dict[str, float | None]) -> str:

@@ -33,6 +33,12 @@ class Kind:
         """Whether it acts around the optimizer's step, once a step; the others act in every micro-step."""
         return self.name == "parameter_grad" or self.family == "optimizer"
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it acts a second time on the same tensors where checkpointing runs a forward pass again; a gradient
+        comes once, also if it is the one of the second pass."""
+        return not self.gradient
+
     def has_role(self, role: str) -> bool:
         """Whether `role` is one of this kind's, `state.exp_avg` being one of `state.*`."""
         return any(

@@ -86,8 +86,14 @@ def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], 
     for name, value in _named(section, raw):
         where = f"{section}.{name}"
         try:
+            if not NAME.fullmatch(name):
+                raise ConfigError(Mistake(section, "a name has to be letters, digits and underscores", written=name))
             if not isinstance(value, Mapping):
                 raise ConfigError(Mistake(where, "has to be a mapping", written=value))
+            if value.get("name") not in (None, "", name):
+                raise ConfigError(
+                    Mistake(f"{where}.name", "a spec in a mapping is named by its key", written=value["name"])
+                )
             if name in specs:
                 raise ConfigError(Mistake(where, "this name is used twice; names have to differ"))
             specs[name] = _build(choose(value, where), {**value, "name": name}, where)
@@ -112,9 +118,6 @@ def _named(section: str, raw: Any) -> Iterable[tuple[str, Any]]:
         raise ConfigError(
             Mistake(section, "has to be a mapping from a name to a spec, or a list of specs", written=raw)
         )
-    for name, _ in items:
-        if not NAME.fullmatch(str(name)):
-            raise ConfigError(Mistake(section, "a name has to be letters, digits and underscores", written=str(name)))
     return [(str(name), value) for name, value in items if value is not None]
 
 

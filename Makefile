@@ -1,0 +1,45 @@
+# Everything here makes its own environment in .venv where it is missing, and installs nothing twice.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN_STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify
+	$(BIN)/python -m instrument +exp=mnist_hooks
+
+test: $(DEV_STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(DEV_STAMP)  ## format, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)  ## put the code into its format and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV_STAMP)  ## make anew what is made from the code: tables, columns, the JSON Schema
+	$(BIN)/python docs/make.py
+
+clean:  ## remove the environment, caches and builds; runs are kept
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "instrument needs Python 3.11 or later; say which with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(RUN_STAMP): pyproject.toml constraints.txt | .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(RUN_STAMP)

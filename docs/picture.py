@@ -1,0 +1,55 @@
+"""Makes docs/terminal.svg: the terminal of the README's first command. `python docs/picture.py`, from the repository.
+
+With INSTRUMENT_DATA set to a folder with MNIST it is a run on MNIST, else on the digits that stand in for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from instrument.run.launch import conf_folder, read_config
+from instrument.run.runner import run
+from instrument.run.terminal import Terminal
+
+TARGET = Path(__file__).resolve().with_name("terminal.svg")
+
+# Rich's own format fetches a font from the network; any monospace font does.
+FORMAT = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
+  line-height: {line_height}px; }}
+.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif; }}
+{styles}
+</style>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" /></clipPath>
+{lines}</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g></g></svg>
+"""
+
+
+def main() -> None:
+    """Run the experiment on a console that remembers, and draw what it showed."""
+    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        config, raw = read_config(compose("config", ["+exp=mnist_hooks"]))
+    terminal = Terminal()
+    terminal.console = Console(record=True, width=110, highlight=False, color_system="truecolor")
+    terminal.console.print("[bold green]$[/] python -m instrument +exp=mnist_hooks", highlight=False)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        run(config, Path("runs/mnist_hooks/2026-11-21_09-00-00"), terminal, raw=raw, overrides={})
+    drawn = terminal.console.export_svg(title="instrument", theme=MONOKAI, code_format=FORMAT)
+    TARGET.write_text(drawn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What Hydra refuses to compose, in the words of this project: where, what was written, what is allowed, the nearest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from ..errors import Mistake, nearest
+
+
+def composition_mistake(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Mistake:
+    """The mistake behind an error that Hydra, OmegaConf or YAML raised while a configuration was composed.
+
+    Args:
+        error: What was raised.
+        overrides: The command line's.
+        folders: Where configurations are looked for.
+    """
+    if isinstance(error, MarkedYAMLError):
+        return _not_yaml(error)
+    if isinstance(error, OverrideParseException):
+        return Mistake("", "this override cannot be read: " + _first_line(error), written=error.override)
+    missing = re.search(r"Could not (?:find|load) '(.+)/([^/]*)'", str(error))
+    if missing:
+        return _no_such_option(missing[1], missing[2], folders)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        return _no_such_key(error, error.__cause__)
+    return _no_name_of_a_group(overrides, folders) or Mistake("", f"cannot be composed: {_told(error)}")
+
+
+def _not_yaml(error: MarkedYAMLError) -> Mistake:
+    mark = error.problem_mark
+    where = f"{mark.name}:{mark.line + 1}" if mark else ""
+    star = "alias" in str(error.context)
+    hint = "a value that starts with '*', such as a glob, in quotes" if star else ()
+    return Mistake(where, f"cannot be read as YAML: {error.problem}", allowed=hint)
+
+
+def _no_such_option(group: str, name: str, folders: Sequence[Path]) -> Mistake:
+    options = _options(group, folders)
+    return Mistake(
+        group,
+        f"there is no such file in conf/{group}" if options else f"there is no folder conf/{group}",
+        written=name,
+        allowed=options,
+        nearest=nearest(name, options),
+    )
+
+
+def _options(group: str, folders: Sequence[Path]) -> list[str]:
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+
+
+def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:
+    parent = cause.parent_node
+    keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
+    if str(cause.key) in keys or not keys:
+        return Mistake(str(cause.full_key or ""), f"{_told(error)} {_first_line(cause)}")
+    return Mistake(str(cause.full_key), _told(error), allowed=keys, nearest=nearest(str(cause.key), keys))
+
+
+def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mistake | None:
+    """`model=3`: a group is chosen by a file's name; Hydra says so without naming the group."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value, options = override.value(), _options(override.key_or_group, folders)
+        names = value if isinstance(value, list) else [value]
+        if options and not all(isinstance(name, str) for name in names):
+            return Mistake(
+                override.key_or_group,
+                f"has to be the name of a file in conf/{override.key_or_group}",
+                written=str(override.input_line),
+                allowed=options,
+            )
+    return None
+
+
+def _told(error: Exception) -> str:
+    """What Hydra says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,98 @@
+"""The README, followed: every block of it is run or held against what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY, Answer
+
+README = (REPOSITORY / "README.md").read_text()
+BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)]
+EXAMPLE_RUN = "runs/mnist_hooks/2026-11-21_09-00-00-000000"
+
+
+def blocks(language: str) -> list[str]:
+    return [text for found, text in BLOCKS if found == language]
+
+
+def instrument_commands() -> list[str]:
+    return [line for text in blocks("sh") for line in text.splitlines() if line.startswith("python -m instrument")]
+
+
+@pytest.fixture
+def follow(cli: Callable[..., Answer], mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Answer]:
+    """Run one of the README's commands, on MNIST where it is there; nothing is downloaded where it is not."""
+    if mnist_root is not None:
+        monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
+
+    def run(command: str) -> Answer:
+        offline = ["data.dataset.download=false"] if "mnist" in command and mnist_root is None else []
+        return cli(*shlex.split(command.removeprefix("python -m instrument")), *offline)
+
+    return run
+
+
+def test_every_make_command_of_the_readme_is_a_target() -> None:
+    commands = [line for text in blocks("sh") for line in text.splitlines() if line.startswith("make")]
+    assert commands == ["make demo", "make test"]
+    for command in commands:
+        dry = subprocess.run([*command.split(), "-n"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert dry.returncode == 0, dry.stderr
+        assert ("-m instrument +exp=mnist_hooks" if "demo" in command else "-m pytest") in dry.stdout
+
+
+def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_files(
+    follow: Callable[[str], Answer], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "mymodule", raising=False)
+    done = []
+    for language, text in BLOCKS:
+        if language == "sh":
+            for line in [line for line in text.splitlines() if line.startswith("python -m instrument")]:
+                answer = follow(line)
+                assert answer.code == 0, (line, answer.out, answer.err)
+                done.append(line)
+        elif named := re.search(r"^# (mymodule\.py|conf/exp/mine\.yaml)$", text, re.M):
+            file = workplace / named[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        elif language == "python":
+            newest = max((workplace / "runs" / "mnist_hooks").glob("2*"))
+            monkeypatch.syspath_prepend(str(workplace))
+            with contextlib.redirect_stdout(None):
+                exec(compile(text.replace(EXAMPLE_RUN, str(newest)), "README.md", "exec"), {})  # noqa: S102
+    assert done == instrument_commands()
+    assert len(done) == 4
+    monkeypatch.delitem(sys.modules, "mymodule", raising=False)
+
+
+def test_the_example_file_is_the_one_that_is_installed() -> None:
+    shown = next(text for text in blocks("yaml") if "name: mnist_hooks" in text)
+    installed = (REPOSITORY / "conf" / "exp" / "mnist_hooks.yaml").read_text()
+    assert yaml.safe_load(shown) == yaml.safe_load(installed)
+
+
+def test_the_mistake_that_the_readme_shows_is_told_in_these_words(follow: Callable[[str], Answer]) -> None:
+    (shown,) = blocks("text")
+    answer = follow("python -m instrument +exp=mnist_hooks hooks.tame.layers=decodr.**")
+    assert answer.code == 2
+    told = {line.split("...")[0].strip() for line in answer.err.splitlines()}
+    for line in shown.splitlines():
+        assert any(part.startswith(line.split("...")[0].strip()) for part in told), (line, answer.err)
+
+
+def test_the_overrides_that_the_readme_names_are_taken(follow: Callable[[str], Answer]) -> None:
+    named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
+    assert len(named) >= 6
+    for override in named:
+        base = "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
+        answer = follow(f"python -m instrument {base} plan=true '{override}'")
+        assert answer.code == 0, (override, answer.err)
