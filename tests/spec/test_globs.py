@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -49,16 +50,15 @@ def _characters(wanted: Segment, text: str) -> bool:
         return any(_characters(rest, text[i:]) for i in range(len(text) + 1))
     if not text:
         return False
-    if isinstance(first, Set):
-        fits = (text[0] in first.members) != first.negated
-    else:
-        fits = first in ("?", text[0])
+    fits = (text[0] in first.members) != first.negated if isinstance(first, Set) else first in ("?", text[0])
     return fits and _characters(rest, text[1:])
 
 
-sets = st.builds(Set, st.lists(st.sampled_from("ab0$^\\["), min_size=1, max_size=3, unique=True).map(tuple), st.booleans())
+sets = st.builds(
+    Set, st.lists(st.sampled_from("ab0$^\\["), min_size=1, max_size=3, unique=True).map(tuple), st.booleans()
+)
 parts = st.one_of(st.sampled_from([*LETTERS, "*", "?"]), sets)
-plain = st.lists(parts, min_size=1, max_size=4).map(tuple).filter(lambda s: ("*", "*") not in zip(s, s[1:], strict=False))
+plain = st.lists(parts, min_size=1, max_size=4).map(tuple).filter(lambda s: ("*", "*") not in itertools.pairwise(s))
 patterns = st.lists(st.one_of(plain, st.just(("**",))), min_size=1, max_size=4)
 names = st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=4).map(".".join)
 
