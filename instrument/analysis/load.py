@@ -41,7 +41,7 @@ def load(path: str | Path) -> Run:
 class Run:
     """What one run left, or several together.
 
-    Of several, every table has further columns: `run`, the folder below the one that was opened, and one for each
+    Of a folder above runs, every table has further columns: `run`, the folder below the one that was opened, and one for each
     override that any of them was started with, such as `hooks.tame.norm`.
 
     Attributes:
@@ -52,6 +52,7 @@ class Run:
     def __init__(self, path: Path, folders: Sequence[Path]) -> None:
         self.path = path
         self.folders = list(folders)
+        self._several = self.folders != [path]
 
     def __repr__(self) -> str:
         states = pd.Series([info["status"] for info in self.infos]).value_counts()
@@ -113,6 +114,13 @@ class Run:
         """Warnings and errors."""
         return self._frame("events")
 
+    def read(self, table: str, columns: list[str]) -> pd.DataFrame:
+        """Some columns of a table, with nothing else read from disk."""
+        parts: list[pd.DataFrame] = [
+            _plain_labels(p.to_table(columns=columns)).to_pandas() for p in self._dataset(table)
+        ]
+        return pd.concat(parts, ignore_index=True)
+
     def tensors(self, **where: Any) -> pd.DataFrame:
         """Recorded tensors, as NumPy arrays in their shapes.
 
@@ -145,7 +153,7 @@ class Run:
     def sql(self, query: str) -> pd.DataFrame:
         """Ask DuckDB; the tables are stats, tensors, effects, metrics, coverage, layers and events, read from disk.
 
-        Of several runs each table has the column `run`.
+        Of a folder above runs each table has the column `run`.
 
         Raises:
             InstrumentError: DuckDB is not installed.
@@ -157,7 +165,7 @@ class Run:
         with duckdb.connect() as connection:
             for name in TABLES:
                 table = self._dataset(name)
-                if len(self.folders) == 1:
+                if not self._several:
                     connection.register(name, table[0])
                 else:
                     parts = []
@@ -185,7 +193,7 @@ class Run:
         frames = []
         for folder, info, part in zip(self.folders, self.infos, self._dataset(table), strict=True):
             frame: pd.DataFrame = _plain_labels(part.to_table(filter=condition)).to_pandas()
-            if len(self.folders) > 1:
+            if self._several:
                 _add_overrides(frame, str(folder.relative_to(self.path)), info.get("overrides", {}))
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]

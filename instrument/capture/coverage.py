@@ -41,10 +41,7 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
         places = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
         shown = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
         fired, expected = sum(row["fired"] for row in found), sum(row["expected"] for row in found)
-        warnings.append(
-            (
-                f"hook '{hook}' ({kind}) fired {fired} of {expected} times on {shown}: {cause}",
-                found[0]["layer"] if len(found) == 1 else None,
-            )
-        )
+        told = f"fired {fired} of {expected} times" if expected else "did not fire"
+        layer = found[0]["layer"] if len(found) == 1 else None
+        warnings.append((f"hook '{hook}' ({kind}) {told} on {shown}: {cause}", layer))
     return warnings

@@ -152,12 +152,14 @@ class Probe:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The phase is `eval` inside; its rows are written when it ends."""
+        began = time.perf_counter()
         self.phase = "eval"
         try:
             yield
         finally:
             self.phase = "train"
         self.recorder.end_step()
+        self._step_began += time.perf_counter() - began  # it is no part of the step that it stands in
 
     @property
     def epoch(self) -> int:
@@ -178,13 +180,14 @@ class Probe:
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
 
     def end_step(
-        self, *, loss: Tensor | float | None = None, **metrics: Tensor | float | None
+        self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
     ) -> dict[str, float | None]:
         """The optimizer has made its step: the rows go to the sink, and the next step begins.
 
         Args:
             loss: The step's loss; a tensor is read here, with all else that is on the device.
-            metrics: Further columns of the metrics table: accuracy, grad_norm, lr, samples_per_second.
+            samples: Samples in the step, for samples_per_second.
+            metrics: Further columns of the metrics table: accuracy, grad_norm, lr.
 
         Returns:
             The row of metrics that was written.
@@ -194,16 +197,18 @@ class Probe:
         for live in self.lives:
             if live.due and live.at_boundary:
                 live.settle(NO_STEP, NO_GRADIENT)
-        now = time.perf_counter()
-        row = self.write_metrics(loss=loss, seconds=now - self._step_began, **metrics)
+        row = self.write_metrics(loss=loss, samples=samples, seconds=time.perf_counter() - self._step_began, **metrics)
         self.recorder.end_step()
         self._step_began = time.perf_counter()
         self._retime(step=self.step + 1, micro_step=0)
         self._turn_open = True
         return row
 
-    def write_metrics(self, **metrics: Tensor | float | None) -> dict[str, float | None]:
+    def write_metrics(
+        self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
+    ) -> dict[str, float | None]:
         """A row of the metrics table for this step and phase; tensors are read here, all at once."""
+        metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
         if metrics.get("lr") is None and self.optimizer is not None and self.phase == "train":
             metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         fetched = fetch([value for value in metrics.values() if isinstance(value, Tensor)])

@@ -50,7 +50,6 @@ def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]
     last: dict[str, float | None] = {}
     model.train()
     for epoch, micro_batches in experiment.batches:
-        began = time.perf_counter()
         probe.epoch = epoch
         samples = sum(_samples(batch) for batch in micro_batches)
         outcomes: list[Outcome] = []
@@ -65,9 +64,8 @@ def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        rate = samples / (time.perf_counter() - began)
         metrics = probe.end_step(
-            loss=mean_loss(outcomes), accuracy=accuracy(outcomes), lr=lr, grad_norm=norm, samples_per_second=rate
+            loss=mean_loss(outcomes), accuracy=accuracy(outcomes), lr=lr, grad_norm=norm, samples=samples
         )
         show(Progress(probe.step, experiment.steps, metrics, probe.recorder.rows_written, "train"))
         if probe.step in evaluations:
@@ -89,13 +87,11 @@ def evaluate(experiment: Experiment, probe: Probe) -> dict[str, float | None]:
             for batch in experiment.evaluation:
                 outcomes.append(experiment.task(model, to_device(batch, experiment.device)))
                 probe.end_micro_step()
-            seconds = time.perf_counter() - began
-            samples = sum(outcome.samples for outcome in outcomes)
             return probe.write_metrics(
                 loss=mean_loss(outcomes),
                 accuracy=accuracy(outcomes),
-                seconds=seconds,
-                samples_per_second=samples / seconds,
+                seconds=time.perf_counter() - began,
+                samples=sum(outcome.samples for outcome in outcomes),
             )
     finally:
         model.train(was_training)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -14,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..analysis.load import Run, load
+from ..analysis.summary import changed, recorded
 from ..plan.printed import describe_action, human_bytes, plan_view
 from .experiment import Experiment
 from .loop import Progress
@@ -158,48 +158,32 @@ def _table(title: str, *columns: tuple[str, str]) -> Table:
 def _recorded(experiment: Experiment, run: Run) -> Table:
     table = _table(
         "Recorded",
-        ("hook", "left"),
-        ("kind", "left"),
-        ("role", "left"),
-        ("layers", "right"),
-        ("firings", "right"),
-        ("rows", "right"),
-        ("tensors", "right"),
+        *(("hook", "left"), ("kind", "left"), ("role", "left")),
+        *(("layers", "right"), ("firings", "right"), ("rows", "right"), ("tensors", "right")),
     )
-    kept = run.tensors()
+    counts = recorded(run)
     for name, spec in experiment.plan.specs.items():
-        if spec.action != "record":
-            continue
-        fired = run.coverage.query("hook == @name").fired.sum()
-        rows, tensors = (run.stats.hook == name).sum(), (kept.hook == name).sum()
-        layers = len({site.layer.name for site in experiment.plan.of(name)})
-        table.add_row(name, spec.kind, spec.tensor_role, str(layers), f"{fired:,}", f"{rows:,}", f"{tensors:,}")
+        if spec.action == "record":
+            layers = len({site.layer.name for site in experiment.plan.of(name)})
+            found = counts.loc[name]
+            numbers = (f"{layers}", f"{found.firings:,}", f"{found.rows:,}", f"{found.tensors:,}")
+            table.add_row(name, spec.kind, spec.tensor_role, *numbers)
     return table
 
 
 def _interventions(experiment: Experiment, run: Run) -> Table:
     table = _table(
         "Changed",
-        ("hook", "left"),
-        ("what", "left"),
-        ("kind", "left"),
-        ("firings", "right"),
-        ("changed", "right"),
-        ("norm before", "right"),
-        ("norm after", "right"),
+        *(("hook", "left"), ("what", "left"), ("kind", "left")),
+        *(("firings", "right"), ("changed", "right"), ("norm before", "right"), ("norm after", "right")),
     )
+    effects = changed(run)
     for name, spec in experiment.plan.specs.items():
-        if spec.action == "record":
-            continue
-        effects = run.effects[run.effects.hook == name]
-        fired = run.coverage.query("hook == @name").fired.sum()
-        table.add_row(name, describe_action(spec), spec.kind, f"{fired:,}", *_reach(effects))
+        if spec.action != "record":
+            numbers = ["0", "nothing", "", ""]
+            if name in effects.index:
+                found = effects.loc[name]
+                numbers = [f"{found.firings:,.0f}", f"{found.changed_fraction:.1%}"]
+                numbers += [f"{norm:.4g}" for norm in (found.norm_before, found.norm_after)]
+            table.add_row(name, describe_action(spec), spec.kind, *numbers)
     return table
-
-
-def _reach(effects: pd.DataFrame) -> tuple[str, str, str]:
-    """The share of elements that were changed, and the median norms before and after."""
-    if effects.empty:
-        return "none", "", ""
-    share = effects.changed.sum() / max(1, effects.numel.sum())
-    return f"{share:.1%}", f"{effects.norm_before.median():.4g}", f"{effects.norm_after.median():.4g}"
