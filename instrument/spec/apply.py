@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, field_validator
 
 from .fields import Count, Number, Selection, Target
 from .hooks import UnknownNameError
@@ -39,7 +39,9 @@ class InitSpec(ApplyBase):
     model_config = ConfigDict(extra="allow")
 
     action: Literal["init"]
-    fn: str = Field(description="A function of torch.nn.init, such as kaiming_normal_.")
+    fn: Annotated[str, WithJsonSchema({"enum": list(INIT_FUNCTIONS)})] = Field(
+        description="A function of torch.nn.init, such as kaiming_normal_."
+    )
 
     @field_validator("fn")
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -38,13 +37,7 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("has to be a finite number")
-    return value
-
-
-def _whole(value: Any) -> Any:
+def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("has to be a number, not true or false")
     return value
@@ -53,14 +46,18 @@ def _whole(value: Any) -> Any:
 Glob = Annotated[str, AfterValidator(_glob)]
 Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
-Number = Annotated[float, BeforeValidator(_whole), AfterValidator(_finite)]
-NonNegative = Annotated[float, BeforeValidator(_whole), AfterValidator(_finite), Field(ge=0)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Index = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+# Bounds stand beside the type, where the JSON Schema takes them from. Finite they are by the configuration of `Spec`.
+Number = Annotated[float, BeforeValidator(_no_bool)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_no_bool)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+Index = Annotated[int, Field(ge=0), BeforeValidator(_no_bool)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_bool)]
 
 
 class Selection(Spec):
     """Which modules, and which of their parameters."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["layers"]}, {"required": ["types"]}]})
 
     layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root.")
     exclude: Globs = Field((), description="Globs on module names, taken away again.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from .fields import Count, Glob, Index, NonNegative, Number, Selection, Target
 from .kinds import KINDS, Kind
@@ -21,6 +21,13 @@ KindName = Literal[
     "parameter_grad",
     "post_accumulate_grad",
     "step_post",
+]
+
+Statistics = Annotated[
+    Literal["default", "all", "none"] | tuple[str, ...],
+    WithJsonSchema(
+        {"anyOf": [{"enum": ["default", "all", "none", *ALL]}, {"type": "array", "items": {"enum": list(ALL)}}]}
+    ),
 ]
 
 
@@ -101,7 +108,7 @@ class RecordSpec(HookBase):
     """Write down statistics of the tensor, the tensor itself, or both. Changes nothing."""
 
     action: Literal["record"]
-    stats: Literal["default", "all", "none"] | tuple[str, ...] = Field("default", description="Which statistics.")
+    stats: Statistics = Field("default", description="Which statistics.")
     tensors: bool = Field(False, description="Whether the values are kept too.")
     samples: Count | None = Field(None, description="Keep the first N along dimension 0.")
     slice: str | None = Field(None, description="Keep this part, in NumPy's notation: '0:4, :, ::2'.")

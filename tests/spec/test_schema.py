@@ -1,0 +1,105 @@
+"""The JSON Schema that editors check experiment files with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from instrument.spec.schema import render
+
+REPOSITORY = Path(__file__).parents[2]
+CONF = REPOSITORY / "conf"
+SCHEMA = json.loads((CONF / "schema.json").read_text())
+HOOK = {"layers": "**", "kind": "forward", "action": "record"}
+
+
+def complaints(experiment: Any) -> list[str]:
+    return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(experiment)]
+
+
+def test_the_file_is_what_the_specs_say_today() -> None:
+    assert (CONF / "schema.json").read_text() == render(), "run: python -m instrument.spec.schema"
+
+
+def test_the_command_writes_the_file(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "instrument.spec.schema"],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert (tmp_path / "conf" / "schema.json").read_text() == render()
+
+
+def test_it_is_a_json_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_experiment_fits_and_names_the_schema(file: Path) -> None:
+    text = file.read_text()
+    assert complaints(yaml.safe_load(text)) == []
+    (comment,) = [line for line in text.splitlines() if "yaml-language-server" in line]
+    assert (file.parent / comment.partition("$schema=")[2]).resolve() == CONF / "schema.json"
+
+
+@pytest.mark.parametrize("section", ["hooks", "apply"])
+def test_every_ready_made_set_of_specs_fits(section: str) -> None:
+    files = sorted((CONF / section).glob("*.yaml"))
+    assert files
+    assert [complaints({section: yaml.safe_load(file.read_text())}) for file in files] == [[]] * len(files)
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        {},
+        {"hooks": {"a": HOOK, "gone": None}},
+        {"hooks": [HOOK, {**HOOK, "name": "b"}]},
+        {"hooks": {"a": {**HOOK, "layers": ["a", "b.*"], "types": "Linear", "exclude": ["c"]}}},
+        {"hooks": {"a": {**HOOK, "stats": ["mean"], "steps": [0, 3]}}},
+        {"hooks": {"a": {**HOOK, "stats": "mean"}}},
+        {"hooks": {"a": {**HOOK, "action": "modify", "fn": {"_target_": "mine.shift", "by": 2}}}},
+        {"hooks": {"a": {"types": ["ReLU"], "kind": "forward", "action": "record"}}},
+        {"apply": {"a": {"types": ["Linear"], "action": "init", "fn": "kaiming_normal_", "nonlinearity": "relu"}}},
+        {"train": {"steps": 3}, "data": {"slice": {"stop": 5}}, "model": {"sizes": [1, 2]}, "scheduler": None},
+        {"defaults": [{"override /model": "mlp"}, "_self_"], "hydra": {"sweeper": {}}},
+    ],
+)
+def test_what_can_be_written_is_let_through(experiment: Any) -> None:
+    assert complaints(experiment) == []
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        {"hook": {}},
+        {"hooks": 3},
+        {"hooks": {"a": {**HOOK, "kind": "foward"}}},
+        {"hooks": {"a": {**HOOK, "action": "look"}}},
+        {"hooks": {"a": {**HOOK, "evry": 2}}},
+        {"hooks": {"a": {**HOOK, "every": 0}}},
+        {"hooks": {"a": {**HOOK, "action": "clip", "norm": -1}}},
+        {"hooks": {"a": {**HOOK, "action": "modify", "fn": "nose"}}},
+        {"hooks": {"a": {**HOOK, "stats": ["avg"]}}},
+        {"hooks": {"a": {"kind": "forward", "action": "record"}}},
+        {"apply": {"a": {"layers": "**", "action": "init", "fn": "kaiming"}}},
+        {"apply": {"a": {"layers": "**", "action": "melt"}}},
+        {"train": {"step": 3}},
+        {"train": {"steps": 0}},
+        {"data": {"slice": {"split": "valid"}}},
+        {"device": "gpu"},
+        {"name": "a/b"},
+    ],
+)
+def test_what_cannot_be_meant_is_underlined(experiment: Any) -> None:
+    assert complaints(experiment) != []
