@@ -1,35 +1,27 @@
 """Gradients of a module's inputs and outputs, by hooks on the tensors.
 
 They give the values that PyTorch's module hooks give, to the bit, and unlike those they survive operations in place
-on the module's input or output. Three things have to be done with care:
+on the module's input or output (`instrument.kinds.awaited`).
 
-- A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module, so the
-  module is handed an alias of its own. The same holds for an output that is the input itself (`nn.Identity`,
-  dropout in eval) or a parameter.
-- A view that is written to in place, an alias among them, drops out of the graph; then its gradient is to be had
-  behind it, at the tensor that it is a view of (`Behind`).
-- A tensor that is no result of anything (a parameter, an input that trains) outlives the graph, and would carry the
-  hooks of one step into the next (`LeafHooks`).
+A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module, so the module
+is handed an alias of its own. The same holds for an output that is the input itself (`nn.Identity`, dropout in eval)
+or a parameter.
 
 No hook holds a tensor that belongs to a graph: the graph holds the hook, and neither would ever be freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.hooks import RemovableHandle
 
 from ..nested import leaves, map_leaves
+from .awaited import Awaited, Hook, LeafHooks
 from .live import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
-
-Hook = Callable[[Tensor], Tensor | None]
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and offset."""
 
 
 class GradientCall:
@@ -40,37 +32,70 @@ class GradientCall:
         self.call = call
         self.recompute = recompute
         self.clock = clock
+        self.seen = False
+        self.awaited: set[str] = set()
+        self.taken: set[tuple[LiveSite, int]] = set()
+        self.aliases: dict[int, Tensor] = {}
         self.fired: set[LiveSite] = set()
 
-    def hook(self, path: str, value: Tensor) -> Hook:
-        """What is to be registered on a tensor; `value` is what the gradient will be the gradient of."""
-        lives = [live for live in self.lives if live.wants(path)]
+    def awaitable(self, value: Any) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a value that can get a gradient, with their paths."""
+        for path, tensor in leaves(value) if self.lives else ():
+            self.seen = True
+            if tensor.requires_grad and torch.is_grad_enabled():
+                self.awaited.add(path)
+                yield path, tensor
+
+    def hook(self, path: str, value: Tensor) -> Hook | None:
+        """What is to be registered on a tensor; None where no site means it.
+
+        A tensor that stands at several paths has one gradient, which a site gets once, at the first of them.
+
+        Args:
+            path: Where the tensor stands.
+            value: What the gradient will be the gradient of.
+        """
+        lives = [live for live in self.lives if live.wants(path) and (live, id(value)) not in self.taken]
+        if not lives:
+            return None
+        self.taken.update((live, id(value)) for live in lives)
         kept = value.detach().clone() if any(live.needs_value for live in lives) else None
+        fired, clock, call, recompute = self.fired, self.clock, self.call, self.recompute
 
         def deliver(gradient: Tensor) -> Tensor | None:
-            if self.clock.closed:
+            if clock.closed:
                 return None
             for live in lives:
-                if live not in self.fired:
-                    self.fired.add(live)
+                if live not in fired:
+                    fired.add(live)
                     live.hit()
-            new = fire_all(lives, gradient, path, self.call, self.recompute, kept)
+            new = fire_all(lives, gradient, path, call, recompute, kept)
             return None if new is gradient else new
 
         return deliver
 
-    def bespoken(self, seen: bool, awaited: set[str], *, at_input: bool = False) -> None:
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A tensor's alias in this call."""
+        return self.aliases.setdefault(id(tensor), tensor.view_as(tensor))
+
+    def with_aliases(self, value: Any) -> Any:
+        """The value with the aliases in it: what was one tensor at several paths is one alias at all of them."""
+        if not self.aliases:
+            return value
+        return map_leaves(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
+
+    def bespoken(self, *, at_input: bool = False) -> None:
         """All tensors of the call have been gone through: settle which sites can still fire."""
         for live in self.lives:
             if self.recompute:
                 continue
-            if any(live.wants(path) for path in awaited):
+            if any(live.wants(path) for path in self.awaited):
                 live.called()
-            elif at_input and seen and live.records and torch.is_grad_enabled():
+            elif at_input and self.seen and live.records and torch.is_grad_enabled():
                 live.excuse(NO_INPUT_GRAPH)
             else:
                 live.called()
-                live.miss(NO_GRAPH if seen else NO_TENSOR)
+                live.miss(NO_GRAPH if self.seen else NO_TENSOR)
 
 
 class InputGradients:
@@ -93,32 +118,21 @@ class InputGradients:
         own = GradientCall(self.own, call, recompute, self.clock)
         total = GradientCall(self.total, call, recompute, self.clock)
         in_place = _writes_to_its_input(module)
-        seen, awaited = False, set()
         self.handed = []
-
-        def register(path: str, tensor: Tensor) -> Tensor:
-            nonlocal seen
-            seen = True
-            if not (tensor.requires_grad and torch.is_grad_enabled()):
-                return tensor
-            awaited.add(path)
-            if any(live.wants(path) for live in self.total):
-                hook = total.hook(path, tensor)
+        for path, tensor in total.awaitable(value):
+            if (hook := total.hook(path, tensor)) is not None:
                 self.on_leaves.register(tensor, hook) if tensor.is_leaf else Awaited(tensor, hook).settle()
-            if not any(live.wants(path) for live in self.own):
-                return tensor
-            hook = own.hook(path, tensor)
+        for path, tensor in own.awaitable(value):
+            if (hook := own.hook(path, tensor)) is None:
+                continue
             if in_place and not tensor._is_view():  # nobody but the module sees the tensor as it is now
                 tensor.register_hook(hook)
-                return tensor
-            alias = tensor.view_as(tensor)
-            self.handed.append((alias, Awaited(alias, hook)))
-            return alias
-
-        new = map_leaves(value, register)
-        own.bespoken(seen, awaited, at_input=True)
-        total.bespoken(seen, awaited, at_input=True)
-        return new
+            else:
+                alias = own.alias(tensor)
+                self.handed.append((alias, Awaited(alias, hook)))
+        own.bespoken(at_input=True)
+        total.bespoken(at_input=True)
+        return own.with_aliases(value)
 
     def forward_done(self, output: Any) -> None:
         """The module has run: where it wrote to an alias in place, or gave it away, look behind the alias too."""
@@ -151,125 +165,12 @@ class OutputGradients:
         """Register for every tensor of the output; gives the output that the caller is to get."""
         awaiting = GradientCall(self.lives, call, recompute, self.clock)
         inputs, self.inputs = self.inputs, {}
-        seen, awaited = False, set()
-
-        def register(path: str, tensor: Tensor) -> Tensor:
-            nonlocal seen
-            seen = True
-            if not (tensor.requires_grad and torch.is_grad_enabled() and any(live.wants(path) for live in self.lives)):
-                return tensor
-            awaited.add(path)
-            hook = awaiting.hook(path, tensor)
-            if tensor.is_leaf or inputs.get(id(tensor)) == tensor._version:
-                tensor = tensor.view_as(tensor)
-            Awaited(tensor, hook).settle()
-            return tensor
-
-        new = map_leaves(output, register)
-        awaiting.bespoken(seen, awaited)
-        return new
-
-
-class Awaited:
-    """A hook on a tensor; of a view behind it too, in case it is written to in place."""
-
-    def __init__(self, tensor: Tensor, hook: Hook) -> None:
-        self.hook = hook
-        self.behind = Behind.of(tensor)
-        self.witness: Tensor | None = tensor.detach()  # shares the version counter, not the graph
-        self.version = tensor._version
-        self.delivered = False
-        tensor.register_hook(self.here)
-
-    def settle(self, alone: bool = False) -> None:
-        """All is known about the tensor: nobody can write to it any more where its owner stands `alone`."""
-        behind, self.behind = self.behind, None  # it is part of the graph
-        if behind is None or (alone and not self.written):
-            self.witness = None
-        else:
-            behind.register(self.there)
-
-    @property
-    def written(self) -> bool:
-        """Whether it was written to since."""
-        return self.witness is not None and self.witness._version != self.version
-
-    def here(self, gradient: Tensor) -> Tensor | None:
-        """The tensor's own hook."""
-        self.delivered = True
-        return self.hook(gradient)
-
-    def there(self, gradient: Tensor) -> Tensor | None:
-        """The hook behind it, for when the tensor's own is cut off."""
-        return self.hook(gradient) if self.written and not self.delivered else None
-
-
-class Behind(NamedTuple):
-    """Where in the graph the tensor comes from that another one is a view of, and which part of it the view is.
-
-    The gradient that is had there is the view's as it was before it was written to in place.
-    """
-
-    node: Any
-    output: int
-    whole: Geometry
-    part: Geometry
-
-    @classmethod
-    def of(cls, view: Tensor) -> Behind | None:
-        """None where there is nothing behind: the tensor is no view, or one of a leaf."""
-        base = view._base
-        if base is None or base.grad_fn is None or base.dtype != view.dtype:
-            return None
-        offset = int(view.storage_offset()) - int(base.storage_offset())
-        part = (tuple(view.shape), view.stride(), offset)
-        return cls(base.grad_fn, base.output_nr, (tuple(base.shape), base.stride(), 0), part)
-
-    def register(self, hook: Hook) -> None:
-        """Let the hook have the view's part of the gradient that arrives there, and change it."""
-        _, output, whole, part = self
-
-        def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-            gradient = gradients[output]
-            if gradient is None:
-                return None
-            if whole == part:
-                new = hook(gradient)
-            else:
-                copied = torch.empty_strided(*whole[:2], dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-                change = hook(copied.as_strided(*part).clone())
-                new = None if change is None else copied.as_strided_scatter(change, *part)
-            return None if new is None else (*gradients[:output], new, *gradients[output + 1 :])
-
-        self.node.register_prehook(before_node)
-
-
-class LeafHooks:
-    """Hooks on tensors that are no result of anything; each is good for the turn that it was registered in."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.turn = -1
-        self.spent = False
-        self.handles: list[RemovableHandle] = []
-
-    def register(self, leaf: Tensor, hook: Hook) -> None:
-        """Await the next gradient; what was awaited before, and came or will not come any more, is let go."""
-        if self.spent or self.turn != self.clock.turn:
-            self.release()
-        turn = self.turn = self.clock.turn
-
-        def deliver(gradient: Tensor) -> Tensor | None:
-            self.spent = True
-            return hook(gradient) if turn == self.clock.turn else None
-
-        self.handles.append(leaf.register_hook(deliver))
-
-    def release(self) -> None:
-        """Remove them all."""
-        self.spent = False
-        while self.handles:
-            self.handles.pop().remove()
+        for path, tensor in awaiting.awaitable(output):
+            if (hook := awaiting.hook(path, tensor)) is not None:
+                is_own = not tensor.is_leaf and inputs.get(id(tensor)) != tensor._version
+                Awaited(tensor if is_own else awaiting.alias(tensor), hook).settle()
+        awaiting.bespoken()
+        return awaiting.with_aliases(output)
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:
