@@ -16,7 +16,9 @@ from contextlib import contextmanager
 import hydra
 from hydra.core.plugins import Plugins
 
-from .run.launch import JobFailed, OwnConf, complain, conf_folder, job, refused
+from .run.launch import JobFailedError, OwnConf, complain, conf_folder, job, refused
+
+FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1 by the user, a whole traceback is shown
 
 
 def main() -> None:
@@ -28,7 +30,7 @@ def main() -> None:
     try:
         with hydra_hands_errors_on():
             app()
-    except JobFailed as failed:
+    except JobFailedError as failed:
         sys.exit(failed.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -37,9 +39,6 @@ def main() -> None:
         if os.environ.get(FULL_ERROR) == "1":
             raise
         sys.exit(complain(refused(error, sys.argv[1:])))
-
-
-FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from typing import Any
 
@@ -26,6 +27,19 @@ def locate(path: str, where: str) -> Any:
     if not callable(found):
         raise ConfigError(Mistake(where, f"{path} is a {type(found).__name__}, not a class or function", written=path))
     return found
+
+
+def takes(path: str, where: str) -> frozenset[str]:
+    """The names of the parameters that a target declares; none for a built-in that does not say.
+
+    Raises:
+        ConfigError: As `locate`.
+    """
+    found = locate(path, where)
+    try:
+        return frozenset(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
 
 
 def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:

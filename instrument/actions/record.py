@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import HookError
 from ..spec.hooks import RecordSpec, parse_slice
 from ..stats.kernel import measure
 from .base import Context, Rows
+from .intervention import describe
 
 
 def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
@@ -42,6 +44,10 @@ class Record:
             self.rows.add_stats(context, self.statistics, measure(seen, self.statistics))
         if self.spec.tensors:
             # Copied here and now: what comes next may write to the tensor in place.
-            kept = cut(seen if seen.layout == torch.strided else seen.to_dense(), self.spec)
+            try:
+                kept = cut(seen if seen.layout == torch.strided else seen.to_dense(), self.spec)
+            except IndexError as error:
+                shape = list(seen.shape)
+                raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
             copied = kept.to(self.dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
             self.rows.add_tensor(context, tuple(seen.shape), copied)

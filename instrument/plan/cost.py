@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import ConfigError, Mistake
 from ..spec.globs import matches
 from ..spec.hooks import RecordSpec, parse_slice
 from .sites import HookPlan, Site
@@ -61,6 +62,9 @@ def cost_of(plan: HookPlan, trials: dict[str, Trial], length: Length) -> dict[st
         plan: The plan.
         trials: A trial forward pass for each phase that specs are for: `train`, `eval`.
         length: How long the run is.
+
+    Raises:
+        ConfigError: A tensor that is to be recorded does not have the part that `slice` names.
     """
     costs = {}
     for name, spec in plan.specs.items():
@@ -105,7 +109,16 @@ def _kept_bytes(info: TensorInfo, spec: RecordSpec) -> int:
         shape[0] = min(shape[0], spec.samples)
     if spec.slice is not None:
         index = parse_slice(spec.slice)[: len(shape)]
-        shape = list(torch.empty(shape, device="meta")[index].shape)
+        try:
+            shape = list(torch.empty(shape, device="meta")[index].shape)
+        except IndexError:
+            raise ConfigError(
+                Mistake(
+                    f"hooks.{spec.name}.slice",
+                    f"does not fit a tensor of shape {list(info.shape)} that the hook will see",
+                    written=spec.slice,
+                )
+            ) from None
     numel = 1
     for size in shape:
         numel *= size

@@ -26,10 +26,11 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
     if isinstance(error, MarkedYAMLError):
         return _not_yaml(error)
     if isinstance(error, OverrideParseException):
-        return Mistake("", "this override cannot be read: " + _first_line(error), written=error.override)
-    missing = re.search(r"Could not (?:find|load) '(.+)/([^/]*)'", str(error))
+        return Mistake("", f"this override cannot be read: {_told(error)}", written=error.override)
+    missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
     if missing:
-        return _no_such_option(missing[1], missing[2], folders)
+        known = getattr(error, "options", None) or _options(missing[1], folders)
+        return _no_such_option(missing[1], missing[2], known)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _no_such_key(error, error.__cause__)
     return _no_name_of_a_group(overrides, folders) or Mistake("", f"cannot be composed: {_told(error)}")
@@ -43,15 +44,9 @@ def _not_yaml(error: MarkedYAMLError) -> Mistake:
     return Mistake(where, f"cannot be read as YAML: {error.problem}", allowed=hint)
 
 
-def _no_such_option(group: str, name: str, folders: Sequence[Path]) -> Mistake:
-    options = _options(group, folders)
-    return Mistake(
-        group,
-        f"there is no such file in conf/{group}" if options else f"there is no folder conf/{group}",
-        written=name,
-        allowed=options,
-        nearest=nearest(name, options),
-    )
+def _no_such_option(group: str, name: str, options: Sequence[str]) -> Mistake:
+    problem = "there is no such option in this group" if options else "there is no such group"
+    return Mistake(group, problem, written=name, allowed=options, nearest=nearest(name, options))
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
@@ -62,13 +57,14 @@ def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:
     parent = cause.parent_node
     keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
     if str(cause.key) in keys or not keys:
-        return Mistake(str(cause.full_key or ""), f"{_told(error)} {_first_line(cause)}")
+        return Mistake(str(cause.full_key or ""), f"{_told(error)} {_told(cause)}")
     return Mistake(str(cause.full_key), _told(error), allowed=keys, nearest=nearest(str(cause.key), keys))
 
 
 def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mistake | None:
     """`model=3`: a group is chosen by a file's name; Hydra says so without naming the group."""
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    settings = [override for override in overrides if "=" in override]
+    for override in OverridesParser.create().parse_overrides(settings):
         value, options = override.value(), _options(override.key_or_group, folders)
         names = value if isinstance(value, list) else [value]
         if options and not all(isinstance(name, str) for name in names):
@@ -82,9 +78,7 @@ def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mi
 
 
 def _told(error: Exception) -> str:
-    """What Hydra says, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What it says, in one line, without OmegaConf's notes on types and Hydra's on where to read on."""
+    noise = ("full_key:", "object_type=", "reference_type=", "See https:")
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(noise)) or type(error).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Mistake, own_frame
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.fields import Target
-from ..targets import build, locate
+from ..targets import build, takes
 from .datasets import DatasetMissingError
 
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.run.datasets.digits", "size": 28})
@@ -69,7 +68,7 @@ def load_data(config: DataConfig) -> Data:
 
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
     """Call the dataset's target, with the split in the way that it takes it: `split=`, or torchvision's `train=`."""
-    parameters = inspect.signature(locate(target.target, "data.dataset")).parameters
+    parameters = takes(target.target, "data.dataset")
     given: dict[str, Any] = {}
     if "split" in parameters:
         given["split"] = which.split
@@ -118,7 +117,7 @@ def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
     size = len(dataset)  # type: ignore[arg-type]
     indices = list(range(size))
     if which.classes is not None:
-        targets = _targets(dataset)
+        targets = _targets(dataset, f"{where}.classes")
         indices = [i for i in indices if targets[i] in which.classes]
     if which.shuffle:
         order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(which.seed)).tolist()
@@ -133,7 +132,7 @@ def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
     else:
         indices = indices[which.start : which.stop : which.stride]
     if which.per_class is not None:
-        targets, counts = _targets(dataset), dict[Any, int]()
+        targets, counts = _targets(dataset, f"{where}.per_class"), dict[Any, int]()
         kept = []
         for i in indices:
             counts[targets[i]] = counts.get(targets[i], 0) + 1
@@ -148,12 +147,21 @@ def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
     return indices
 
 
-def _targets(dataset: Dataset[Any]) -> list[Any]:
-    """The class of every sample: torchvision's `targets`, or the second item of each."""
+def _targets(dataset: Dataset[Any], where: str) -> list[int]:
+    """The class of every sample: torchvision's `targets`, or the second item of each.
+
+    Raises:
+        ConfigError: They are no classes.
+    """
     known = getattr(dataset, "targets", None)
-    if known is None:
-        known = [dataset[i][1] for i in range(len(dataset))]  # type: ignore[arg-type]
-    return [int(target) for target in known]
+    try:
+        if known is None:
+            known = [dataset[i][1] for i in range(len(dataset))]  # type: ignore[arg-type]
+        return [int(target) for target in known]
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            Mistake(where, f"the targets of this dataset are no classes: {type(error).__name__}: {error}")
+        ) from None
 
 
 class Batches:
@@ -186,7 +194,22 @@ class Batches:
             epoch += 1
 
     def first(self) -> Any:
-        """A batch to try the model on, which does not touch the order of the training."""
+        """A batch to try the model on, which does not touch the order of the training.
+
+        Raises:
+            ConfigError: No batch can be made of the dataset's items.
+        """
         dataset = self.loader.dataset
         size = min(self.loader.batch_size or 1, len(dataset))  # type: ignore[arg-type]
-        return next(iter(DataLoader(Subset(dataset, range(size)), size)))
+        try:
+            return next(iter(DataLoader(Subset(dataset, range(size)), size)))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            raise ConfigError(
+                Mistake(
+                    "data.dataset",
+                    f"no batch can be made of its items{own_frame(error)}",
+                    written=reason,
+                    allowed="items (input, target) of tensors, arrays and numbers, the inputs all of one shape",
+                )
+            ) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, Mistake
@@ -18,11 +18,12 @@ from ..plan.cost import Cost, Length, cost_of
 from ..plan.sites import HookPlan, make_plan
 from ..plan.trial import Trial, materialise, try_forward
 from ..spec.config import RunConfig
-from ..targets import build
+from ..spec.fields import Target
+from ..targets import build, takes
 from .apply import apply_specs, build_module
 from .data import Batches, Data, load_data
 from .device import choose_device
-from .tasks import Task
+from .tasks import Task, check_outcome
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def prepare(config: RunConfig) -> Experiment:
     plan = make_plan(config.hooks, model)
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
     optimizer = _build_optimizer(config, model)
-    scheduler = None if config.scheduler is None else build(config.scheduler, "scheduler", optimizer)
+    scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     length = Length(
         batches.steps,
         config.train.accumulate,
@@ -102,8 +103,8 @@ def evaluation_steps(steps: int, every: int) -> list[int]:
     return sorted({*regular, steps})
 
 
-def _forward(task: Task, model: nn.Module, batch: Any) -> object:
-    return task(model, batch)
+def _forward(task: Task, model: nn.Module, batch: Any) -> None:
+    check_outcome(task(model, batch))
 
 
 def _build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
@@ -126,3 +127,18 @@ def _build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
             )
         )
     return optimizer
+
+
+def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Call the scheduler's target with the optimizer, and with the run's length where it takes `steps`."""
+    given = {"steps": steps} if "steps" in takes(target.target, "scheduler") else {}
+    scheduler = build(target, "scheduler", optimizer, **given)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            Mistake(
+                "scheduler",
+                f"{target.target} gave a {type(scheduler).__name__}",
+                allowed="a torch.optim.lr_scheduler.LRScheduler that needs no metric to make its step",
+            )
+        )
+    return scheduler

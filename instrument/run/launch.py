@@ -24,11 +24,10 @@ from ..spec.parse import parse_config
 from .composition import composition_mistake
 from .folder import refuse_taken
 
-
 PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
 
 
-class JobFailed(Exception):
+class JobFailedError(Exception):
     """A job of a sweep failed, and the user was told; Hydra raises it when all jobs have been tried."""
 
     def __init__(self, exit_code: int, folder: Path) -> None:
@@ -115,7 +114,7 @@ def job(config: DictConfig) -> float | None:
         The loss of the last evaluation, which a sweeper may minimise.
 
     Raises:
-        JobFailed: In a sweep, where the other jobs go on; a single run ends the process.
+        JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
     """
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -139,7 +138,7 @@ def job(config: DictConfig) -> float | None:
             print(f"what was recorded so far is in {folder}", file=sys.stderr)
         if swept:
             print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
-            raise JobFailed(code, folder) from error
+            raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
 
 

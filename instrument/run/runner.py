@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..capture.probe import Probe
-from ..errors import InstrumentError
 from ..sinks.parquet import ParquetSink
 from ..spec.config import RunConfig
 from .device import process_state

@@ -33,6 +33,21 @@ class Task(Protocol):
         """The loss of one batch, as the data loader gives it."""
 
 
+def check_outcome(outcome: object) -> None:
+    """Whether a training can be made of what a task gave.
+
+    Raises:
+        TypeError: It is no `Outcome`, or its loss is no scalar that can be differentiated.
+    """
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"the task gave a {type(outcome).__name__} in place of an instrument.run.tasks.Outcome")
+    if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
+        shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
+        raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
+    if not outcome.loss.requires_grad:
+        raise TypeError("the loss does not depend on any parameter that trains")
+
+
 class Supervised:
     """Inputs and targets; a loss of the model's output and the targets.
 

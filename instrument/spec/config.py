@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from .apply import ApplySpec
-from .fields import Count, Index, Spec, Target
+from .fields import Count, Index, Seed, Spec, Target
 from .hooks import HookSpec
 
 Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
@@ -32,7 +32,7 @@ class SliceSpec(Spec):
     stride: Count = Field(1, description="Every N-th.")
     per_class: Count | None = Field(None, description="No more than N of each class.")
     shuffle: bool = Field(False, description="Put them into a random order before start, stop and stride are counted.")
-    seed: Index = Field(0, description="The seed of that order.")
+    seed: Seed = Field(0, description="The seed of that order.")
 
     @model_validator(mode="after")
     def _possible(self) -> SliceSpec:
@@ -68,7 +68,8 @@ class TrainConfig(Spec):
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("needs one of steps and epochs")
+            has = "none of them" if self.steps is None else f"both: steps {self.steps} and epochs {self.epochs}"
+            raise ValueError(f"needs one of steps and epochs, the other one null; it has {has}")
         return self
 
 
@@ -87,7 +88,7 @@ class RunConfig(Spec):
     """Everything that a run is made from."""
 
     name: Names = Field("run", description="The folder under runs/.")
-    seed: Index = Field(0, description="Of Python's, NumPy's and PyTorch's random state, and of everything drawn here.")
+    seed: Seed = Field(0, description="Of Python's, NumPy's and PyTorch's random state, and of everything drawn here.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
     deterministic: bool = Field(False, description="Refuse algorithms that give other results from run to run.")
     plan: bool = Field(False, description="Print what would be hooked, recorded and spent; run nothing.")
