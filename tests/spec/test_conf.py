@@ -1,0 +1,198 @@
+"""Every file in conf/ composes, parses, and builds what it names."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from instrument.plan.sites import make_plan
+from instrument.run.apply import apply_specs, build_module
+from instrument.run.data import load_data
+from instrument.run.experiment import prepare
+from instrument.run.launch import read_config
+from instrument.run.tasks import Outcome
+from instrument.spec.config import RunConfig
+from instrument.targets import build
+
+CONF = Path(__file__).parents[2] / "conf"
+BASE = ("model=mnist_cnn", "data=digits")
+IMAGES = {"resnet18": (3, 32, 32), "vgg11": (3, 32, 32), "vit": (3, 32, 32)}
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def config_of(*overrides: str) -> RunConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return read_config(compose("config", list(overrides)))[0]
+
+
+def over_base(group: str, option: str) -> RunConfig:
+    rest = [override for override in BASE if not override.startswith(f"{group}=")]
+    return config_of(*rest, f"{group}={option}")
+
+
+def test_no_group_is_left_out_here() -> None:
+    tested = {"exp", "model", "data", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"}
+    assert {folder.name for folder in CONF.iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))} == tested
+
+
+def test_hydra_itself_leaves_runs_in_folders_of_their_own() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", list(BASE), return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    run, sweep = config.hydra.run.dir, config.hydra.sweep.dir
+    assert (run.split("/")[:2], sweep.split("/")[:2]) == (["runs", "run"], ["runs", "run"])
+    assert not config.hydra.job.chdir
+
+
+@pytest.mark.parametrize("name", options("exp"))
+def test_every_experiment_composes_and_its_hooks_match_its_model(name: str) -> None:
+    config = config_of(f"+exp={name}")
+    assert config.name == name
+    model = build_module(config.model, "model")
+    apply_specs(config.apply, model)
+    plan = make_plan(config.hooks, model)
+    assert list(plan.specs) == list(config.hooks)
+    assert all(plan.of(hook) for hook in config.hooks)
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_experiment_begins_with_the_command_that_runs_it(file: Path) -> None:
+    assert f"# python -m instrument +exp={file.stem}" in file.read_text().splitlines()[:2]
+
+
+@pytest.mark.parametrize(
+    "group", ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"]
+)
+@pytest.mark.parametrize("experiment", options("exp"))
+def test_every_option_composes_over_every_experiment(group: str, experiment: str) -> None:
+    for option in options(group):
+        # The experiments count in steps; who wants epochs takes the steps away.
+        more = ["train.steps=null"] if option == "epochs" else []
+        assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
+
+
+@pytest.mark.parametrize("name", options("model"))
+def test_every_model_builds_and_takes_its_images(name: str) -> None:
+    model = build_module(over_base("model", name).model, "model").eval()
+    assert model(torch.zeros(2, *IMAGES.get(name, (1, 28, 28)))).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["digits", "random"])
+def test_data_that_is_always_there_loads(name: str) -> None:
+    data = load_data(over_base("data", name).data)
+    image, target = data.train[0]
+    assert image.shape == ((1, 8, 8) if name == "digits" else (1, 28, 28))
+    assert target in range(10)
+    assert data.fallback is None
+
+
+def test_mnist_loads_from_the_folder_in_the_environment(
+    mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mnist_root is None:
+        pytest.skip("MNIST is not on this disk")
+    monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
+    data = load_data(over_base("data", "mnist").data)
+    assert (data.source["train_samples"], data.source["eval_samples"]) == (60_000, 10_000)
+    assert data.train[0][0].shape == (1, 28, 28)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_datasets_on_disk_look_in_the_folder_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTRUMENT_DATA", "/some/where")
+    assert over_base("data", name).data.dataset.to_config()["root"] == "/some/where"
+    monkeypatch.delenv("INSTRUMENT_DATA")
+    assert over_base("data", name).data.dataset.to_config()["root"] == "data"
+    assert config_of("model=lenet", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
+
+
+@pytest.mark.parametrize("name", options("task"))
+def test_every_task_makes_a_loss_that_can_be_differentiated(name: str) -> None:
+    task = build(over_base("task", name).task, "task")
+    model = nn.Linear(4, 10)
+    outcome = task(model, [torch.randn(3, 4), torch.tensor([1, 9, 0])])
+    assert isinstance(outcome, Outcome)
+    outcome.loss.backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", options("optimizer"))
+def test_every_optimizer_makes_a_step(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = build(over_base("optimizer", name).optimizer, "optimizer", [weight])
+    assert isinstance(optimizer, Optimizer)
+    weight.sum().backward()
+    optimizer.step()
+    assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("name", options("scheduler"))
+def test_every_scheduler_is_built_on_the_optimizer(name: str) -> None:
+    experiment = prepare(config_of("model=mlp", "model.sizes=[64,10]", "data=digits", f"scheduler={name}"))
+    if name == "none":
+        assert experiment.scheduler is None
+        return
+    assert experiment.scheduler is not None
+    (group,) = experiment.optimizer.param_groups
+    first = group["lr"]
+    for _ in range(experiment.steps):
+        experiment.optimizer.step()
+        experiment.scheduler.step()
+    assert group["lr"] / first == pytest.approx({"cosine": 0.0, "step": 0.1}[name], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", options("train"))
+def test_every_length_is_given_once(name: str) -> None:
+    train = over_base("train", name).train
+    assert (train.steps, train.epochs) == {"default": (100, None), "epochs": (None, 1)}[name]
+
+
+@pytest.mark.parametrize("name", options("sink"))
+def test_every_sink_parses(name: str) -> None:
+    assert over_base("sink", name).sink.tensors == {"parquet": "list", "volume": "bytes"}[name]
+
+
+@pytest.mark.parametrize("name", options("hooks"))
+def test_every_set_of_hooks_matches_the_cnn(name: str) -> None:
+    config = over_base("hooks", name)
+    plan = make_plan(config.hooks, build_module(config.model, "model"))
+    assert plan.specs
+    assert all(plan.of(hook) for hook in plan.specs)
+
+
+@pytest.mark.parametrize("name", options("apply"))
+def test_every_set_of_changes_can_be_made(name: str) -> None:
+    config = over_base("apply", name)
+    model = build_module(config.model, "model")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    rectifiers = [module for module in model.modules() if isinstance(module, nn.ReLU)]
+    for module in rectifiers:
+        module.inplace = True
+    apply_specs(config.apply, model)
+    changed = {key for key, value in model.state_dict().items() if not value.equal(before[key])}
+    weights = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    assert changed == {"kaiming": weights, "no_inplace": set()}[name]
+    assert [module.inplace for module in rectifiers] == [name != "no_inplace"] * len(rectifiers)
+
+
+def test_several_groups_of_hooks_and_ones_own_go_together() -> None:
+    config = config_of(*BASE, "hooks=[gradients,dead_relu]", "+hooks.mine={layers: '.', kind: forward, action: record}")
+    assert list(config.hooks) == ["output_gradients", "parameter_gradients", "dead_relu", "mine"]
+
+
+def test_a_hook_is_changed_and_taken_away_from_the_command_line() -> None:
+    compose_here = partial(config_of, "+exp=mnist_hooks")
+    assert compose_here("hooks.tame.norm=0.1").hooks["tame"].norm == 0.1  # type: ignore[union-attr]
+    assert "noisy" not in compose_here("~hooks.noisy").hooks
+    assert "noisy" not in compose_here("hooks.noisy=null").hooks
