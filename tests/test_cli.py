@@ -1,0 +1,370 @@
+"""The command line, end to end: what a run prints, what it leaves, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import polars
+import pytest
+
+import instrument
+
+Cli = Callable[..., Any]
+TABLES = ("stats", "tensors", "effects", "metrics", "coverage", "layers", "events")
+TIMES = ["seconds", "samples_per_second"]
+SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
+
+EXPERIMENT = """# @package _global_
+defaults:
+  - override /data: digits
+  - _self_
+name: mine
+train: {{steps: 2}}
+model: {{_target_: {target}}}
+hooks: {{seen: {{layers: "**", kind: forward, action: record}}}}
+"""
+
+
+def only(folder: str | Path) -> Path:
+    (found,) = Path(folder).iterdir()
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def same_rows(one: instrument.Run, other: instrument.Run) -> None:
+    """Equal to the last bit, but for what a clock says."""
+    for table in ("stats", "effects", "metrics", "coverage", "layers"):
+        left, right = (getattr(run, table).drop(columns=TIMES, errors="ignore") for run in (one, other))
+        pd.testing.assert_frame_equal(left, right, check_exact=True)
+    left, right = one.tensors(), other.tensors()
+    assert len(left) == len(right) > 0
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(left["values"], right["values"], strict=True))
+
+
+@pytest.fixture
+def data(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The environment with real MNIST where there is one; the name of the dataset that will be used."""
+    if mnist_root is None:
+        monkeypatch.setenv("INSTRUMENT_DATA", "nowhere")
+        return "digits"
+    monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
+    return "mnist"
+
+
+def test_the_main_job_prints_its_progress_and_leaves_all_that_it_promises(cli: Cli, data: str) -> None:
+    answer = cli("+exp=mnist_hooks", "data.dataset.download=false")
+    assert answer.code == 0, answer.err
+    folder = only("runs/mnist_hooks")
+
+    assert f"data  {data}:" in answer.out
+    steps = [line for line in answer.out.splitlines() if line.startswith("step") and "evaluation" not in line]
+    assert len(steps) == 10
+    assert all(word in line for line in steps for word in ("loss", "accuracy", "rows"))
+    evaluations = [line for line in answer.out.splitlines() if line.startswith("step") and "evaluation" in line]
+    assert [line.split()[1] for line in evaluations] == ["50/100", "100/100"]
+    words = answer.out.split()
+    for hook in ("activations", "digit_maps", "gradients", "tame", "quiet", "noisy"):
+        assert words.count(hook) >= 1
+    assert "clip norm 1" in answer.out
+    assert "scale factor 0.5" in answer.out
+    assert "modify noise std 0.05" in answer.out
+    assert f"files       {folder}" in answer.out
+    assert f"instrument.load('{folder}')" in answer.out
+
+    assert {path.name for path in folder.iterdir()} == {*TABLES, "run.json", ".hydra", "instrument.log"}
+    run = instrument.load(folder)
+    assert run.info["status"] == "done"
+    assert run.info["device"] in ("cpu", "cuda")
+    assert run.info["config"]["hooks"]["tame"]["norm"] == 1.0
+    assert run.info["overrides"] == {"exp": "mnist_hooks", "data.dataset.download": False}
+    assert {"python", "torch", "instrument"} <= set(run.info["versions"])
+
+    assert set(run.stats.hook) == {"activations", "digit_maps", "gradients"}
+    assert sorted(run.stats[run.stats.hook == "activations"].step.unique()) == list(range(0, 100, 5))
+    assert set(run.effects.hook) == {"tame", "quiet", "noisy"}
+    assert run.effects[run.effects.hook == "noisy"].step.min() == 50
+    quiet = run.effects[run.effects.hook == "quiet"]
+    assert quiet.factor.eq(0.5).all()
+    assert (quiet.norm_after / quiet.norm_before).sub(0.5).abs().max() < 1e-6
+    clipped = run.effects[run.effects.hook == "tame"].groupby("step").norm_after
+    assert clipped.agg(lambda norms: (norms**2).sum() ** 0.5).max() < 1.0 + 1e-5
+    maps = run.tensors(layer="encoder.0", step=0)
+    assert [array.shape for array in maps["values"]] == [(1, 16, 14, 14)]
+    assert run.metrics.phase.value_counts().to_dict() == {"train": 100, "eval": 2}
+    assert (run.coverage.expected == run.coverage.fired).all()
+    assert len(run.layers) == 17
+    assert run.layers.trainable.sum() == 105_914
+    assert set(run.events.rule) == ({"fallback"} if data == "digits" else set())
+
+
+def test_pandas_polars_and_duckdb_read_every_table_with_no_help(cli: Cli) -> None:
+    assert cli(*TINY, "hooks=activations", "hydra.run.dir=out").code == 0
+    expected = {"stats": 3, "tensors": 0, "effects": 0, "metrics": 3, "coverage": 3, "layers": 3, "events": 0}
+    for table, rows in expected.items():
+        assert len(pd.read_parquet(f"out/{table}")) == rows
+        assert polars.read_parquet(f"out/{table}/*.parquet").height == rows
+        with duckdb.connect() as connection:
+            count = connection.execute(f"select count(*) from 'out/{table}/*.parquet'").fetchall()
+        assert count == [(rows,)]
+
+
+def test_the_plan_is_printed_and_nothing_is_run_or_left(cli: Cli) -> None:
+    answer = cli(*SHORT, "plan=true", "train.steps=100", "hooks.digit_maps.steps=[0,99]")
+    assert answer.code == 0, answer.err
+    for told in (
+        "MnistCNN",
+        "Conv2d  144 parameters  activations, gradients",
+        "Linear  650 parameters  gradients, tame",
+    ):
+        assert told in answer.out
+    rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}
+    assert rows["activations"][-4:-2] == ["11", "220"]  # rows a step, rows in all
+    assert rows["tame"][-4:-2] == ["4", "400"]
+    assert rows["in"][-4:-2] == ["31", "978"]
+    assert rows["in"][-1] in ("kB", "MB")
+    assert "Not matched" in answer.out
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_plan_foretells_the_rows_that_the_run_writes(cli: Cli) -> None:
+    plan = cli(*SHORT, "plan=true")
+    assert cli(*SHORT, "hydra.run.dir=out").code == 0
+    run = instrument.load("out")
+    wrote = len(run.stats) + len(run.tensors()) + len(run.effects)
+    total = next(line.split() for line in plan.out.splitlines() if line.startswith("in all"))
+    assert int(total[-3].replace(",", "")) == wrote
+
+
+def test_the_repository_root_is_a_working_directory_like_any_other(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    answer = cli(*TINY, f"hydra.run.dir={tmp_path / 'out'}")
+    assert (answer.code, answer.err) == (0, "")
+    assert instrument.load(tmp_path / "out").info["status"] == "done"
+
+
+def test_the_six_job_sweep_is_one_frame_with_typed_overrides_and_no_job_leaks_into_the_next(cli: Cli) -> None:
+    answer = cli("-m", *SHORT, "hooks.tame.norm=0.1,1,10", "seed=1,2")
+    assert answer.code == 0, answer.err
+    folder = only("runs/mnist_hooks")
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == set("012345")
+    assert "6 jobs in" in answer.out
+
+    sweep = instrument.load(folder)
+    frame = sweep.metrics[sweep.metrics.phase == "train"]
+    assert frame.groupby(["hooks.tame.norm", "seed"]).size().to_dict() == {
+        (norm, seed): 6 for norm in (0.1, 1, 10) for seed in (1, 2)
+    }
+    assert pd.api.types.is_float_dtype(frame["hooks.tame.norm"])
+    assert pd.api.types.is_integer_dtype(frame["seed"])
+    assert sweep.runs.status.eq("done").all()
+
+    for job in sweep.folders:
+        overrides = json.loads((job / "run.json").read_text())["overrides"]
+        alone = f"alone_{job.name}"
+        swept = [f"{key}={overrides[key]}" for key in ("hooks.tame.norm", "seed")]
+        assert cli(*SHORT, *swept, f"hydra.run.dir={alone}").code == 0
+        same_rows(instrument.load(job), instrument.load(alone))
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_seed_does_not(cli: Cli) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        assert cli(*SHORT, f"seed={seed}", f"hydra.run.dir={name}").code == 0
+    a, b, c = (instrument.load(name) for name in "abc")
+    same_rows(a, b)
+    assert (a.metrics.loss != c.metrics.loss).all()
+
+
+@pytest.mark.parametrize(
+    ("swept", "told", "left"),
+    [
+        ("hooks.tame.norm=1,-1,10", "hooks.tame.norm", ["done", "done"]),  # found before a folder is made
+        ("hooks.tame.layers=decoder.**,decodr,decoder.1", "hooks.tame.layers", ["done", "failed", "done"]),
+    ],
+)
+def test_a_job_that_fails_lets_the_others_finish(cli: Cli, swept: str, told: str, left: list[str]) -> None:
+    answer = cli("-m", *SHORT, swept)
+    assert answer.code == 2
+    assert "Traceback" not in answer.err
+    assert f"\n{told}: " in answer.err
+    folder = only("runs/mnist_hooks")
+    assert f"the job in {folder}/1" in answer.err
+    assert list(instrument.load(folder).runs.status) == left
+
+
+def test_a_failure_while_running_ends_a_sweep_with_exit_code_1(cli: Cli) -> None:
+    write("sweep_mine.py", "def shrink(tensor, context, to):\n    return tensor[:to]\n")
+    fn = "{_target_: sweep_mine.shrink, to: 64}"
+    hook = f"+hooks.mine={{layers: layers, kind: forward, action: modify, fn: {fn}}}"
+    answer = cli("-m", *TINY, hook.replace(": ", ":"), "hooks.mine.fn.to=64,3,99", "train.batch_size=64")
+    assert answer.code == 1
+    assert "hook 'mine' (forward) on layer 'layers' at step 0" in answer.err
+    assert list(instrument.load(only("runs/run")).runs.status) == ["done", "failed", "done"]
+
+
+def test_a_sweep_without_jobs_is_a_mistake(cli: Cli) -> None:
+    answer = cli("-m", *TINY, "seed=range(3,3)")
+    assert answer.code == 2
+    assert "the sweep has no jobs" in answer.err
+    assert "seed=range(3,3)" in answer.err
+
+
+def test_a_model_of_ones_own_is_three_lines_of_yaml_and_gets_no_argument_but_its_own(cli: Cli) -> None:
+    write(
+        "own_net.py",
+        "import torch\n\nGIVEN = {}\n\n\nclass MyNet(torch.nn.Sequential):\n"
+        "    def __init__(self, **given):\n        GIVEN.update(given)\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, given['width']), torch.nn.Linear(32, 10))\n",
+    )
+    write("conf/exp/mine.yaml", EXPERIMENT.format(target="own_net.MyNet, width: 32"))
+    answer = cli("+exp=mine")
+    assert (answer.code, answer.err) == (0, "")
+    assert sys.modules["own_net"].GIVEN == {"width": 32}  # type: ignore[attr-defined]
+    run = instrument.load(only("runs/mine"))
+    assert list(run.layers.module_type) == ["MyNet", "Flatten", "Linear", "Linear"]
+    assert set(run.stats.layer) == {"", "0", "1", "2"}
+
+
+def test_a_file_of_ones_own_that_the_package_has_too_is_warned_of_and_not_used(cli: Cli) -> None:
+    write("conf/exp/mnist_hooks.yaml", "# @package _global_\nname: stolen\n")
+    write("conf/hooks/mine.yaml", 'seen: {layers: "**", kind: forward, action: record}\n')
+    answer = cli(*SHORT, "plan=true")
+    assert answer.code == 0
+    assert "warning: conf/exp/mnist_hooks.yaml is not used" in answer.err
+    assert "conf/hooks/mine.yaml" not in answer.err
+    assert "tame" in answer.out
+
+
+def test_groups_of_ones_own_are_found_beside_those_of_the_package(cli: Cli) -> None:
+    write("conf/hooks/mine.yaml", 'seen: {layers: "**", kind: forward, action: record}\n')
+    assert cli(*TINY, "hooks=[mine,gradients]", "hydra.run.dir=out").code == 0
+    assert set(instrument.load("out").stats.hook) == {"seen", "output_gradients", "parameter_gradients"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "hooks"),
+    [
+        ("activations", {"activations"}),
+        ("gradients", {"output_gradients", "parameter_gradients"}),
+        ("parameters", {"parameters", "updates"}),
+        ("dead_relu", {"dead_relu"}),
+    ],
+)
+def test_ready_made_hooks_are_chosen_by_name(cli: Cli, preset: str, hooks: set[str]) -> None:
+    answer = cli(
+        "model=mnist_cnn",
+        "data=digits",
+        "data.dataset.size=28",
+        f"hooks={preset}",
+        "train.steps=1",
+        "hydra.run.dir=out",
+    )
+    assert answer.code == 0, answer.err
+    run = instrument.load("out")
+    assert set(run.stats.hook) == hooks
+    assert (run.coverage.fired == run.coverage.expected).all()
+
+
+def test_hooks_are_added_changed_and_taken_away_on_the_command_line(cli: Cli) -> None:
+    answer = cli(
+        *SHORT,
+        "~hooks.noisy",
+        "hooks.quiet=null",
+        "hooks.tame.norm=0.001",
+        "+hooks.mine={layers:decoder.1,kind:forward,action:record}",
+        "hydra.run.dir=out",
+    )
+    assert answer.code == 0, answer.err
+    run = instrument.load("out")
+    assert set(run.effects.hook) == {"tame"}
+    assert run.effects.norm_after.max() <= 0.001 * (1 + 1e-5)
+    assert set(run.stats[run.stats.hook == "mine"].layer) == {"decoder.1"}
+
+
+def test_hooks_may_be_written_as_a_list(cli: Cli) -> None:
+    text = EXPERIMENT.format(target="instrument.run.models.MLP, sizes: [64, 10]").splitlines()[:-1]
+    items = (
+        "[{layers: ., kind: forward, action: record}, {name: last, layers: layers.0, kind: forward, action: record}]"
+    )
+    write("conf/exp/listed.yaml", "\n".join([*text, f"hooks: {items}", ""]))
+    answer = cli("+exp=listed", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    assert set(instrument.load("out").stats.hook) == {"hooks_0", "last"}
+
+
+def test_a_fallback_is_told_on_screen_in_run_json_and_in_the_events_even_when_quiet(cli: Cli) -> None:
+    answer = cli("+exp=mnist_hooks", "data.root=nowhere", "data.dataset.download=false", "train.steps=1", "quiet=true",
+                 "hooks.digit_maps.steps=[0]", "~hooks.noisy", "hydra.run.dir=out")  # fmt: skip
+    assert answer.code == 0, answer.err
+    assert "FALLBACK" in answer.out
+    assert "digits" in answer.out
+    assert "stand in for it" in " ".join(answer.out.split())
+    run = instrument.load("out")
+    assert "stand in for it" in run.info["data"]["fallback"]
+    assert list(run.events.rule) == ["fallback"]
+    assert "stand in for it" in run.events.message[0]
+
+
+def test_a_quiet_run_prints_nothing(cli: Cli) -> None:
+    answer = cli(*TINY, "hooks=activations", "quiet=true")
+    assert (answer.code, answer.out, answer.err) == (0, "", "")
+
+
+def test_a_quiet_run_warns_of_a_module_that_pytorch_cannot_see(cli: Cli) -> None:
+    write(
+        "hiding_net.py",
+        "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+        "        self.blocks = [torch.nn.Linear(10, 10)]\n",
+    )
+    write("conf/exp/hiding.yaml", EXPERIMENT.format(target="hiding_net.Net"))
+    answer = cli("+exp=hiding", "quiet=true", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    (line,) = answer.out.splitlines()
+    assert line.startswith("warning")
+    assert "blocks[0] (Linear)" in line
+    events = instrument.load("out").events
+    assert list(events.rule) == ["hidden_module"]
+    assert events.severity[0] == "warning"
+
+
+def test_a_quiet_run_warns_of_a_hook_that_did_not_fire(cli: Cli) -> None:
+    hook = "+hooks.late={layers:layers,kind:forward,action:record,start:50}"
+    answer = cli(*TINY, hook, "quiet=true")
+    assert answer.code == 0
+    assert answer.out.startswith("warning hook 'late'")
+    assert "never due" in " ".join(answer.out.split())
+
+
+def test_an_existing_run_is_never_overwritten(cli: Cli) -> None:
+    assert cli(*TINY, "hydra.run.dir=out").code == 0
+    before = files(Path("out"))
+    answer = cli(*TINY, "seed=5", "hydra.run.dir=out")
+    assert answer.code == 2
+    assert "hydra.run.dir: there is a run in this folder already" in answer.err
+    assert files(Path("out")) == before
+
+
+def test_an_existing_sweep_is_never_overwritten(cli: Cli) -> None:
+    assert cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out").code == 0
+    before = files(Path("out"))
+    answer = cli("-m", *TINY, "seed=3,4", "hydra.sweep.dir=out")
+    assert answer.code == 2
+    assert "hydra.sweep.dir: there is a sweep in this folder already" in answer.err
+    assert files(Path("out")) == before
