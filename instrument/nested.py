@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -32,12 +33,7 @@ def map_leaves(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") 
     """
     if isinstance(value, Tensor):
         return fn(path, value)
-    changed: dict[str, Any] = {}
-    for key, child in _children(value):
-        new = map_leaves(child, fn, f"{path}.{key}" if path else key)
-        if new is not child:
-            changed[key] = new
-    return _rebuilt(value, changed) if changed else value
+    return _map_children(value, lambda key, child: map_leaves(child, fn, f"{path}.{key}" if path else key))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -48,26 +44,32 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         yield from ((str(i), child) for i, child in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        fields = (field.name for field in dataclasses.fields(value))
+        yield from ((name, getattr(value, name)) for name in fields if hasattr(value, name))
 
 
-def _rebuilt(value: Any, changed: dict[str, Any]) -> Any:
+def _map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
+    """The value with `fn(key, child)` in the place of each child; the value itself where they are all the same."""
+    old = list(_children(value))
+    new = [fn(key, child) for key, child in old]
+    if all(child is before for child, (_, before) in zip(new, old, strict=True)):
+        return value
     if isinstance(value, tuple):
-        items = [changed.get(key, child) for key, child in _children(value)]
         # A named tuple takes its fields one by one; torch.return_types and plain tuples take one sequence.
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    new = copy.copy(value)
+        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(dict(zip(value, new, strict=True)))  # type: ignore[call-arg]
+    copied = copy.copy(value)
     if isinstance(value, Mapping):
-        for key in value:
-            if str(key) in changed:
-                new[key] = changed[str(key)]
+        for key, child in zip(value, new, strict=True):
+            if child is not value[key]:
+                copied[key] = child
     elif isinstance(value, list):
-        for key, child in changed.items():
-            new[int(key)] = child
+        copied[:] = new
     else:
-        for key, child in changed.items():
-            object.__setattr__(new, key, child)
-    return new
+        for (name, _), child in zip(old, new, strict=True):
+            object.__setattr__(copied, name, child)  # frozen dataclasses too
+    return copied
 
 
 def shapes(value: Any) -> str:
@@ -77,5 +79,7 @@ def shapes(value: Any) -> str:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with every tensor on that device."""
-    return map_leaves(value, lambda _, tensor: tensor.to(device, non_blocking=True))
+    """The value with every tensor on that device; a packed sequence keeps its lengths on the CPU, as PyTorch has it."""
+    if isinstance(value, Tensor | PackedSequence):
+        return value.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence.to takes it too
+    return _map_children(value, lambda _, child: to_device(child, device))

@@ -1,0 +1,269 @@
+"""Tensors inside nested values: their paths, and the same value with some of them changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from instrument.nested import leaves, map_leaves, shapes, to_device
+
+
+class State(NamedTuple):
+    hidden: Any
+    cell: Any = None
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Any
+    extra: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    logits: Any
+    extra: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    logits: Any
+    extra: Any = None
+
+
+@dataclasses.dataclass
+class Late:
+    logits: Any
+    cache: Any = dataclasses.field(init=False)  # set by nobody
+
+
+@dataclasses.dataclass
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """What transformers' models return: a dataclass that is a dict too, its keys and attributes in step."""
+
+    logits: Any = None
+    hidden_states: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a model output is no place to update")
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+T = [torch.full((i + 1,), float(i)) for i in range(4)]
+
+# A value, and the paths of T[0], T[1], ... in it.
+CASES: dict[str, tuple[Any, list[str]]] = {
+    "tensor": (T[0], [""]),
+    "tuple": ((T[0], T[1]), ["0", "1"]),
+    "list": ([T[0], None, T[1]], ["0", "2"]),
+    "dict": ({"a": T[0], "b": {"c": T[1]}}, ["a", "b.c"]),
+    "integer keys": ({0: T[0], 1: T[1]}, ["0", "1"]),
+    "keys of the same spelling": ({1: T[0], "1": T[1]}, ["1", "1"]),
+    "ordered dict": (OrderedDict(z=T[0], a=T[1]), ["z", "a"]),
+    "default dict": (defaultdict(list, a=[T[0]]), ["a.0"]),
+    "read-only mapping": (MappingProxyType({"a": T[0]}), ["a"]),
+    "named tuple": (State(T[0], T[1]), ["hidden", "cell"]),
+    "old named tuple": (Point(T[0], (T[1],)), ["x", "y.0"]),
+    "dataclass": (Output(T[0], extra=[T[1]]), ["logits", "extra.0"]),
+    "frozen dataclass": (Frozen(T[0], extra={"a": T[1]}), ["logits", "extra.a"]),
+    "frozen dataclass with slots": (Slotted(T[0], extra=(T[1],)), ["logits", "extra.0"]),
+    "dataclass with an unset field": (Late(T[0]), ["logits"]),
+    "model output": (
+        ModelOutput(logits=T[0], hidden_states=(T[1], T[2])),
+        ["logits", "hidden_states.0", "hidden_states.1"],
+    ),
+    "lstm": ((T[0], (T[1], T[2])), ["0", "1.0", "1.1"]),
+    "mixture": (
+        [{"a": (T[0], State(T[1], None))}, 3, "x", Output(None, [T[2]])],
+        ["0.a.0", "0.a.1.hidden", "3.extra.0"],
+    ),
+    "empty containers": ([(), {}, [], T[0]], ["3"]),
+}
+NO_TENSORS = {"none": None, "number": 3.0, "words": "abc", "empty": (), "class": Output, "range": range(2)}
+
+
+@pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
+def test_every_tensor_has_its_path_in_the_order_in_which_they_stand(value: Any, paths: list[str]) -> None:
+    found = list(leaves(value))
+    assert [path for path, _ in found] == paths
+    assert all(tensor is expected for (_, tensor), expected in zip(found, T, strict=False))
+
+
+@pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
+def test_the_identity_gives_the_very_same_object(value: Any, paths: list[str]) -> None:
+    seen: list[str] = []
+
+    def look(path: str, tensor: Tensor) -> Tensor:
+        seen.append(path)
+        return tensor
+
+    assert map_leaves(value, look) is value
+    assert seen == paths
+
+
+@pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
+def test_a_change_gives_the_same_structure_and_leaves_the_original_alone(value: Any, paths: list[str]) -> None:
+    new = map_leaves(value, lambda path, tensor: tensor + 10)
+    assert type(new) is type(value)
+    assert [path for path, _ in leaves(new)] == paths
+    assert all(torch.equal(tensor, expected + 10) for (_, tensor), expected in zip(leaves(new), T, strict=False))
+    assert all(tensor is expected for (_, tensor), expected in zip(leaves(value), T, strict=False))
+
+
+@pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
+def test_what_is_not_changed_is_shared_and_not_copied(value: Any, paths: list[str]) -> None:
+    last = len(paths) - 1
+    counted = iter(range(len(paths)))
+    new = map_leaves(value, lambda path, tensor: tensor * 2 if next(counted) == last else tensor)
+    found = [tensor for _, tensor in leaves(new)]
+    assert all(tensor is expected for tensor, expected in zip(found[:last], T, strict=False))
+    assert torch.equal(found[last], T[last] * 2)
+
+
+@pytest.mark.parametrize("value", NO_TENSORS.values(), ids=NO_TENSORS)
+def test_a_value_without_tensors_is_passed_through(value: Any) -> None:
+    assert list(leaves(value)) == []
+    assert map_leaves(value, lambda path, tensor: tensor + 1) is value
+
+
+def test_a_model_outputs_attributes_and_entries_stay_in_step() -> None:
+    old = ModelOutput(logits=T[1], hidden_states=(T[2],))
+    new = map_leaves(old, lambda path, tensor: tensor + 1 if path == "logits" else tensor)
+    assert new.logits is new["logits"]
+    assert torch.equal(new.logits, T[1] + 1)
+    assert new.hidden_states is old.hidden_states
+    assert old.logits is old["logits"] is T[1]
+
+
+def test_a_default_dict_keeps_its_factory() -> None:
+    new = map_leaves(CASES["default dict"][0], lambda path, tensor: tensor + 1)
+    assert new["not there yet"] == []
+
+
+def test_a_packed_sequence_stays_one_that_can_be_unpacked() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
+    assert [path for path, _ in leaves(packed)] == ["data", "batch_sizes"]
+    assert map_leaves(packed, lambda path, tensor: tensor) is packed
+    new = map_leaves(packed, lambda path, tensor: tensor * 2 if path == "data" else tensor)
+    assert isinstance(new, PackedSequence)
+    padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(new, batch_first=True)
+    assert lengths.tolist() == [3, 1]
+    assert padded.sum().item() == 12
+    assert packed.data.sum().item() == 6
+
+
+def test_what_torch_returns_in_pairs_keeps_its_type() -> None:
+    pair = torch.tensor([[1.0, 3.0, 2.0]]).max(dim=1)
+    assert map_leaves(pair, lambda path, tensor: tensor) is pair
+    new = map_leaves(pair, lambda path, tensor: tensor * 2 if path == "0" else tensor)
+    assert type(new) is type(pair)
+    assert (new.values.item(), new.indices.item()) == (6.0, 1)
+    assert pair.values.item() == 3.0
+
+
+tensors = st.integers(0, 9).map(lambda i: torch.tensor(float(i)))
+keys = st.text("ab", min_size=1, max_size=2)
+nested = st.recursive(
+    tensors | st.none() | st.integers(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.builds(State, inner, inner)
+        | st.builds(Output, inner, inner)
+        | st.builds(Frozen, inner, inner)
+        | st.builds(Slotted, inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+def flat(value: Any) -> Any:
+    """The value with each tensor as a number, to be compared with ==; types, keys and order of dicts are kept."""
+    if isinstance(value, Tensor):
+        return ("tensor", value.item())
+    if isinstance(value, dict):
+        return (type(value), [(key, flat(item)) for key, item in value.items()])
+    if isinstance(value, list | tuple):
+        return (type(value), [flat(item) for item in value])
+    if dataclasses.is_dataclass(value):
+        return (type(value), [flat(getattr(value, field.name)) for field in dataclasses.fields(value)])
+    return value
+
+
+@given(nested)
+def test_identity_law(value: Any) -> None:
+    assert map_leaves(value, lambda path, tensor: tensor) is value
+
+
+@given(nested)
+def test_a_map_changes_every_tensor_once_and_nothing_else(value: Any) -> None:
+    before = copy.deepcopy(value)
+    new = map_leaves(value, lambda path, tensor: tensor + 100)
+    assert flat(value) == flat(before)
+    assert flat(map_leaves(new, lambda path, tensor: tensor - 100)) == flat(before)
+    assert [tensor.item() for _, tensor in leaves(new)] == [tensor.item() + 100 for _, tensor in leaves(value)]
+
+
+@given(nested)
+def test_leaves_and_map_leaves_agree_on_paths(value: Any) -> None:
+    seen: list[tuple[str, Tensor]] = []
+
+    def look(path: str, tensor: Tensor) -> Tensor:
+        seen.append((path, tensor))
+        return tensor
+
+    map_leaves(value, look)
+    found = list(leaves(value))
+    assert [path for path, _ in seen] == [path for path, _ in found]
+    assert all(one is other for (_, one), (_, other) in zip(seen, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (torch.zeros(2, 3), "[2, 3]"),
+        ((torch.zeros(2), {"a": torch.zeros(())}), "[2], []"),
+        (None, "NoneType"),
+        ([], "list"),
+    ],
+)
+def test_shapes_are_told_for_messages(value: Any, told: str) -> None:
+    assert shapes(value) == told
+
+
+def test_a_value_goes_to_a_device_whole() -> None:
+    moved = to_device([T[1], {"a": T[2], "n": 1}], torch.device("meta"))
+    assert [tensor.device.type for _, tensor in leaves(moved)] == ["meta", "meta"]
+    assert moved[1]["n"] == 1
+
+
+def test_a_packed_sequence_goes_to_a_device_with_its_lengths_left_behind() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
+    moved = to_device({"words": packed}, torch.device("meta"))["words"]
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
