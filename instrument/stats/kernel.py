@@ -17,6 +17,8 @@ from torch import Tensor
 from ..spec.statistics import ALL
 
 BLOCK = 65_536  # elements; in float64 half a megabyte, which stays in the L2 cache
+SAFE_EXPONENT = 400  # of two: sums of squares up to here neither overflow float64 nor vanish in it
+MOST_EXPONENT = 1000  # of two: what is divided by, and multiplied with again, is a number itself
 
 Values = Sequence[float | None] | Tensor
 """What `measure` gives: numbers, or a float64 tensor of shape [statistics] on the device, NaN where there is none."""
@@ -46,7 +48,7 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        tensor = tensor.abs()
+        tensor = tensor.to(torch.complex128).abs()  # a magnitude may be larger than its parts' type can hold
     if tensor.is_contiguous():
         return tensor.view(-1)
     if tensor.dim() > 1:  # channels_last, transposed: statistics do not ask for an order, memory's own is the fastest
@@ -57,6 +59,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
     """All statistics of a flat CPU tensor; `l1` only where it is wanted, since it costs a pass."""
+    unit = _unit(flat) if flat.dtype == torch.float64 else 1.0
     nan_count = inf_count = zeros = n = 0
     mean = m2 = squares = l1 = 0.0
     low, high = math.inf, -math.inf
@@ -72,6 +75,8 @@ def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
         size = block.numel()
         low, high = min(low, smallest), max(high, largest)
         zeros += size - int(torch.count_nonzero(block))
+        if unit != 1.0:
+            block = block / unit
         squares += torch.dot(block, block).item()
         if with_l1:
             l1 += block.abs().sum().item()
@@ -87,16 +92,23 @@ def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
     if n == 0:
         return dict.fromkeys(ALL) | counts
     return counts | {
-        "mean": mean,
-        "std": math.sqrt(max(m2, 0.0) / n),
-        "rms": math.sqrt(squares / n),
+        "mean": mean * unit,
+        "std": math.sqrt(max(m2, 0.0) / n) * unit,
+        "rms": math.sqrt(squares / n) * unit,
         "min": low,
         "max": high,
         "abs_max": max(abs(low), abs(high)),
-        "l1": l1,
-        "l2": math.sqrt(squares),
+        "l1": l1 * unit,
+        "l2": math.sqrt(squares) * unit,
         "zero_fraction": zeros / n,
     }
+
+
+def _unit(flat: Tensor) -> float:
+    """A power of two to measure in, so that no square of a float64 overflows or vanishes; 1 where none would."""
+    finite = flat[flat.isfinite()]
+    exponent = math.frexp(finite.abs().max().item())[1] if finite.numel() else 0
+    return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MOST_EXPONENT, min(exponent, MOST_EXPONENT))
 
 
 def _finite(block: Tensor) -> tuple[Tensor, int, int]:
@@ -115,9 +127,11 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
     finite = x.isfinite()
     n = finite.sum(dtype=torch.float64)
     kept = torch.where(finite, x, 0.0)
+    unit = _unit_on_device(kept) if flat.dtype == torch.float64 and x.numel() else torch.ones_like(n)
+    kept = kept / unit
     none = torch.where(n == 0, math.nan, 0.0)  # added to what has no value where nothing is finite
     mean = kept.sum() / n
-    centred = torch.where(finite, x - mean, 0.0)
+    centred = torch.where(finite, kept - mean, 0.0)
     drift = centred.sum()
     squares = kept.square().sum()
     if x.numel():
@@ -127,16 +141,22 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
         low = high = none
     values = {
         "numel": torch.full_like(n, x.numel()),
-        "mean": mean,
-        "std": ((centred.square().sum() - drift * drift / n) / n).clamp(min=0.0).sqrt(),
-        "rms": (squares / n).sqrt(),
+        "mean": mean * unit,
+        "std": ((centred.square().sum() - drift * drift / n) / n).clamp(min=0.0).sqrt() * unit,
+        "rms": (squares / n).sqrt() * unit,
         "min": low + none,
         "max": high + none,
         "abs_max": torch.maximum(low.abs(), high.abs()) + none,
-        "l1": kept.abs().sum() + none,
-        "l2": squares.sqrt() + none,
+        "l1": kept.abs().sum() * unit + none,
+        "l2": squares.sqrt() * unit + none,
         "zero_fraction": ((x == 0).sum(dtype=torch.float64)) / n,
         "nan_count": x.isnan().sum(dtype=torch.float64),
         "inf_count": x.isinf().sum(dtype=torch.float64),
     }
     return torch.stack([values[name] for name in names])
+
+
+def _unit_on_device(kept: Tensor) -> Tensor:
+    """As `_unit`, of finite values and without a branch on them."""
+    exponent = torch.frexp(kept.abs().amax()).exponent.clamp(-MOST_EXPONENT, MOST_EXPONENT)
+    return torch.exp2(exponent.to(torch.float64))

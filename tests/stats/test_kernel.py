@@ -1,0 +1,338 @@
+"""Law 5: the number is right, whatever the shape, layout, dtype, mean or non-finite values.
+
+The reference is NumPy's, in two passes over an extended type (80 bits where the machine has it), and knows nothing of
+the kernel. Both of the kernel's ways are held against it: blocks on the CPU, and whole-tensor operations.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from torch import Tensor, nn
+
+from instrument.spec.statistics import ALL, DEFAULT, STATISTICS
+from instrument.stats.kernel import BLOCK, measure, measure_on_device
+
+EXACT = ("numel", "min", "max", "abs_max", "zero_fraction", "nan_count", "inf_count")
+SMALLEST = 5e-324  # of float64's numbers: the last bit of those that have no others
+RELATIVE = ("std", "rms", "l1", "l2")
+Numbers = dict[str, float | None]
+Way = Callable[[Tensor], Numbers]
+
+
+def in_blocks(tensor: Tensor) -> Numbers:
+    values = measure(tensor, ALL)
+    assert isinstance(values, list)
+    return dict(zip(ALL, values, strict=True))
+
+
+def on_device(tensor: Tensor) -> Numbers:
+    """What a GPU would be asked for; on the CPU, so that its numbers can be seen."""
+    values = measure_on_device(tensor, ALL)
+    assert values.dtype == torch.float64
+    assert values.shape == (len(ALL),)
+    return {name: None if math.isnan(value) else value for name, value in zip(ALL, values.tolist(), strict=True)}
+
+
+def reference(elements: Any) -> Numbers:
+    """The definitions, one by one."""
+    x = np.asarray(elements).reshape(-1)
+    x = np.abs(x.astype(np.clongdouble)) if np.iscomplexobj(x) else x.astype(np.longdouble)
+    finite = x[np.isfinite(x)]
+    n = finite.size
+    counts: Numbers = {"numel": x.size, "nan_count": int(np.isnan(x).sum()), "inf_count": int(np.isinf(x).sum())}
+    if n == 0:
+        return {name: counts.get(name) for name in ALL}
+    mean = finite.sum() / n
+    return {
+        **counts,
+        "mean": float(mean),
+        "std": float(np.sqrt(((finite - mean) ** 2).sum() / n)),
+        "rms": float(np.sqrt((finite**2).sum() / n)),
+        "min": float(finite.min()),
+        "max": float(finite.max()),
+        "abs_max": float(np.abs(finite).max()),
+        "l1": float(np.abs(finite).sum()),
+        "l2": float(np.sqrt((finite**2).sum())),
+        "zero_fraction": float((finite == 0).sum()) / n,
+    }
+
+
+def assert_law_5(got: Numbers, wanted: Numbers) -> None:
+    assert {name for name in ALL if got[name] is None} == {name for name in ALL if wanted[name] is None}
+    for name in EXACT:
+        assert got[name] == wanted[name], name
+    if wanted["mean"] is None:
+        return
+    for name in RELATIVE:
+        assert got[name] == pytest.approx(wanted[name], rel=1e-5, abs=SMALLEST), name
+    scale = max(abs(wanted["mean"]), wanted["std"] or 0.0)
+    assert got["mean"] == pytest.approx(wanted["mean"], rel=0, abs=max(1e-5 * scale, SMALLEST)), "mean"
+
+
+def numpy_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    wide = dense.to(torch.float32) if dense.dtype in (torch.bfloat16, *FLOAT8) else dense
+    return wide.detach().resolve_conj().resolve_neg().numpy()
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+WAYS = pytest.mark.parametrize("way", [in_blocks, on_device])
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "flat": lambda x: x.reshape(-1),
+    "transposed": lambda x: x.transpose(1, 3),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "strided": lambda x: x[::2, :, 1::3, ::2],
+    "strided in one dimension": lambda x: x.reshape(-1)[::7],
+    "a column": lambda x: x[:, 0, 0, 0],
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1, -1),
+    "one element expanded": lambda x: x[0, 0, 0, 0].expand(3, 4),
+    "flipped": lambda x: x.flip(0),
+    "with an offset": lambda x: x[1:, :, 2:],
+    "empty": lambda x: x[:0],
+    "empty in the middle": lambda x: x[:, :0],
+    "one element": lambda x: x[:1, :1, :1, :1],
+    "zero-dimensional": lambda x: x[0, 0, 0, 0],
+    "one sample": lambda x: x[:1],
+}
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", SHAPES)
+def test_every_layout_in_every_float(way: Way, dtype: torch.dtype, layout: str) -> None:
+    tensor = SHAPES[layout](drawn(4, 3, 8, 10).to(dtype))
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "special",
+    [
+        [math.nan],
+        [math.nan] * 5,
+        [math.inf],
+        [-math.inf, math.inf, math.nan],
+        [math.nan, 1.0, 2.0],
+        [1.0, -math.inf],
+        [0.0, -0.0, math.inf, math.nan, 3.0, -7.0],
+        [0.0],
+        [-0.0, 0.0],
+        [5.0],
+        [-2.5] * 9,
+    ],
+    ids=str,
+)
+def test_values_that_are_not_finite_are_counted_and_left_out(
+    way: Way, dtype: torch.dtype, special: list[float]
+) -> None:
+    tensor = torch.tensor(special, dtype=dtype)
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+
+
+@WAYS
+@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_than_one_block(way: Way, dtype: torch.dtype, size: int) -> None:
+    tensor = drawn(size, dtype=dtype) + torch.linspace(0, 50, size).to(dtype)  # blocks of different means
+    tensor[::1001] = math.nan
+    tensor[5::997] = -math.inf
+    tensor[:: size // 3] = 0.0
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+
+
+@WAYS
+def test_a_block_without_a_finite_value_between_others(way: Way) -> None:
+    tensor = drawn(3 * BLOCK)
+    tensor[BLOCK : 2 * BLOCK] = math.nan
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    tensor[:BLOCK] = math.inf
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [100, 2 * BLOCK + 3])
+def test_a_spread_of_a_hundredth_around_ten_thousand(way: Way, dtype: torch.dtype, size: int) -> None:
+    tensor = (drawn(size, dtype=torch.float64) * 1e-2 + 1e4).to(dtype)
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+
+
+@WAYS
+@pytest.mark.parametrize("size", [1000, BLOCK + 1000])
+def test_a_constant_has_no_spread(way: Way, size: int) -> None:
+    got = way(torch.full((size,), 0.1))
+    assert got["std"] == pytest.approx(0.0, abs=1e-8 * 0.1)
+    assert got["mean"] == pytest.approx(float(np.float32(0.1)), rel=1e-12)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"),
+    [
+        (torch.float32, 3e38),
+        (torch.float32, 1e-38),
+        (torch.float32, 1e-45),
+        (torch.float16, 6.5e4),
+        (torch.float16, 6e-8),
+        (torch.bfloat16, 3e38),
+        (torch.bfloat16, 1e-40),
+        (torch.float64, 1e150),
+        (torch.float64, 1e200),
+        (torch.float64, 1.7e308),
+        (torch.float64, 1e-150),
+        (torch.float64, 1e-200),
+        (torch.float64, 5e-324),
+    ],
+)
+def test_huge_and_tiny_values_neither_overflow_nor_vanish(way: Way, dtype: torch.dtype, magnitude: float) -> None:
+    pattern = torch.tensor([1.0, -1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    tensor = (pattern * magnitude).to(dtype)
+    wanted = reference(numpy_of(tensor))
+    if wanted["l1"] == math.inf:  # the sum itself is beyond float64
+        wanted["l1"] = way(tensor)["l1"]
+        assert wanted["l1"] == math.inf
+    if wanted["l2"] == math.inf:
+        wanted["l2"] = way(tensor)["l2"]
+        assert wanted["l2"] == math.inf
+    assert_law_5(way(tensor), wanted)
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers_and_booleans_are_numbers(way: Way, dtype: torch.dtype) -> None:
+    info = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    some = torch.randint(max(info[0], -1000), min(info[1], 1000) + 1, (50,), generator=torch.Generator().manual_seed(0))
+    tensor = torch.cat([some.to(dtype), torch.tensor(list(info)).to(dtype)])
+    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_floats_of_eight_bits(dtype: torch.dtype) -> None:
+    tensor = drawn(300).to(dtype)
+    assert_law_5(in_blocks(tensor), reference(numpy_of(tensor)))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_values_are_measured_by_their_magnitude(dtype: torch.dtype) -> None:
+    tensor = torch.complex(drawn(40, seed=1, dtype=torch.float64), drawn(40, seed=2, dtype=torch.float64)).to(dtype)
+    tensor[3] = complex(math.nan, 1.0)
+    tensor[4] = complex(math.inf, 1.0)
+    tensor[5] = 0
+    for view in (tensor, tensor.conj(), tensor.reshape(5, 8).t(), tensor.imag, tensor.conj().imag):
+        # float64 of float32 parts is what the magnitude is taken in
+        wide = numpy_of(view).astype(np.complex128) if view.is_complex() else numpy_of(view)
+        got, wanted = in_blocks(view), reference(wide)
+        for name in ("min", "max", "abs_max") if view.is_complex() else ():
+            assert got[name] == pytest.approx(wanted[name], rel=1e-15)
+            got[name] = wanted[name]
+        assert_law_5(got, wanted)
+
+
+def test_a_magnitude_larger_than_its_parts_type_can_hold_is_finite() -> None:
+    got = in_blocks(torch.tensor([complex(3e38, 3e38)], dtype=torch.complex64))
+    assert got["inf_count"] == 0
+    assert got["max"] == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("to_sparse", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_sparse_tensors_are_measured_with_their_zeros(to_sparse: Callable[[Tensor], Tensor]) -> None:
+    dense = drawn(6, 7).relu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's note that CSR is in beta
+        assert_law_5(in_blocks(to_sparse(dense)), reference(dense.numpy()))
+
+
+def test_an_uncoalesced_sparse_tensor_counts_its_sums() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1, 2]]), torch.tensor([1.0, 2.0, -3.0]), (4,))
+    assert_law_5(in_blocks(tensor), reference([0.0, 3.0, -3.0, 0.0]))
+
+
+def test_parameters_leaves_and_results_of_a_graph_are_measured_outside_it() -> None:
+    weight = nn.Parameter(drawn(3, 4))
+    result = (weight * 2).relu()
+    for tensor in (weight, result):
+        assert_law_5(in_blocks(tensor), reference(numpy_of(tensor)))
+
+
+@WAYS
+def test_the_tensor_is_left_as_it_was(way: Way) -> None:
+    tensor = drawn(2, BLOCK)
+    tensor[0, 0] = math.nan
+    before, version = tensor.clone(), tensor._version
+    way(tensor)
+    assert torch.equal(tensor.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert tensor._version == version
+
+
+@pytest.mark.parametrize("names", [DEFAULT, ("l2",), ("l1", "mean"), ("max", "min", "max"), ()])
+def test_values_come_in_the_order_asked_for(names: Sequence[str]) -> None:
+    tensor = drawn(50)
+    everything = in_blocks(tensor)
+    assert measure(tensor, names) == [everything[name] for name in names]
+    if names:
+        assert measure_on_device(tensor, names).tolist() == pytest.approx([everything[name] for name in names])
+
+
+def test_counts_are_whole_numbers_and_the_rest_are_floats() -> None:
+    got = in_blocks(torch.tensor([1.0, math.nan]))
+    for name, statistic in STATISTICS.items():
+        assert type(got[name]) is {"int64": int, "float64": float}[statistic.dtype], name
+
+
+magnitudes = st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30])
+floats32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@given(
+    npst.arrays(np.float32, npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6), elements=floats32),
+    st.randoms(use_true_random=False),
+)
+def test_law_5_for_any_float32_in_any_order_of_dimensions(array: np.ndarray[Any, Any], random: Any) -> None:
+    tensor = torch.from_numpy(array)
+    tensor = tensor.permute(random.sample(range(tensor.dim()), tensor.dim()))
+    wanted = reference(array)
+    assert_law_5(in_blocks(tensor), wanted)
+    assert_law_5(on_device(tensor), wanted)
+
+
+@given(npst.arrays(np.float64, st.integers(0, 30), elements=st.floats(allow_nan=True, allow_infinity=True)))
+def test_law_5_for_any_float64_whose_sums_can_be_held(array: np.ndarray[Any, Any]) -> None:
+    wanted = reference(array)
+    if wanted["l1"] == math.inf or wanted["l2"] == math.inf:
+        return
+    assert_law_5(in_blocks(torch.from_numpy(array)), wanted)
+    assert_law_5(on_device(torch.from_numpy(array)), wanted)
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.floats(-1e4, 1e4),
+    magnitudes,
+    st.integers(1, 2 * BLOCK),
+    st.integers(0, 2**31),
+)
+def test_law_5_for_any_mean_and_spread(dtype: torch.dtype, mean: float, spread: float, size: int, seed: int) -> None:
+    tensor = (drawn(size, seed=seed, dtype=torch.float64) * spread + mean).to(dtype)
+    wanted = reference(numpy_of(tensor))
+    assert_law_5(in_blocks(tensor), wanted)
+    assert_law_5(on_device(tensor), wanted)
