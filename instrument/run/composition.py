@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,8 @@ def _no_such_option(group: str, name: str, options: Sequence[str]) -> Mistake:
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
-    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    places = [folder / group for folder in folders if os.path.isdir(folder / group)]
+    return sorted({file.stem for place in places for file in place.glob("*.yaml")})
 
 
 def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -82,10 +83,11 @@ def prepare(config: RunConfig) -> Experiment:
     forward = partial(_forward, task, model, first)
     materialise(model, forward)
     apply_specs(config.apply, model)
+    trained = _trained_parameters(config, model)
 
     plan = make_plan(config.hooks, model)
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
-    optimizer = _build_optimizer(config, model)
+    optimizer = _build_optimizer(config.optimizer, trained)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     length = Length(
         batches.steps,
@@ -107,7 +109,7 @@ def _forward(task: Task, model: nn.Module, batch: Any) -> None:
     check_outcome(task(model, batch))
 
 
-def _build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+def _trained_parameters(config: RunConfig, model: nn.Module) -> list[Parameter]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ConfigError(
@@ -117,12 +119,16 @@ def _build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
                 written=config.model.target,
             )
         )
-    optimizer = build(config.optimizer, "optimizer", trained)
+    return trained
+
+
+def _build_optimizer(target: Target, trained: list[Parameter]) -> Optimizer:
+    optimizer = build(target, "optimizer", trained)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             Mistake(
                 "optimizer",
-                f"{config.optimizer.target} gave a {type(optimizer).__name__}",
+                f"{target.target} gave a {type(optimizer).__name__}",
                 allowed="a torch.optim.Optimizer",
             )
         )
