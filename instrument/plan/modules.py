@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,9 +55,12 @@ class Layer:
         yield from ((name, parameter) for name, parameter in self.module._parameters.items() if parameter is not None)
 
     def is_a(self, type_name: str) -> bool:
-        """Whether its class, or a class above it, has this name, short or with its package."""
+        """Whether its class, or a class above it, has this name: short, or with a package that it can be had from."""
+        package, _, short = type_name.rpartition(".")
+        public = getattr(sys.modules.get(package), short, None)  # torch.nn.Conv2d is torch.nn.modules.conv's
         return any(
-            type_name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(self.module).__mro__
+            cls is public or type_name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+            for cls in type(self.module).__mro__
         )
 
 

@@ -16,9 +16,10 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     Raises:
         ConfigError: One of its globs matches no module, or `types` or `exclude` leave none.
     """
-    for pattern in selection.globs:
-        if not any(matches(pattern, name) for layer in layers for name in layer.names):
-            raise ConfigError(_no_such_layer(pattern, layers, where))
+    for key, patterns in (("layers", selection.globs), ("exclude", selection.exclude)):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for layer in layers for name in layer.names):
+                raise ConfigError(_no_such_layer(pattern, layers, f"{where}.{key}"))
     named = [
         layer for layer in layers if any(matches(pattern, name) for pattern in selection.globs for name in layer.names)
     ]
@@ -55,9 +56,7 @@ def _no_such_layer(pattern: str, layers: Layers, where: str) -> Mistake:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     close = nearest(plain, names, most=5) or nearest(plain.split(".")[0], names, most=5)
-    return Mistake(
-        f"{where}.layers", "this pattern matches no module", written=pattern, allowed=some(names), nearest=close
-    )
+    return Mistake(where, "this pattern matches no module", written=pattern, allowed=some(names), nearest=close)
 
 
 def some(names: Sequence[str], most: int = 12) -> str:

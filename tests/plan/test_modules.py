@@ -1,0 +1,219 @@
+"""The modules of a model, each once, with all the names that they answer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from instrument.plan.modules import Layer, Layers
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x))
+
+
+class Shared(nn.Module):
+    """One block under three names, one activation under two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.again = self.first
+        self.list = nn.ModuleList([self.first, nn.ReLU()])
+        self.act = self.list[1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Keeper(nn.Module):
+    """A user's own attribute called `module`, which is no wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+class Hider(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Linear(4, 4)
+        self.blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.heads = {"a": nn.ReLU()}
+        self.pair = (nn.Tanh(), 3)
+        self.also_seen = [self.seen]
+        self.inner = nn.Sequential()
+        self.inner.extra = [nn.Sigmoid()]  # type: ignore[assignment]
+        self.numbers = [1, 2]
+
+
+def names(model: nn.Module) -> list[str]:
+    return [layer.name for layer in Layers.of(model)]
+
+
+def layer_of(model: nn.Module, name: str) -> Layer:
+    (found,) = [layer for layer in Layers.of(model) if layer.name == name]
+    return found
+
+
+@pytest.mark.parametrize("model", [Block(), Shared(), Tied(), nn.TransformerEncoderLayer(4, 2), nn.LSTM(4, 4)])
+def test_every_module_stands_once_in_the_order_of_named_modules(model: nn.Module) -> None:
+    assert [(layer.name, layer.module) for layer in Layers.of(model)] == list(model.named_modules())
+
+
+def test_a_shared_module_answers_to_all_of_its_names() -> None:
+    model = Shared()
+    block, fc = layer_of(model, "first"), layer_of(model, "first.fc")
+    assert block.names == ("first", "again", "list.0")
+    assert block.aliases == ("again", "list.0")
+    assert fc.names == ("first.fc", "again.fc", "list.0.fc")
+    assert layer_of(model, "list.1").aliases == ("act",)
+    every = dict(model.named_modules(remove_duplicate=False))
+    assert {name: layer.module for layer in Layers.of(model) for name in layer.names} == every
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "type_name", "label"),
+    [("", 0, "Shared", "."), ("first", 1, "Block", "first"), ("first.fc", 2, "Linear", "first.fc")],
+)
+def test_a_layer_knows_its_place(name: str, depth: int, type_name: str, label: str) -> None:
+    layer = layer_of(Shared(), name)
+    assert (layer.depth, layer.type, layer.label) == (depth, type_name, label)
+
+
+def test_own_parameters_are_those_of_the_very_module() -> None:
+    model = Tied()
+    assert [name for name, _ in layer_of(model, "").own_parameters()] == ["scale"]
+    assert [name for name, _ in layer_of(model, "head").own_parameters()] == ["weight"]  # its bias is None
+
+
+def test_tied_parameters_answer_to_all_of_their_names() -> None:
+    model = Tied()
+    found = Layers.of(model).parameter_names
+    assert found[id(model.embed.weight)] == ("embed.weight", "head.weight")
+    assert found[id(model.scale)] == ("scale",)
+
+
+def test_parameters_of_a_shared_module_answer_under_each_of_its_names() -> None:
+    model = Shared()
+    assert Layers.of(model).parameter_names[id(model.first.fc.bias)] == (
+        "first.fc.bias",
+        "again.fc.bias",
+        "list.0.fc.bias",
+    )
+
+
+def test_one_parameter_under_two_own_names() -> None:
+    model = nn.Linear(3, 3)
+    model.register_parameter("twin", model.weight)
+    assert Layers.of(model).parameter_names[id(model.weight)] == ("weight", "twin")
+
+
+def wrappers(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        "DataParallel": nn.DataParallel(model),
+        "torch.compile": torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+        "checkpoint_wrapper": checkpoint_wrapper(model),
+        "several": nn.DataParallel(checkpoint_wrapper(torch.compile(model, backend="eager"))),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("wrapper", wrappers(Block()))
+def test_a_wrappers_segment_does_not_count(wrapper: str) -> None:
+    model = Block()
+    layers = list(Layers.of(wrappers(model)[wrapper]))
+    assert [layer.name for layer in layers] == ["", "fc", "act"]
+    assert layers[0].module is model
+    assert layers[0].type == "Block"
+
+
+@pytest.mark.parametrize("wrapper", wrappers(Block()))
+def test_a_wrapper_inside_a_model_gives_way_to_what_it_wraps(wrapper: str) -> None:
+    inner = Block()
+    model = nn.Sequential(nn.Linear(4, 4), wrappers(inner)[wrapper])
+    assert names(model) == ["", "0", "1", "1.fc", "1.act"]
+    assert layer_of(model, "1").module is inner
+    assert Layers.of(model).parameter_names[id(inner.fc.weight)] == ("1.fc.weight",)
+
+
+def test_ones_own_attribute_called_module_keeps_its_name() -> None:
+    assert names(Keeper()) == ["", "module", "module.fc", "module.act"]
+    assert names(nn.DataParallel(Keeper())) == ["", "module", "module.fc", "module.act"]
+
+
+def test_a_class_of_ones_own_derived_from_a_wrapper_is_one() -> None:
+    class MyParallel(nn.DataParallel):  # type: ignore[type-arg]
+        pass
+
+    assert names(MyParallel(Block())) == ["", "fc", "act"]
+
+
+def test_a_module_that_holds_itself_ends_the_walk() -> None:
+    model = Block()
+    model.fc._modules["parent"] = model
+    found = Layers.of(model)
+    assert {layer.name for layer in found} == {"", "fc", "act"}
+    assert layer_of(model, "").aliases == ("fc.parent",)
+
+
+def test_the_layer_of_a_module() -> None:
+    model = Shared()
+    layers = Layers.of(model)
+    assert layers.by_module[id(model.again)].name == "first"
+
+
+def test_modules_in_plain_lists_and_dicts_are_found_out() -> None:
+    model = Hider()
+    hidden = Layers.of(model).hidden()
+    assert [(name, type(module).__name__) for name, module in hidden] == [
+        ("blocks[0]", "Linear"),
+        ("blocks[1]", "Linear"),
+        ("heads['a']", "ReLU"),
+        ("pair[0]", "Tanh"),
+        ("inner.extra[0]", "Sigmoid"),
+    ]
+    assert hidden[0][1] is model.blocks[0]
+
+
+@pytest.mark.parametrize("model", [Block(), Shared(), Keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])
+def test_nothing_is_hidden_in_an_ordinary_model(model: nn.Module) -> None:
+    assert Layers.of(model).hidden() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "type_name", "is_one"),
+    [
+        (nn.Conv2d(1, 1, 1), "Conv2d", True),
+        (nn.Conv2d(1, 1, 1), "torch.nn.modules.conv.Conv2d", True),
+        (nn.Conv2d(1, 1, 1), "_ConvNd", True),
+        (nn.Conv2d(1, 1, 1), "Module", True),
+        (nn.Conv2d(1, 1, 1), "Conv1d", False),
+        (nn.Conv2d(1, 1, 1), "conv2d", False),
+        (nn.Conv2d(1, 1, 1), "other.Conv2d", False),
+        (nn.ReLU6(), "ReLU", False),
+        (nn.ReLU6(), "Hardtanh", True),
+        (nn.Conv2d(1, 1, 1), "torch.nn.Conv2d", True),
+    ],
+)
+def test_a_type_is_named_short_or_in_full_and_subclasses_count(module: nn.Module, type_name: str, is_one: Any) -> None:
+    (layer,) = Layers.of(module)
+    assert layer.is_a(type_name) is is_one
