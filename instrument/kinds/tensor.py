@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
 from .awaited import Awaited, Hook, LeafHooks
@@ -106,6 +107,7 @@ class InputGradients:
         self.own: list[LiveSite] = []
         self.total: list[LiveSite] = []
         self.on_leaves = LeafHooks(clock)
+        self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total
         self.handed: list[tuple[Tensor, Awaited]] = []
 
     @property
@@ -120,7 +122,10 @@ class InputGradients:
         in_place = _writes_to_its_input(module)
         self.handed = []
         for path, tensor in total.awaitable(value):
+            if recompute and tensor in self.hooked:  # checkpointing hands in the very tensor of the first pass
+                continue
             if (hook := total.hook(path, tensor)) is not None:
+                self.hooked[tensor] = True
                 self.on_leaves.register(tensor, hook) if tensor.is_leaf else Awaited(tensor, hook).settle()
         for path, tensor in own.awaitable(value):
             if (hook := own.hook(path, tensor)) is None:

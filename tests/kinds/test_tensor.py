@@ -1,0 +1,554 @@
+"""full_backward*, served by tensor hooks, against PyTorch's own module hooks on a copy that works out of place."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.models import VisionTransformer, resnet18
+
+import instrument
+
+Gradients = dict[tuple[str, str], Tensor]
+
+RECORDS = {
+    "grad_input": {"layers": "**", "kind": "full_backward", "action": "record", "stats": "none", "tensors": True},
+    "grad_output": {
+        "layers": "**",
+        "kind": "full_backward",
+        "role": "grad_output",
+        "action": "record",
+        "stats": "none",
+        "tensors": True,
+    },
+    "on_the_way_in": {
+        "layers": "**",
+        "kind": "full_backward_pre",
+        "action": "record",
+        "stats": "none",
+        "tensors": True,
+    },
+}
+
+
+class Residual(nn.Module):
+    """The module's input is used elsewhere too, and its output is added to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.conv(x))
+        out += x
+        return out
+
+
+class OutOfPlaceResidual(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + x
+
+
+class First(nn.Module):
+    """The first two columns: a view of a part of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2]
+
+
+class DenseLayer(nn.Module):
+    """In-place first, as in a DenseNet: norm, in-place ReLU, convolution; the input is concatenated to the output."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(channels, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.conv(self.relu(self.norm(x)))], 1)
+
+
+def in_place_first() -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))
+
+
+def small_vit() -> nn.Module:
+    model = VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=10)
+    nn.init.normal_(model.heads.head.weight)  # zeros as they come, and then so is every gradient before them
+    return model
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {}
+
+
+def case(shape: tuple[int, ...], name: str, build: Callable[[], nn.Module], plain: Any = None) -> None:
+    def make() -> tuple[nn.Module, nn.Module, tuple[int, ...]]:
+        model = build()
+        reference = out_of_place(copy.deepcopy(model) if plain is None else plain(model))
+        return model, reference, shape
+
+    CASES[name] = make
+
+
+def out_of_place(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(getattr(module, "inplace", None), bool):
+            module.inplace = False
+    return model
+
+
+def plain_residual(model: nn.Module) -> nn.Module:
+    """The same weights without `+=`."""
+    plain = copy.deepcopy(model)
+    for name, module in model.named_children():
+        if isinstance(module, Residual):
+            new = OutOfPlaceResidual()
+            new.load_state_dict(module.state_dict())
+            setattr(plain, name, new)
+    return plain
+
+
+class PlainBlock(nn.Module):
+    """torchvision's BasicBlock without `+=`, around the same children."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, child in block.named_children():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self._relu_once(self.bn1(self.conv1(x)))))
+        return self.relu(out + (self.downsample(x) if hasattr(self, "downsample") else x))
+
+    def _relu_once(self, x: Tensor) -> Tensor:
+        return self.relu(x)
+
+
+def plain_resnet(model: nn.Module) -> nn.Module:
+    plain = copy.deepcopy(model)
+    for stage in (plain.layer1, plain.layer2, plain.layer3, plain.layer4):
+        for i, block in enumerate(stage):
+            stage[i] = PlainBlock(block)
+    return plain
+
+
+IMAGE = (2, 3, 8, 8)
+case((2, 3, 64, 64), "resnet18", lambda: resnet18(num_classes=10), plain_resnet)
+case((2, 3, 16, 16), "vit", small_vit)
+case(IMAGE, "dense", lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)))
+case(IMAGE, "residual", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), Residual(), nn.ReLU(inplace=True)), plain_residual)
+case(IMAGE, "in place first in a block", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), in_place_first(), in_place_first()))
+case(
+    IMAGE,
+    "identity before in place",
+    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)),
+)
+case(
+    IMAGE,
+    "view before in place",
+    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(192, 3)),
+)
+case(
+    IMAGE,
+    "nested identities before in place",
+    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Identity(), nn.Identity()), nn.ReLU6(inplace=True)),
+)
+case(IMAGE, "dropout in place", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5, inplace=True), nn.Tanh()))
+
+
+def call_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    torch.manual_seed(5)  # for dropout
+    output = model(batch)
+    return (output * torch.linspace(-1, 2, output.numel()).view_as(output)).sum()
+
+
+def by_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients]:
+    """What PyTorch's own full backward hooks see, by layer and call: grad_input, grad_output, and the pre hook's."""
+    seen: tuple[Gradients, Gradients, Gradients] = ({}, {}, {})
+    calls: dict[str, int] = {}
+
+    def keep(into: Gradients, name: str, count: str, gradients: Any) -> None:
+        n = calls[count] = calls.get(count, 0) + 1
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                into[name, f"{n}.{i}"] = gradient.detach().clone()
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            continue  # they would tear query, key and value apart where these are one tensor
+        module.register_full_backward_pre_hook(lambda m, out, name=name: keep(seen[2], name, f"pre {name}", out))
+        module.register_full_backward_hook(
+            lambda m, into, out, name=name: (
+                (
+                    keep(seen[0], name, f"in {name}", into),
+                    keep(seen[1], name, f"out {name}", out),
+                )[2:]
+                or None
+            )
+        )
+    call_loss(model, batch).backward()
+    return seen
+
+
+def by_us(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients, instrument.Probe]:
+    """The same from recorded tensors; calls are counted as PyTorch's hooks are run, the last one first."""
+    with instrument.attach(model, RECORDS) as probe:
+        call_loss(model, batch).backward()
+        probe.end_step()
+    seen: dict[str, Gradients] = {name: {} for name in RECORDS}
+    rows = probe.sink.records("tensors")
+    last = {row["layer"]: max(r["call"] for r in rows if r["layer"] == row["layer"]) for row in rows}
+    for row in rows:
+        if row["module_type"] == "MultiheadAttention":
+            continue
+        nth = last[row["layer"]] - row["call"] + 1
+        seen[row["hook"]][row["layer"], f"{nth}.{row['path'] or 0}"] = row["values"]
+    return seen["grad_input"], seen["grad_output"], seen["on_the_way_in"], probe
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_pytorchs_module_hooks_to_the_bit(name: str) -> None:
+    torch.manual_seed(0)
+    model, reference, shape = CASES[name]()
+    batch = torch.randn(shape, requires_grad=True)
+    *theirs, _ = *by_pytorch(reference, batch), None
+    *ours, probe = by_us(model, batch.detach().clone().requires_grad_())
+    for role, mine, wanted in zip(RECORDS, ours, theirs, strict=True):
+        assert mine.keys() == wanted.keys(), role
+        for key, gradient in wanted.items():
+            assert torch.equal(mine[key], gradient), (role, key)
+    silent = [row["layer"] for row in probe.coverage() if row["fired"] != row["expected"]]
+    assert all(layer.endswith("out_proj") for layer in silent), "attention's projection is never called"
+    for (where, parameter), same in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, same.grad), where
+
+
+def test_grad_input_is_the_modules_own_share_and_tensor_the_total() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + 2 * self.two(x)
+
+    model, batch = Shared(), torch.randn(2, 3, requires_grad=True)
+    specs = {
+        "share": {"layers": "*", "kind": "full_backward", "action": "record", "tensors": True},
+        "total": {"layers": "*", "kind": "tensor", "role": "input", "action": "record", "tensors": True},
+    }
+    with instrument.attach(model, specs) as probe:
+        hidden = batch * 1.0
+        model(hidden).sum().backward()
+        probe.end_step()
+    seen = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
+    ones = torch.ones(2, 3)
+    assert torch.equal(seen["share", "one"], ones @ model.one.weight)
+    assert torch.equal(seen["share", "two"], 2 * ones @ model.two.weight)
+    for layer in ("one", "two"):
+        assert torch.equal(seen["total", layer], batch.grad)
+
+
+def test_the_query_of_self_attention_has_the_gradient_of_all_three() -> None:
+    attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(2, 3, 4, requires_grad=True)
+    with instrument.attach(attention, {"h": RECORDS["grad_input"]}) as probe:
+        attention(x, x, x)[0].square().sum().backward()
+        probe.end_step()
+    (row,) = probe.sink.records("tensors")
+    assert row["path"] == "0"
+    assert torch.equal(row["values"], x.grad)
+
+
+def test_in_place_dropout_that_is_off_has_its_own_share_too() -> None:
+    class Off(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5, inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x * 1.0
+            return 2 * self.drop(hidden) + 3 * hidden
+
+    model = Off().eval()
+    spec = {"layers": "drop", "kind": "full_backward", "action": "record", "tensors": True}
+    with instrument.attach(model, {"h": spec}) as probe:
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+        probe.end_step()
+    (row,) = probe.sink.records("tensors")
+    assert row["values"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
+@pytest.mark.parametrize("between", [nn.Identity, nn.Flatten, First], ids=["identity", "flatten", "part of a tensor"])
+def test_a_gradient_is_changed_where_a_view_is_written_to_in_place(kind: str, between: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=True))
+    plain = out_of_place(copy.deepcopy(model))
+    batch = torch.randn(3, 4)
+    spec = {"layers": "1", "kind": kind, "action": "scale", "factor": 3.0}
+    with instrument.attach(model, {"h": spec}) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    plain(batch).sum().backward()
+    assert len(probe.sink.rows["effects"]) == 1
+    assert plain[0].weight.grad.any()
+    torch.testing.assert_close(model[0].weight.grad, 3 * plain[0].weight.grad)
+
+
+def test_the_part_behind_a_view_is_the_views_own_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), First(), nn.ReLU(inplace=True))
+    with instrument.attach(model, {"h": {**RECORDS["grad_output"], "layers": "1"}}) as probe:
+        output = model(torch.randn(3, 4))
+        (output * torch.arange(6.0).view(3, 2)).sum().backward()
+        probe.end_step()
+    (row,) = probe.sink.records("tensors")
+    assert torch.equal(row["values"], torch.arange(6.0).view(3, 2) * (output > 0))
+
+
+# ------------------------------------------------------------------------------------------------ leaves
+
+
+class Prompt(nn.Module):
+    """Passes a parameter to a module, and has one that gives back its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(3))
+        self.give = Give()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self) -> Tensor:
+        return self.head(self.prompt) + self.give().sum()
+
+
+class Give(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+@pytest.mark.parametrize(
+    ("spec", "of"),
+    [
+        ({"layers": "head", "kind": "tensor", "role": "input"}, "prompt"),
+        ({"layers": "head", "kind": "full_backward"}, "prompt"),
+        ({"layers": "give", "kind": "tensor"}, "give.weight"),
+        ({"layers": "give", "kind": "full_backward_pre"}, "give.weight"),
+    ],
+    ids=str,
+)
+def test_a_parameter_that_goes_through_modules_is_hooked_anew_each_step(spec: dict[str, Any], of: str) -> None:
+    model = Prompt()
+    hook = {**spec, "action": "scale", "factor": 4.0, "stop": 3}
+    wanted = 4 * model.head.weight.detach().view(-1) if of == "prompt" else torch.full((3,), 4.0)
+    with instrument.attach(model, {"h": hook}) as probe:
+        for step in range(5):
+            model.zero_grad()
+            model().backward()
+            gradient = model.get_parameter(of).grad
+            assert gradient is not None
+            assert torch.equal(gradient, wanted if step < 3 else wanted / 4)
+            probe.end_step()
+        assert [row["step"] for row in probe.sink.records("effects")] == [0, 1, 2]
+    assert not model.get_parameter(of)._backward_hooks
+
+
+def test_two_passes_in_one_step_do_not_share_the_hooks_on_a_leaf() -> None:
+    model = Prompt()
+    spec = {"layers": "head", "kind": "tensor", "role": "input", "action": "scale", "factor": 3.0}
+    with instrument.attach(model, {"h": spec}) as probe:
+        for _ in range(2):
+            model().backward()
+        probe.end_step()
+    assert torch.allclose(model.prompt.grad, 2 * 3 * model.head.weight.view(-1))
+    assert [row["call"] for row in probe.sink.records("effects")] == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------------ one tensor twice
+
+
+class Pair(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        assert a is b
+        total = a + b
+        return total, total
+
+
+@pytest.mark.parametrize("path", [None, "0", "1"])
+@pytest.mark.parametrize(("kind", "role"), [("full_backward", "grad_input"), ("full_backward_pre", "grad_output")])
+def test_one_tensor_at_two_paths_stays_one_and_has_its_gradient_changed_once(
+    kind: str, role: str, path: str | None
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    hook = {"layers": ".", "kind": kind, "role": role, "path": path, "action": "scale", "factor": 3.0}
+    with instrument.attach(Pair(), {"h": hook}) as probe:
+        hidden = x * 1.0
+        left, right = probe.plan.layers.model(hidden, hidden)
+        assert left is right
+        (left + right).sum().backward()
+        probe.end_step()
+    assert x.grad.tolist() == [12.0, 12.0]  # 2 uses of 2 outputs, times 3
+    assert [row["path"] for row in probe.sink.records("effects")] == [path or "0"]
+
+
+# ------------------------------------------------------------------------------------------------ checkpointing
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_what_checkpointing_computes_again_is_not_written_again(reentrant: bool) -> None:
+    records = {
+        f"{kind}_{role}": {"layers": "block.*", "kind": kind, "role": role, "action": "record"}
+        for kind, role in [
+            ("forward_pre", "input"),
+            ("forward", "output"),
+            ("forward", "input"),
+            ("full_backward_pre", "grad_output"),
+            ("full_backward", "grad_input"),
+            ("full_backward", "grad_output"),
+            ("tensor", "output"),
+            ("tensor", "input"),
+        ]
+    }
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    batch = torch.randn(3, 4, requires_grad=True)
+    bare = copy.deepcopy(model)
+    torch.manual_seed(1)
+    bare(batch).sum().backward()
+    torch.manual_seed(1)
+    with instrument.attach(model, records) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(1)
+            model(batch).sum().backward()
+            probe.end_step()
+    table = probe.sink.frame("stats")
+    assert (table.groupby(["hook", "layer", "step"]).size() == 1).all()
+    assert len(table) == len(records) * 3 * 2
+    assert set(table.call) == {0}
+    again = set(table[table.recompute].kind)
+    assert again == ({"full_backward_pre", "full_backward", "tensor"} if reentrant else set())
+    assert all(row["fired"] == row["expected"] == 2 and not row["cause"] for row in probe.coverage())
+    for mine, wanted in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(mine.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "change",
+    [{"action": "modify", "fn": "noise", "std": 0.5}, {"action": "scale", "factor": 0.5}],
+    ids=["noise", "scale"],
+)
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_an_intervention_under_checkpointing_does_what_it_does_without(
+    kind: str, change: dict[str, Any], reentrant: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant).eval()
+    plain = copy.deepcopy(model)
+    plain.forward = lambda x: plain.head(plain.block(x))
+    batch = torch.randn(3, 4, requires_grad=True)
+    rows = []
+    for each in (model, plain):
+        with instrument.attach(each, {"h": {"layers": "block.0", "kind": kind, **change}}, seed=7) as probe:
+            each(batch).sum().backward()
+            probe.end_step()
+        rows.append([(row["layer"], row["call"], row["norm_after"]) for row in probe.sink.records("effects")])
+    assert len(rows[0]) == 1
+    assert rows[0] == rows[1]
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, wanted.grad)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+class Leaky(nn.Module):
+    """Every way in which a hook could come to hold the graph that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(256, 256), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(256, 256), nn.Unflatten(1, (16, 16))
+        )
+        self.view = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(256, 256), First())
+        self.tail = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.view(self.body(x)))
+
+
+EVERY_GRADIENT = {
+    **RECORDS,
+    "total": {**RECORDS["grad_input"], "kind": "tensor", "role": "input"},
+    "output": {**RECORDS["grad_input"], "kind": "tensor"},
+    "penalty": {"layers": "**", "kind": "tensor", "action": "modify", "fn": "l2", "coefficient": 0.1},
+}
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
+def test_a_graph_is_freed_at_once_though_gradient_hooks_were_on_it(backward: bool) -> None:
+    model = Leaky()
+    seen: list[Any] = []
+    layers = [model.body[0], model.body[1], model.body[4], model.view[0]]
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    with instrument.attach(model, EVERY_GRADIENT) as probe:
+        gc.collect()
+        gc.disable()
+        try:
+            loss = model(torch.randn(4, 256, requires_grad=True)).sum()
+            if backward:
+                loss.backward()
+            del loss
+            assert len(seen) == 4
+            assert all(ref() is None for ref in seen)
+        finally:
+            gc.enable()
+        probe.end_step()
+
+
+def test_memory_stays_flat_over_many_steps() -> None:
+    class Drop(instrument.MemorySink):
+        def write(self, table: str, rows: Any) -> None:
+            pass
+
+    model = Leaky()
+    with instrument.attach(model, EVERY_GRADIENT) as probe:
+        probe.sink = probe.recorder.sink = Drop()
+        batch = torch.randn(256, 256, requires_grad=True)  # a step's activations are 256 kB each
+        gc.disable()
+        try:
+            for step in range(220):
+                model(batch).sum().backward()
+                probe.end_step()
+                if step == 40:
+                    warm = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        finally:
+            gc.enable()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - warm
+    assert grown < 20_000, f"{grown} kB more after 180 steps; one tensor of each step would be 46,000"
