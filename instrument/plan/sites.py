@@ -85,39 +85,51 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
 
 
 def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
+    there = [
+        (layer, own, parameter, [name.rpartition(".")[2] for name in layers.parameter_names[id(parameter)]])
+        for layer in selected
+        for own, parameter in layer.own_parameters()
+    ]
+    if not there:
+        below = [layer for layer in selected if any(True for _ in layer.module.parameters())]
+        raise ConfigError(_has_none("parameter", spec, selected, below, where))
+    _refuse_idle_params("parameter", spec, [name for *_, names in there for name in names], where)
     sites: dict[int, Site] = {}
-    for layer in selected:
-        for own, parameter in layer.own_parameters():
-            if _wanted(spec, own, layers.parameter_names[id(parameter)]):
-                note = "" if parameter.requires_grad else "the parameter is frozen"
-                sites.setdefault(id(parameter), Site(spec, layer, own, parameter, note))
-    if not sites:
-        raise ConfigError(_no_parameter(spec, selected, where))
+    for layer, own, parameter, names in there:
+        if _wanted(spec, names):
+            note = "" if parameter.requires_grad else "the parameter is frozen"
+            sites.setdefault(id(parameter), Site(spec, layer, own, parameter, note))
     _refuse_frozen(spec, list(sites.values()), where)
     return list(sites.values())
 
 
-def _wanted(spec: HookBase, own: str, names: Iterable[str]) -> bool:
-    """Whether `params` means a parameter: by the own name of any of the names it is tied under."""
-    owns = {own, *(name.rpartition(".")[2] for name in names)}
-    return not spec.params or any(matches(pattern, name) for pattern in spec.params for name in owns)
+def _buffer_sites(spec: HookSpec, selected: list[Layer], where: str) -> list[Site]:
+    there = [(layer, own) for layer in selected for own, buffer in layer.module._buffers.items() if buffer is not None]
+    if not there:
+        below = [layer for layer in selected if any(True for _ in layer.module.buffers())]
+        raise ConfigError(_has_none("buffer", spec, selected, below, where))
+    _refuse_idle_params("buffer", spec, [own for _, own in there], where)
+    return [Site(spec, layer, own) for layer, own in there if _wanted(spec, [own])]
 
 
-def _no_parameter(spec: HookBase, selected: list[Layer], where: str) -> Mistake:
-    below = [layer for layer in selected if any(True for _ in layer.module.parameters())]
-    owns = list(dict.fromkeys(name for layer in selected for name, _ in layer.own_parameters()))
-    if spec.params and owns:
-        close = [name for written in spec.params for name in nearest(written, owns)]
-        return Mistake(
-            f"{where}.params",
-            "this pattern matches no parameter",
-            written=list(spec.params),
-            allowed=owns,
-            nearest=close,
-        )
+def _wanted(spec: HookBase, names: Iterable[str]) -> bool:
+    """Whether `params` means a parameter or buffer, by one of the own names that it has."""
+    return not spec.params or any(matches(pattern, name) for pattern in spec.params for name in names)
+
+
+def _refuse_idle_params(what: str, spec: HookBase, names: Iterable[str], where: str) -> None:
+    owns = list(dict.fromkeys(names))
+    for pattern in spec.params:
+        if not any(matches(pattern, own) for own in owns):
+            problem = f"this pattern matches no {what}"
+            close = nearest(pattern, owns)
+            raise ConfigError(Mistake(f"{where}.params", problem, written=pattern, allowed=owns, nearest=close))
+
+
+def _has_none(what: str, spec: HookBase, selected: list[Layer], below: list[Layer], where: str) -> Mistake:
     return Mistake(
         f"{where}.layers",
-        "none of the modules matched has a parameter of its own",
+        f"none of the modules matched has a {what} of its own",
         written=list(spec.globs),
         allowed=some([layer.label for layer in selected]),
         nearest=[f"{layer.name}.**" if layer.name else "**" for layer in below[:3]],
@@ -138,23 +150,3 @@ def _refuse_frozen(spec: HookBase, sites: list[Site], where: str) -> None:
                     allowed="parameters that train; frozen are " + some([site.label for site in matched]),
                 )
             )
-
-
-def _buffer_sites(spec: HookSpec, selected: list[Layer], where: str) -> list[Site]:
-    sites = [
-        Site(spec, layer, own)
-        for layer in selected
-        for own, buffer in layer.module._buffers.items()
-        if buffer is not None and _wanted(spec, own, ())
-    ]
-    if not sites:
-        owns = list(dict.fromkeys(name for layer in selected for name in layer.module._buffers))
-        raise ConfigError(
-            Mistake(
-                f"{where}.params" if spec.params else f"{where}.layers",
-                "none of the modules matched has such a buffer",
-                written=list(spec.params or spec.globs),
-                allowed=owns,
-            )
-        )
-    return sites
