@@ -63,7 +63,8 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
         trial.setdefault(id(module), Calls()).inputs.append(_infos(given))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-        running.pop()
+        while running.pop()[0].module is not module:
+            pass  # a layer below it failed, and the model caught that itself
         trial[id(module)].outputs.append(_infos(output))
 
     handles = []
