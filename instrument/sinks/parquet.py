@@ -1,6 +1,6 @@
 """Rows as Parquet: one folder a table, in it one file for each time that rows were flushed.
 
-A file is written under a name that no reader looks at and renamed when it is whole, so that whoever reads the folder
+A file is written outside the folder of its table and moved there when it is whole, so that whoever reads the folder
 meets whole files only.
 """
 
@@ -84,7 +84,7 @@ class ParquetSink:
         folder = self.folder / table.name
         folder.mkdir(exist_ok=True)
         name = f"part-{RANK:04d}-{self._parts[table.name]:06d}.parquet"
-        aside = folder / f".{name}.tmp"
+        aside = self.folder / f".{table.name}-{name}.tmp"  # polars reads all that is in a table's folder
         labels = [column.name for column in table.columns if pa.types.is_dictionary(column.type)]
         options: dict[str, Any] = {"use_dictionary": labels, "compression": "zstd", "compression_level": 1}
         if table.name == "tensors":

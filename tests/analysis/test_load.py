@@ -1,0 +1,202 @@
+"""Reading what runs left: one of them, a sweep, and one that is still being written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import instrument
+from instrument.sinks.parquet import ParquetSink
+
+
+def stats_row(step: int, layer: str, mean: float) -> tuple[Any, ...]:
+    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, False)
+    return (*key, 8, mean, *[0.0] * 8, 0, 0)
+
+
+def tensor_row(step: int, layer: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, False)
+    return (*key, "float32", list(tensor.shape), [*tensor.shape, 1], tensor, None)
+
+
+def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:
+    """A run of three steps with two layers."""
+    folder.mkdir(parents=True)
+    info = {"status": "done", "seed": seed, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25 + seed}}
+    (folder / "run.json").write_text(json.dumps(info))
+    sink = ParquetSink(folder)
+    for step in range(3):
+        sink.write("stats", [stats_row(step, layer, seed + step) for layer in ("a", "b")])
+        sink.write("tensors", [tensor_row(step, layer, torch.full((2, 3), float(step))) for layer in ("a", "b")])
+    sink.flush()
+    if close:
+        sink.close()
+    return folder
+
+
+def test_one_run_is_seven_frames_with_plain_strings(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    assert len(run.stats) == 6
+    assert list(run.stats.groupby("layer")["mean"].mean()) == [1.0, 1.0]
+    assert (run.stats.hook == "seen").all()
+    assert not isinstance(run.stats.layer.dtype, pd.CategoricalDtype)
+    assert "run" not in run.stats.columns
+    assert run.info["status"] == "done"
+    for name in ("effects", "metrics", "coverage", "layers", "events"):
+        assert getattr(run, name).empty
+        assert len(getattr(run, name).columns) > 3
+    assert "1 run, 1 done" in repr(run)
+
+
+def test_a_path_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert len(instrument.load("run").stats) == 6
+
+
+def test_a_sweep_is_one_frame_with_the_overrides_as_columns_of_their_types(tmp_path: Path) -> None:
+    for job in range(11):
+        overrides = {"hooks.tame.norm": 0.1 * job, "seed": job, "model": "mlp", "deterministic": job > 4}
+        make_run(tmp_path / "sweep" / str(job), overrides=overrides, seed=job)
+    sweep = instrument.load(tmp_path / "sweep")
+    assert [folder.name for folder in sweep.folders] == [str(job) for job in range(11)]  # 10 behind 9
+    assert len(sweep.stats) == 66
+    types = sweep.stats.dtypes
+    assert pd.api.types.is_float_dtype(types["hooks.tame.norm"])
+    assert pd.api.types.is_integer_dtype(types["seed"])
+    assert pd.api.types.is_bool_dtype(types["deterministic"])
+    assert list(sweep.stats.groupby("seed")["mean"].first()) == [float(job) for job in range(11)]
+    assert list(sweep.stats.groupby("run", sort=False).size()) == [6] * 11
+    assert list(sweep.runs.run) == [str(job) for job in range(11)]
+    assert list(sweep.runs.loss) == [0.25 + job for job in range(11)]
+    assert "11 runs, 11 done" in repr(sweep)
+
+
+def test_a_run_that_lacks_an_override_of_another_has_none_there(tmp_path: Path) -> None:
+    make_run(tmp_path / "s" / "0", overrides={"a": 1.5})
+    make_run(tmp_path / "s" / "1", overrides={"b": "x"})
+    stats = instrument.load(tmp_path / "s").stats
+    assert list(stats.a.dropna()) == [1.5] * 6
+    assert list(stats.b.dropna()) == ["x"] * 6
+
+
+def test_an_override_that_is_a_list_or_a_mapping_stays_one(tmp_path: Path) -> None:
+    make_run(tmp_path / "s" / "0", overrides={"sizes": [64, 10], "hooks.mine": {"layers": "a"}})
+    make_run(tmp_path / "s" / "1", overrides={"sizes": [64, 32, 10]})
+    stats = instrument.load(tmp_path / "s").stats
+    assert stats.sizes[0] == [64, 10]
+    assert stats.sizes[11] == [64, 32, 10]
+    assert stats["hooks.mine"][0] == {"layers": "a"}
+
+
+def test_an_override_that_is_named_like_a_column_does_not_take_its_place(tmp_path: Path) -> None:
+    for job in range(2):
+        make_run(tmp_path / "s" / str(job), overrides={"mean": f"override {job}", "run": "x"}, seed=job)
+    stats = instrument.load(tmp_path / "s").stats
+    assert set(stats["mean"]) == {0.0, 1.0, 2.0, 3.0}
+    assert set(stats["override.mean"]) == {"override 0", "override 1"}
+    assert set(stats["run"]) == {"0", "1"}
+    assert set(stats["override.run"]) == {"x"}
+
+
+def test_a_run_that_is_still_written_can_be_read(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run", close=False))
+    assert not (tmp_path / "run" / "metrics").exists()
+    assert len(run.stats) == 6
+    for name in ("metrics", "effects", "coverage", "layers", "events"):
+        assert getattr(run, name).empty
+    assert run.sql("select count(*) as n from metrics").n[0] == 0
+
+
+@pytest.mark.parametrize("place", ["", "nowhere"])
+def test_where_there_is_no_run_it_says_so(tmp_path: Path, place: str) -> None:
+    with pytest.raises(instrument.NoRunError, match=r"no run\.json in .*"):
+        instrument.load(tmp_path / place)
+
+
+def test_sql_asks_one_run(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "it's a run"))
+    answer = run.sql("select layer, max(mean) as top from stats group by 1 order by 1")
+    assert list(answer.itertuples(index=False, name=None)) == [("a", 2.0), ("b", 2.0)]
+    assert run.sql("select count(*) as n from tensors").n[0] == 6
+
+
+def test_sql_asks_a_sweep_run_by_run(tmp_path: Path) -> None:
+    for job in ("0", "it's"):
+        make_run(tmp_path / "s" / job, seed=int(job == "0"))
+    make_run(tmp_path / "s" / "9", close=False)
+    sweep = instrument.load(tmp_path / "s")
+    answer = sweep.sql("select run, min(mean) as low, count(*) as n from stats group by 1 order by 1")
+    assert list(answer.itertuples(index=False, name=None)) == [("0", 1.0, 6), ("9", 0.0, 6), ("it's", 0.0, 6)]
+    assert sweep.sql("select count(*) as n from events").n[0] == 0
+
+
+def test_sql_without_duckdb_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(instrument.InstrumentError, match=r"pip install 'instrument\[sql\]'"):
+        run.sql("select 1")
+
+
+def test_tensors_are_arrays_in_their_shapes(tmp_path: Path) -> None:
+    rows = instrument.load(make_run(tmp_path / "run")).tensors()
+    assert len(rows) == 6
+    assert rows["values"][0].shape == rows["shape"][0] == (2, 3)
+    assert rows["source_shape"][0] == (2, 3, 1)
+    assert np.array_equal(rows["values"][5], np.full((2, 3), 2, np.float32))
+    assert "data" not in rows.columns
+
+
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ({"layer": "a"}, [("a", 0), ("a", 1), ("a", 2)]),
+        ({"layer": "a", "step": 1}, [("a", 1)]),
+        ({"step": [0, 2]}, [("a", 0), ("b", 0), ("a", 2), ("b", 2)]),
+        ({"step": range(2), "layer": ("b",)}, [("b", 0), ("b", 1)]),
+        ({"step": {7}}, []),
+        ({"layer": "no such layer"}, []),
+        ({"recompute": False, "layer": "b", "hook": "seen", "step": 0}, [("b", 0)]),
+    ],
+)
+def test_tensors_are_chosen_by_the_values_of_columns(
+    tmp_path: Path, where: dict[str, Any], found: list[tuple[str, int]]
+) -> None:
+    rows = instrument.load(make_run(tmp_path / "run")).tensors(**where)
+    assert list(zip(rows.layer, rows.step, strict=True)) == found
+
+
+@pytest.mark.parametrize("name", ["leyer", "values", "shape"])
+def test_tensors_cannot_be_chosen_by_what_is_no_column(tmp_path: Path, name: str) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    with pytest.raises(KeyError, match=rf"no column '{name}' to choose by; it has step, micro_step, .*layer"):
+        run.tensors(**{name: "a"})
+
+
+def test_tensors_of_a_sweep_have_the_run_and_the_overrides(tmp_path: Path) -> None:
+    for job in range(2):
+        make_run(tmp_path / "s" / str(job), overrides={"lr": 0.5 + job})
+    rows = instrument.load(tmp_path / "s").tensors(layer="a", step=2)
+    assert list(zip(rows.run, rows.lr, strict=True)) == [("0", 0.5), ("1", 1.5)]
+    assert all(array.shape == (2, 3) for array in rows["values"])
+
+
+def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    script = (
+        "import sys, instrument\nrun = instrument.load(sys.argv[1])\n"
+        "assert len(run.stats) == len(run.tensors()) == 6\nprint('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

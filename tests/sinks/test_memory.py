@@ -1,0 +1,37 @@
+"""Rows in memory."""
+
+from __future__ import annotations
+
+from instrument import MemorySink
+from instrument.capture.tables import TABLES
+
+ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0)
+
+
+def test_rows_come_back_under_their_columns_names_in_the_order_in_which_they_came() -> None:
+    sink = MemorySink()
+    sink.write("metrics", [ROW])
+    sink.write("metrics", [(4, *ROW[1:])])
+    first, second = sink.records("metrics")
+    assert first == dict(zip(TABLES["metrics"].names, ROW, strict=True))
+    assert (first["step"], second["step"]) == (3, 4)
+    frame = sink.frame("metrics")
+    assert list(frame.step) == [3, 4]
+    assert frame.loss[0] == 0.5
+
+
+def test_a_table_without_rows_has_all_of_its_columns() -> None:
+    sink = MemorySink()
+    for name, table in TABLES.items():
+        assert sink.records(name) == []
+        assert tuple(sink.frame(name).columns) == table.names
+        assert sink.frame(name).empty
+
+
+def test_steps_and_the_end_are_noted() -> None:
+    sink = MemorySink()
+    sink.end_step()
+    sink.end_step()
+    assert (sink.steps, sink.closed) == (2, False)
+    sink.close()
+    assert sink.closed

@@ -1,0 +1,226 @@
+"""Rows as Parquet: what is kept to the bit, when it is written, and that whoever reads meets whole files only."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import instrument
+from instrument.capture.tables import TABLES
+from instrument.sinks import parquet
+from instrument.sinks.parquet import ParquetSink
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0)
+
+
+def tensor_row(tensor: Tensor, step: int = 0) -> tuple[Any, ...]:
+    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, False)
+    shape = list(tensor.shape)
+    return (*key, str(tensor.dtype).removeprefix("torch."), shape, shape, tensor, None)
+
+
+def bits(tensor: Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return bytes(flat.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else flat.numpy())
+
+
+def finished(folder: Path) -> instrument.Run:
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    return instrument.load(folder)
+
+
+def examples(dtype: torch.dtype) -> Tensor:
+    if dtype in INTEGERS:
+        return torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, 1 / 3, info.max, info.min, info.tiny, info.smallest_normal / 2, math.nan, math.inf, -math.inf]
+    return torch.tensor(values, dtype=torch.float64).to(dtype).view(2, 5)
+
+
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_every_dtype_comes_back_to_the_bit_in_its_shape(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
+    given = [examples(dtype), examples(dtype)[0, 0], examples(dtype)[:0], examples(dtype).t()]
+    sink = ParquetSink(tmp_path, tensors=mode)
+    sink.write("tensors", [tensor_row(tensor) for tensor in given])
+    sink.close()
+    rows = finished(tmp_path).tensors()
+    for tensor, row in zip(given, rows.itertuples(), strict=True):
+        back = row.values
+        assert back.shape == tuple(tensor.shape) == row.shape
+        assert row.dtype == str(tensor.dtype).removeprefix("torch.")
+        if dtype == torch.bfloat16:  # NumPy has none: it is given as float32, which holds it to the bit
+            assert back.dtype == np.float32
+            words = np.ascontiguousarray(back).view(np.uint32)
+            assert not (words & 0xFFFF).any()
+            assert (words >> 16).astype(np.uint16).tobytes() == bits(tensor)
+        else:
+            assert back.dtype == tensor.numpy().dtype
+            assert np.ascontiguousarray(back).tobytes() == bits(tensor)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
+    mode=st.sampled_from(["list", "bytes"]),
+)
+def test_float32_of_any_bits_comes_back(tmp_path_factory: pytest.TempPathFactory, words: list[int], mode: Any) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
+    sink = ParquetSink(folder, tensors=mode)
+    sink.write("tensors", [tensor_row(tensor)])
+    sink.close()
+    (back,) = finished(folder).tensors()["values"]
+    assert back.tobytes() == bits(tensor)
+
+
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+def test_int64_and_float64_are_bytes_either_way_since_float32_does_not_hold_them(tmp_path: Path, mode: Any) -> None:
+    big = [torch.tensor([2**53 + 1]), torch.tensor([1e300, 1 + 2**-40], dtype=torch.float64)]
+    sink = ParquetSink(tmp_path, tensors=mode)
+    sink.write("tensors", [tensor_row(tensor) for tensor in [*big, torch.zeros(2)]])
+    sink.close()
+    table = pq.read_table(tmp_path / "tensors").to_pylist()
+    assert [row["values"] is None for row in table] == [True, True, mode == "bytes"]
+    assert [row["data"] is None for row in table] == [False, False, mode == "list"]
+    back = finished(tmp_path).tensors()["values"]
+    assert [list(values) for values in back] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
+
+
+def test_nothing_is_written_before_it_is_time(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path, flush_seconds=1000)
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    assert list(tmp_path.iterdir()) == []
+    sink.flush()
+    assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
+
+
+def test_rows_are_written_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(parquet.time, "monotonic", lambda: now[0])
+    sink = ParquetSink(tmp_path, flush_seconds=10)
+    written = []
+    for now[0] in (105.0, 109.9, 110.0, 115.0, 119.9, 120.0):
+        sink.write("metrics", [METRICS])
+        sink.end_step()
+        written.append(len(list((tmp_path / "metrics").glob("*.parquet"))) if (tmp_path / "metrics").exists() else 0)
+    assert written == [0, 0, 1, 1, 1, 2]
+    assert pq.read_table(tmp_path / "metrics").num_rows == 6
+
+
+def test_rows_are_written_when_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "MAX_ROWS", 10)
+    sink = ParquetSink(tmp_path, flush_seconds=1000)
+    sink.write("metrics", [METRICS] * 9)
+    sink.end_step()
+    assert not (tmp_path / "metrics").exists()
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    assert pq.read_table(tmp_path / "metrics").num_rows == 10
+
+
+def test_rows_are_written_when_their_tensors_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "MAX_BYTES", 400)
+    sink = ParquetSink(tmp_path, flush_seconds=1000)
+    for step, files in ((0, 0), (1, 1), (2, 1), (3, 2)):
+        sink.write("tensors", [tensor_row(torch.zeros(50), step)])  # 200 bytes
+        sink.end_step()
+        assert len(list(tmp_path.glob("tensors/*.parquet"))) == files
+    assert pq.read_table(tmp_path / "tensors").column("step").to_pylist() == [0, 1, 2, 3]
+
+
+def test_large_tensors_are_in_row_groups_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 10_000)
+    sink = ParquetSink(tmp_path)
+    sink.write("tensors", [tensor_row(torch.zeros(1000), step) for step in range(10)])  # 4,000 bytes each
+    sink.close()
+    file = pq.ParquetFile(tmp_path / "tensors" / "part-0000-000000.parquet")
+    assert file.num_row_groups == 5
+    assert file.metadata.num_rows == 10
+
+
+def test_every_table_can_be_read_after_a_run_without_a_row(tmp_path: Path) -> None:
+    ParquetSink(tmp_path).close()
+    for name, table in TABLES.items():
+        read = pq.read_table(tmp_path / name)
+        assert read.num_rows == 0
+        assert tuple(read.column_names) == table.names
+        assert tuple(pd.read_parquet(tmp_path / name).columns) == table.names
+        assert polars.read_parquet(tmp_path / name / "*.parquet").height == 0
+    assert finished(tmp_path).tensors().empty
+
+
+def test_files_have_the_declared_types_and_say_what_each_column_means(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("metrics", [METRICS])
+    sink.close()
+    for name, table in TABLES.items():
+        schema = pq.read_schema(tmp_path / name / "part-0000-000000.parquet")
+        assert schema.equals(table.schema)
+        for column in table.columns:
+            meaning = schema.field(column.name).metadata[b"meaning"].decode()
+            assert meaning == column.meaning != ""
+
+
+def test_a_file_that_is_not_whole_yet_is_seen_by_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("metrics", [METRICS])
+    sink.flush()
+
+    def killed(source: Any, target: Any) -> None:
+        raise KeyboardInterrupt
+
+    sink.write("metrics", [METRICS])
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet.os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sink.flush()
+    (aside,) = tmp_path.rglob("*.tmp")
+    assert aside.name.startswith(".")
+    aside.write_bytes(b"PAR1 torn")
+    assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
+
+    assert len(pd.read_parquet(tmp_path / "metrics")) == 1
+    assert ds.dataset(tmp_path / "metrics").count_rows() == 1
+    assert polars.read_parquet(tmp_path / "metrics").height == 1
+    with duckdb.connect() as connection:
+        assert connection.execute(f"select count(*) from '{tmp_path}/metrics/*.parquet'").fetchall() == [(1,)]
+    assert len(finished(tmp_path).metrics) == 1
+
+
+def test_lists_of_values_are_read_natively_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("tensors", [tensor_row(torch.tensor([[1.0, 2.0], [3.0, 4.5]]))])
+    sink.close()
+    assert pd.read_parquet(tmp_path / "tensors")["values"][0].tolist() == [1.0, 2.0, 3.0, 4.5]
+    assert polars.read_parquet(tmp_path / "tensors")["values"].to_list() == [[1.0, 2.0, 3.0, 4.5]]
+    with duckdb.connect() as connection:
+        query = f"select list_sum(\"values\"), shape, hook, layer from '{tmp_path}/tensors/*.parquet'"
+        assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a.b")]
+
+
+def test_parts_of_several_flushes_are_read_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    for step in range(12):
+        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.flush()
+    sink.close()
+    assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
+    assert list(finished(tmp_path).metrics.step) == list(range(12))
