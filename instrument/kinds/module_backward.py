@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..nested import map_leaves
-from .live import NO_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
+from ..nested import leaves, map_leaves
+from .live import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an output is modified in place
 
@@ -45,18 +45,24 @@ class ModuleBackwardHooks:
             self.detach()
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        """Count the call, so that it is known how often gradients are expected."""
+        """Count the call, so that it is known how often gradients are expected, and by whom none can be."""
         if self.turn != self.clock.turn:
             self.turn, self.calls, self.returned = self.clock.turn, 0, 0
         self.calls += 1
         self.bare = isinstance(output, Tensor)
         for live in self.lives:
-            if live.due:
-                live.called()
-                if not torch.is_grad_enabled():
-                    live.miss(NO_GRAPH)
-                elif not isinstance(output, Tensor | tuple):
-                    live.miss(NO_TENSOR)
+            if not live.due:
+                continue
+            at_input = live.site.spec.tensor_role == "grad_input"
+            obstacle = (
+                NO_TENSOR if not isinstance(output, Tensor | tuple) else _obstacle(live, args if at_input else output)
+            )
+            if at_input and obstacle == NO_GRAPH and live.records and torch.is_grad_enabled():
+                live.excuse(NO_INPUT_GRAPH)
+                continue
+            live.called()
+            if obstacle:
+                live.miss(obstacle)
 
     def backward_pre(self, module: nn.Module, grad_output: Any) -> Any:  # noqa: ARG002
         """PyTorch's full backward pre hook."""
@@ -87,11 +93,19 @@ class ModuleBackwardHooks:
             return fire_all(mine, gradient, path, call, recompute=False)
 
         new = map_leaves(gradients, act)
-        for live in lives:
-            live.hit() if live in fired else live.miss(NO_GRAPH)
+        for live in fired:
+            live.hit()
         return None if new is gradients else new
 
     def detach(self) -> None:
         """Remove all hooks, the last one first."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _obstacle(live: LiveSite, value: Any) -> str:
+    """Why no gradient can come for a site at a value; empty where one can."""
+    tensors = [tensor for path, tensor in leaves(value) if live.wants(path)]
+    if not tensors:
+        return NO_TENSOR
+    return "" if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) else NO_GRAPH
