@@ -164,6 +164,11 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
         ) from None
 
 
+def in_order(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
+    """Batches in the order of the dataset; going through them does not move the global random state."""
+    return DataLoader(dataset, batch_size, generator=torch.Generator())  # without one it draws a seed from it
+
+
 class Batches:
     """The batches of a training: `accumulate` of them a step, the data in a new random order each epoch."""
 
@@ -202,7 +207,7 @@ class Batches:
         dataset = self.loader.dataset
         size = min(self.loader.batch_size or 1, len(dataset))  # type: ignore[arg-type]
         try:
-            return next(iter(DataLoader(Subset(dataset, range(size)), size)))
+            return next(iter(in_order(Subset(dataset, range(size)), size)))
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             raise ConfigError(

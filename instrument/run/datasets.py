@@ -12,7 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 
 DOWNLOAD_TIMEOUT = 20.0  # seconds without an answer
@@ -86,11 +86,11 @@ def digits(split: str, size: int = 8) -> Images:
 
 def random_tensors(
     split: str, shape: Sequence[int] = (1, 28, 28), classes: int = 10, samples: int = 1024, seed: int = 0
-) -> Images:
-    """Gaussian noise with random classes: nothing to learn, for trying out shapes and speed."""
+) -> TensorDataset:
+    """Gaussian noise of any shape with random classes: nothing to learn, for trying out shapes and speed."""
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
-    images = torch.randn(samples, *shape, generator=generator)
-    return Images(images, torch.randint(classes, (samples,), generator=generator), ((0.0,), (1.0,)))
+    inputs = torch.randn(samples, *shape, generator=generator)
+    return TensorDataset(inputs, torch.randint(classes, (samples,), generator=generator))
 
 
 def _torchvision(dataset: type[Any], split: str, root: str, download: bool) -> Any:

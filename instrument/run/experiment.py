@@ -22,7 +22,7 @@ from ..spec.config import RunConfig
 from ..spec.fields import Target
 from ..targets import build, takes
 from .apply import apply_specs, build_module
-from .data import Batches, Data, load_data
+from .data import Batches, Data, in_order, load_data
 from .device import choose_device
 from .tasks import Task, check_outcome
 
@@ -76,7 +76,7 @@ def prepare(config: RunConfig) -> Experiment:
     model = build_module(config.model, "model")
     data = load_data(config.data)
     batches = Batches(data.train, config.train, config.seed)
-    evaluation: DataLoader[Any] = DataLoader(data.test, config.train.eval_batch_size)
+    evaluation = in_order(data.test, config.train.eval_batch_size)
 
     model.to(device)
     first = to_device(batches.first(), device)
@@ -92,6 +92,7 @@ def prepare(config: RunConfig) -> Experiment:
     length = Length(
         batches.steps,
         config.train.accumulate,
+        len(batches.loader),
         evaluation_steps(batches.steps, config.train.eval_every),
         len(evaluation),
     )
