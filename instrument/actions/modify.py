@@ -78,10 +78,11 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
     """A function of the user's with its further arguments bound; a class is built once and its instance called."""
     found: Callable[..., Any] = locate(target.target, where)
     arguments = target.model_extra or {}
+    bound = {} if inspect.isclass(found) else arguments
     try:
-        function: Any = found(**arguments) if inspect.isclass(found) else partial(found, **arguments)
-        inspect.signature(function).bind(torch.empty(0), None)
-    except TypeError as error:
+        function: Callable[..., Any] = found(**arguments) if inspect.isclass(found) else found
+        _refuse_arguments(function, bound)
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             Mistake(
                 where,
@@ -89,9 +90,16 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
                 written=arguments or target.target,
             )
         ) from None
+    return partial(function, **bound)
+
+
+def _refuse_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> None:
+    """A TypeError where it cannot be called with a tensor, a context, and these."""
+    try:
+        signature = inspect.signature(function)
     except ValueError:
-        pass  # a built-in function that does not tell its signature
-    return function  # type: ignore[no-any-return]
+        return  # a built-in function that does not tell it
+    signature.bind(torch.empty(0), None, **bound)
 
 
 class Modify:

@@ -1,0 +1,137 @@
+"""Clip: values and norms within a bound, in every dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import instrument
+from instrument.actions.clip import clip_norm, clip_values, total_norm_factor
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+numbers = st.floats(-1e4, 1e4, width=16)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(1, 4), min_size=0, max_size=3))
+    values = draw(st.lists(numbers, min_size=math.prod(shape), max_size=math.prod(shape)))
+    return torch.tensor(values, dtype=draw(st.sampled_from(DTYPES))).reshape(shape)
+
+
+@given(tensors(), numbers, numbers)
+def test_no_value_is_outside_its_bounds_and_those_inside_are_untouched(tensor: Tensor, a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    clipped = clip_values(tensor, low, high)
+    assert (clipped.shape, clipped.dtype) == (tensor.shape, tensor.dtype)
+    bounds = torch.tensor([low, high], dtype=torch.float64).to(tensor.dtype)
+    assert ((clipped >= bounds[0]) & (clipped <= bounds[1])).all()
+    inside = (tensor >= bounds[0]) & (tensor <= bounds[1])
+    assert torch.equal(clipped[inside], tensor[inside])
+
+
+@settings(max_examples=200)
+@given(tensors(), st.floats(1e-3, 1e5), st.sampled_from([1.0, 2.0, 3.0, math.inf]), st.booleans())
+def test_no_norm_exceeds_its_bound_and_one_within_it_is_untouched(
+    tensor: Tensor, bound: float, order: float, per_sample: bool
+) -> None:
+    clipped, factor = clip_norm(tensor, bound, ord=order, per_sample=per_sample)
+    assert (clipped.shape, clipped.dtype) == (tensor.shape, tensor.dtype)
+    parts = zip(tensor, clipped, strict=True) if per_sample and tensor.dim() else [(tensor, clipped)]
+    for before, after in parts:
+        was, is_now = (torch.linalg.vector_norm(part.double(), order).item() for part in (before, after))
+        assert is_now <= bound * (1 + PRECISION[tensor.dtype])
+        if was < bound * (1 - 1e-5) - 1e-5:
+            assert torch.equal(before, after)
+    assert ((factor <= 1) & (factor >= 0)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_that_half_precision_cannot_hold_is_clipped_right(dtype: torch.dtype) -> None:
+    tensor = torch.full((10_000,), 2e3, dtype=dtype)  # of norm 2e5; float16 ends at 65504
+    clipped, factor = clip_norm(tensor, 1.0)
+    assert factor.item() == pytest.approx(1 / 2e5, rel=1e-2)
+    assert clipped.double().norm().item() == pytest.approx(1.0, rel=2e-2)
+
+
+def test_a_norm_of_zero_divides_nothing() -> None:
+    clipped, factor = clip_norm(torch.zeros(3), 1.0)
+    assert clipped.tolist() == [0.0, 0.0, 0.0]
+    assert factor.item() == 1.0
+
+
+def test_a_bound_of_zero_gives_zeros() -> None:
+    assert clip_norm(torch.ones(3), 0.0)[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nan_stays_nan_where_values_are_clipped() -> None:
+    clipped = clip_values(torch.tensor([math.nan, math.inf, -math.inf]), -1.0, 1.0)
+    assert clipped[0].isnan()
+    assert clipped[1:].tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, math.inf])
+def test_the_factor_of_several_tensors_is_clip_grad_norms(order: float) -> None:
+    gradients = [torch.randn(5, 3), torch.randn(7), torch.randn(2, 2, 2)]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, 0.7, norm_type=order)
+    factor = total_norm_factor(gradients, 0.7, ord=order)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient * factor)
+
+
+def clipped(tensor: Tensor, **fields: Any) -> Tensor:
+    model = torch.nn.Identity()
+    with instrument.attach(model, {"h": {"layers": ".", "kind": "forward", "action": "clip", **fields}}):
+        return model(tensor)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"min": 0.0}, [[3.0, 0.0], [0.0, 10.0]]),
+        ({"max": 2.0}, [[2.0, -4.0], [0.0, 2.0]]),
+        ({"min": -1.0, "max": 1.0}, [[1.0, -1.0], [0.0, 1.0]]),
+        ({"value": 3.5}, [[3.0, -3.5], [0.0, 3.5]]),
+        ({"value": 0.0}, [[0.0, 0.0], [0.0, 0.0]]),
+        ({"norm": 5.0, "scope": "sample"}, [[3.0, -4.0], [0.0, 5.0]]),
+        ({"norm": 12.5**0.5, "scope": "tensor"}, [[0.9486833, -1.2649111], [0.0, 3.1622777]]),
+        ({"norm": 3.4, "ord": 1.0}, [[0.6, -0.8], [0.0, 2.0]]),
+        ({"norm": 5.0, "ord": math.inf}, [[1.5, -2.0], [0.0, 5.0]]),
+    ],
+    ids=str,
+)
+def test_each_field_clips_as_it_says(fields: dict[str, float], wanted: list[list[float]]) -> None:
+    tensor = torch.tensor([[3.0, -4.0], [0.0, 10.0]])
+    torch.testing.assert_close(clipped(tensor, **fields), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
+    assert tensor.tolist() == [[3.0, -4.0], [0.0, 10.0]], "the tensor itself is left as it is"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fields", [{"value": 1.0}, {"norm": 1.0}, {"norm": 1.0, "scope": "sample"}], ids=str)
+def test_shape_dtype_device_and_graph_are_kept(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    tensor = torch.randn(4, 3, dtype=dtype, requires_grad=True)
+    result = clipped(tensor, **fields)
+    assert (result.shape, result.dtype, result.device) == (tensor.shape, dtype, tensor.device)
+    result.sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.any()
+
+
+def test_the_gradient_goes_through_the_norm_that_is_clipped() -> None:
+    tensor = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: clip_norm(t, 0.5)[0], (tensor,))
+
+
+def test_samples_of_a_vector_are_its_elements() -> None:
+    result = clipped(torch.tensor([3.0, -0.5, -8.0]), norm=1.0, scope="sample")
+    torch.testing.assert_close(result, torch.tensor([1.0, -0.5, -1.0]))

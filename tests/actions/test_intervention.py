@@ -1,0 +1,141 @@
+"""What is the same for all interventions: wrong results and failures are told with hook, kind, layer and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument.actions.base import Context, Moment
+from instrument.actions.intervention import check_result, effect_of
+
+
+def raises(tensor: Tensor, context: Context) -> Tensor:
+    raise KeyError("gone")
+
+
+def returns(tensor: Tensor, context: Context, what: str) -> Any:
+    return {
+        "none": None,
+        "a list": [tensor],
+        "a number": 3.0,
+        "another shape": tensor[..., :1],
+        "another dtype": tensor.double(),
+        "another device": tensor.to("meta"),
+        "cut off": tensor.detach() * 2,
+    }[what]
+
+
+def writes(tensor: Tensor, context: Context) -> Tensor:
+    with torch.no_grad():
+        return tensor.mul_(2)
+
+
+KINDS = {
+    "forward_pre": "input",
+    "forward": "output",
+    "full_backward_pre": "grad_output",
+    "full_backward": "grad_input",
+    "tensor": "output",
+    "post_accumulate_grad": "param_grad",
+    "parameter_grad": "param_grad",
+    "step_post": "param",
+}
+
+
+def train(kind: str, fn: str, **arguments: Any) -> instrument.Probe:
+    """Two steps; the hook is due in the second. A record of the first layer is there from the start."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = {"_target_": f"{__name__}.{fn}", **arguments}
+    specs = {
+        "before": {"layers": "0", "kind": "forward", "action": "record"},
+        "mine": {"layers": "1", "kind": kind, "action": "modify", "fn": target, "start": 1},
+    }
+    caught: BaseException | None = None
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        try:
+            for _ in range(2):
+                model(torch.ones(3, 2, requires_grad=True)).square().sum().backward()
+                optimizer.step()
+                probe.end_step()
+        except BaseException as error:
+            caught = error
+    probe.error = caught  # type: ignore[attr-defined]
+    return probe
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_is_told_with_hook_kind_layer_and_step_and_what_was_recorded_is_there(kind: str) -> None:
+    probe = train(kind, "raises")
+    error = probe.error
+    assert type(error) is instrument.HookError
+    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", "KeyError", "gone", "test_intervention.py", "raises"):
+        assert part in str(error)
+    assert isinstance(error.__cause__, KeyError)
+    assert error.exit_code == 1
+    recorded = [(row["hook"], row["layer"], row["step"]) for row in probe.sink.records("stats")]
+    assert recorded == [("before", "0", 0), ("before", "0", 1)]
+    assert probe.sink.closed
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("none", "returned NoneType"),
+        ("a list", "returned list"),
+        ("a number", "returned float"),
+        ("another shape", "returned shape"),
+        ("another dtype", r"returned dtype torch.float64 where torch.float32"),
+        ("another device", "returned device meta where cpu"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_that_does_not_fit_is_told(kind: str, what: str, told: str) -> None:
+    error = train(kind, "returns", what=what).error
+    assert type(error) is instrument.HookResultError
+    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", told):
+        assert part in str(error)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+def test_a_result_that_is_cut_off_from_the_graph_is_told(kind: str) -> None:
+    error = train(kind, "returns", what="cut off").error
+    assert type(error) is instrument.HookResultError
+    assert "cut off from the graph" in str(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writing_to_the_tensor_in_place_is_told(kind: str) -> None:
+    error = train(kind, "writes").error
+    assert type(error) is instrument.HookResultError
+    assert "in place" in str(error)
+    assert "'mine'" in str(error)
+
+
+def test_a_result_without_a_graph_is_right_where_none_is_needed() -> None:
+    context = Context("h", "forward", "output", "l", nn.Identity(), "", Moment(0, 0, 0, "train"))
+    trained, plain = torch.ones(2, requires_grad=True), torch.ones(2)
+    check_result(plain, plain * 2, context)
+    with torch.no_grad():
+        check_result(trained, trained * 2, context)
+    with pytest.raises(instrument.HookResultError):
+        check_result(trained, plain, context)
+
+
+def test_an_evaluation_is_named_in_the_message() -> None:
+    context = Context("h", "forward", "output", "", nn.Identity(), "0.x", Moment(7, 0, 0, "eval"))
+    with pytest.raises(instrument.HookResultError, match=r"layer '\.', output '0\.x' at step 7 in eval"):
+        check_result(torch.ones(2), 3, context)
+
+
+def test_an_effect_of_a_tensor_that_needs_gradients_holds_no_graph() -> None:
+    before = torch.ones(3, requires_grad=True)
+    factor = (before.sum() / 6).reshape(())
+    effect = effect_of(before, before * factor, factor)
+    assert isinstance(effect.factor, Tensor)
+    assert effect.factor.grad_fn is None
+    assert list(effect.measures) == pytest.approx([3, 3**0.5, 0.75**0.5])

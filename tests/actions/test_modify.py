@@ -1,0 +1,227 @@
+"""Modify: the built-in functions, and functions of one's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument.actions import modify
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def modified(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, **fields: Any) -> Tensor:
+    model = model or nn.Identity()
+    spec = {"layers": ".", "kind": "forward", "action": "modify", **fields}
+    with instrument.attach(model, {"h": spec}, seed=seed):
+        return model(tensor)
+
+
+# ------------------------------------------------------------------------------------------------ built in
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"fn": "zero"}, [[0, 0], [0, 0]]),
+        ({"fn": "sign"}, [[1, -1], [0, 1]]),
+        ({"fn": "mean"}, [[2, 0], [2, 0]]),
+        ({"fn": "mean", "dim": 1}, [[-0.5, -0.5], [2.5, 2.5]]),
+        ({"fn": "mean", "dim": -1}, [[-0.5, -0.5], [2.5, 2.5]]),
+        ({"fn": "mean", "dim": [0, 1]}, [[1, 1], [1, 1]]),
+        ({"fn": "mean", "dim": None}, [[1, 1], [1, 1]]),
+        ({"fn": "noise", "std": 0.0}, [[3, -4], [0, 5]]),
+        ({"fn": "noise", "std": 0.0, "mean": 2.0}, [[5, -2], [2, 7]]),
+    ],
+    ids=str,
+)
+def test_each_function_does_what_it_says(fields: dict[str, Any], wanted: list[list[float]]) -> None:
+    tensor = torch.tensor([[3.0, -4.0], [0.0, 5.0]])
+    if fields["fn"] == "mean" and "dim" not in fields:
+        tensor = torch.tensor([[4.0, -4.0], [0.0, 4.0]])
+    result = modified(tensor, **fields)
+    assert torch.equal(result, torch.tensor(wanted, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("fields", "gradient"),
+    [({"fn": "zero"}, 0.0), ({"fn": "sign"}, 0.0), ({"fn": "mean"}, 1.0), ({"fn": "noise", "std": 1.0}, 1.0)],
+    ids=str,
+)
+def test_shape_dtype_and_graph_are_kept(dtype: torch.dtype, fields: dict[str, Any], gradient: float) -> None:
+    for shape in ((4, 3), (4,), ()):
+        tensor = torch.randn(shape, dtype=dtype, requires_grad=True)
+        result = modified(tensor, **fields)
+        assert (result.shape, result.dtype, result.device) == (tensor.shape, dtype, tensor.device)
+        result.sum().backward()
+        assert torch.equal(tensor.grad, torch.full_like(tensor, gradient))
+
+
+def test_zero_is_zero_for_nan_and_infinity_too_and_sign_leaves_nan() -> None:
+    odd = torch.tensor([math.nan, math.inf, -math.inf])
+    assert modified(odd, fn="zero").tolist() == [0.0, 0.0, 0.0]
+    signs = modified(odd, fn="sign")
+    assert signs[0].isnan()
+    assert signs[1:].tolist() == [1.0, -1.0]
+
+
+def test_penalties_are_the_gradients_of_their_formulas() -> None:
+    value = torch.tensor([2.0, -3.0, 0.0], requires_grad=True)
+    gradient = torch.tensor([1.0, 1.0, 1.0])
+    for formula, penalty in ((modify.l1, value.abs().sum()), (modify.l2, value.square().sum() / 2)):
+        (wanted,) = torch.autograd.grad(0.1 * penalty, value)
+        torch.testing.assert_close(formula(gradient, value.detach(), 0.1), gradient + wanted)
+
+
+# ------------------------------------------------------------------------------------------------ noise
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.a(x), self.a(x), self.b(x)]
+
+
+def noise(seed: int = 0, name: str = "n", steps: int = 2) -> list[Tensor]:
+    """What is added to zeros: step by step, a's two calls and b's one."""
+    model = Twice()
+    spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": "noise", "std": 1.0}
+    drawn: list[Tensor] = []
+    with instrument.attach(model, {name: spec}, seed=seed) as probe:
+        for _ in range(steps):
+            drawn += model(torch.zeros(1000))
+            probe.end_step()
+    return drawn
+
+
+def test_noise_is_the_same_for_the_same_seed_and_hook_and_another_for_any_other_place_and_time() -> None:
+    first = noise()
+    torch.manual_seed(99)
+    again = noise()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    others = [*first, *noise(seed=1), *noise(name="m")]
+    assert len({tuple(tensor.tolist()) for tensor in others}) == len(others) == 18
+
+
+def test_noise_has_the_mean_and_deviation_asked_for() -> None:
+    drawn = modified(torch.zeros(200_000), fn="noise", std=0.5, mean=3.0)
+    assert drawn.mean().item() == pytest.approx(3.0, abs=0.01)
+    assert drawn.std().item() == pytest.approx(0.5, abs=0.01)
+
+
+def test_noise_leaves_the_global_random_states_alone() -> None:
+    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    noise()
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+
+
+# ------------------------------------------------------------------------------------------------ one's own
+
+contexts: list[instrument.Context] = []
+
+
+def plus(tensor: Tensor, context: instrument.Context, amount: float = 1.0) -> Tensor:
+    contexts.append(context)
+    return tensor + amount
+
+
+class Counting:
+    """Adds how often it was called before."""
+
+    def __init__(self, start: int = 0) -> None:
+        if start < 0:
+            raise ValueError("counts from 0")
+        self.calls = start
+
+    def __call__(self, tensor: Tensor, context: instrument.Context) -> Tensor:
+        self.calls += 1
+        return tensor + (self.calls - 1)
+
+
+def only_tensor(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def target(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{__name__}.{name}", **arguments}
+
+
+def test_a_function_of_ones_own_is_called_with_tensor_context_and_its_arguments() -> None:
+    contexts.clear()
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Identity())
+    spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": target("plus", amount=2.5)}
+    x = torch.ones(1, 2)
+    with instrument.attach(model, {"mine": spec}, seed=4) as probe:
+        for _ in range(2):
+            result = model(x)
+            probe.end_step()
+    assert torch.equal(result, layer(x) + 2.5)
+    last = contexts[-1]
+    assert (last.hook, last.kind, last.role, last.layer, last.path) == ("mine", "forward", "output", "0", "")
+    assert (last.step, last.moment.phase, last.call, last.seed, last.recompute) == (1, "train", 0, 4, False)
+    assert last.module is layer
+
+
+@pytest.mark.parametrize("kind", ["tensor", "parameter_grad", "post_accumulate_grad", "full_backward"])
+def test_a_function_at_a_gradient_is_given_what_it_is_the_gradient_of(kind: str) -> None:
+    contexts.clear()
+    layer = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(1, 2, requires_grad=True)
+    before = layer.weight.detach().clone()
+    with instrument.attach(
+        layer, {"h": {"layers": ".", "kind": kind, "action": "modify", "fn": target("plus")}}, optimizer=optimizer
+    ):
+        output = layer(x)
+        output.sum().backward()
+        wanted = {"tensor": output.detach(), "full_backward": x.detach()}.get(kind, before)
+        if kind == "parameter_grad":
+            optimizer.step()
+            wanted = contexts[0].value
+            assert wanted is layer.weight
+    assert torch.equal(contexts[0].value, wanted)
+
+
+def test_a_class_is_built_once_for_all_layers_and_steps() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": target("Counting", start=10)}
+    with instrument.attach(model, {"h": spec}) as probe:
+        for wanted in (10 + 11, 12 + 13):
+            assert model(torch.zeros(())).item() == wanted
+            probe.end_step()
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        (target("plus", amonut=1), "amonut"),
+        (target("only_tensor"), r"cannot be called as fn\(tensor, context\)"),
+        (target("Counting", stop=1), "stop"),
+        (target("Counting", start=-1), "counts from 0"),
+        (target("pluss"), f"nearest  {__name__}.plus"),
+        (target("contexts"), "not a class or function"),
+        ({"_target_": "nowhere.at_all"}, "no module 'nowhere'"),
+    ],
+    ids=["unknown argument", "no context", "class", "class refuses", "misspelt", "no function", "no module"],
+)
+def test_a_function_that_cannot_be_called_is_told_before_a_step(fn: dict[str, Any], told: str) -> None:
+    model = nn.Identity()
+    with pytest.raises(instrument.ConfigError, match=told) as caught:  # noqa: SIM117
+        with instrument.attach(model, {"mine": {"layers": ".", "kind": "forward", "action": "modify", "fn": fn}}):
+            pass
+    assert "hooks.mine.fn" in str(caught.value)
+    assert not model._forward_hooks

@@ -1,0 +1,163 @@
+"""Record: statistics, values, and the part of them that is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import instrument
+from instrument.actions.record import cut
+from instrument.spec.parse import parse_hooks
+from instrument.spec.statistics import ALL, DEFAULT
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    return {"layers": ".", "kind": "forward", "action": "record", **fields}
+
+
+def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
+    model = nn.Identity()
+    with instrument.attach(model, {"h": spec(**fields)}) as probe:
+        assert model(value) is value
+        probe.end_step()
+    return probe.sink
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ("default", DEFAULT),
+        ("all", ALL),
+        (["mean", "l2"], ("mean", "l2")),
+        (["l2", "nan_count", "mean"], ("mean", "l2", "nan_count")),
+        ("l1", ("l1",)),
+    ],
+    ids=str,
+)
+def test_the_statistics_asked_for_are_there_and_no_other(asked: Any, names: tuple[str, ...]) -> None:
+    (row,) = recorded(torch.tensor([1.0, -2.0, 0.0]), stats=asked).records("stats")
+    assert [name for name in ALL if row[name] is not None] == [name for name in ALL if name in names]
+    wanted = {"mean": -1 / 3, "l1": 3.0, "l2": math.sqrt(5), "min": -2.0, "zero_fraction": 1 / 3, "numel": 3}
+    for name in set(wanted) & set(names):
+        assert row[name] == pytest.approx(wanted[name])
+
+
+def test_counts_are_whole_numbers_and_what_has_no_value_is_none() -> None:
+    (row,) = recorded(torch.tensor([math.nan, math.inf, math.nan]), stats="all").records("stats")
+    assert (row["numel"], row["nan_count"], row["inf_count"]) == (3, 2, 1)
+    assert all(type(row[name]) is int for name in ("numel", "nan_count", "inf_count"))
+    assert all(row[name] is None for name in ALL if name not in ("numel", "nan_count", "inf_count"))
+
+
+def test_tensors_only_statistics_only_or_both() -> None:
+    both = recorded(torch.ones(2), tensors=True)
+    assert (len(both.rows["stats"]), len(both.rows["tensors"])) == (1, 1)
+    values = recorded(torch.ones(2), tensors=True, stats="none")
+    assert (len(values.rows["stats"]), len(values.rows["tensors"])) == (0, 1)
+    numbers = recorded(torch.ones(2))
+    assert (len(numbers.rows["stats"]), len(numbers.rows["tensors"])) == (1, 0)
+
+
+def test_a_tensor_is_copied_when_it_is_seen() -> None:
+    x = torch.ones(4, 4)
+    model = nn.Identity()
+    with instrument.attach(model, {"whole": spec(tensors=True), "part": spec(tensors=True, slice="1, :2")}) as probe:
+        model(x)
+        x.fill_(7.0)
+        probe.end_step()
+    for row in probe.sink.records("tensors"):
+        assert row["values"].eq(1).all()
+        assert row["values"].is_contiguous()
+        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4, "only what is kept is held"
+
+
+X = torch.arange(4 * 3 * 5, dtype=torch.float32).reshape(4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, X),
+        ({"samples": 2}, X[:2]),
+        ({"samples": 99}, X),
+        ({"slice": "1:3, :, ::2"}, X[1:3, :, ::2]),
+        ({"slice": "-1"}, X[-1]),
+        ({"slice": "0, 0, 0"}, X[0, 0, 0]),
+        ({"slice": ":, 1:"}, X[:, 1:]),
+        ({"samples": 2, "slice": "-1"}, X[1]),
+        ({"max_elements": 7}, X.flatten()[:7]),
+        ({"max_elements": 60}, X),
+        ({"samples": 1, "slice": ":, 0", "max_elements": 2}, X[0, 0, :2]),
+        ({"slice": ":, :, :, 0"}, X),
+    ],
+    ids=str,
+)
+def test_the_part_asked_for_is_kept_with_the_shape_it_came_from(fields: dict[str, Any], wanted: Tensor) -> None:
+    (row,) = recorded(X, tensors=True, **fields).records("tensors")
+    assert torch.equal(row["values"], wanted)
+    assert (row["shape"], row["source_shape"]) == (list(wanted.shape), [4, 3, 5])
+    assert row["dtype"] == "float32"
+
+
+def test_cuts_of_a_tensor_do_not_touch_its_statistics() -> None:
+    (row,) = recorded(X, tensors=True, samples=1, max_elements=1).records("stats")
+    assert (row["numel"], row["max"]) == (60, 59.0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_values_are_converted_before_they_are_kept(dtype: str) -> None:
+    x = torch.tensor([1 / 3, 1e-9, 3e4])
+    (row,) = recorded(x, tensors=True, dtype=dtype).records("tensors")
+    assert row["dtype"] == dtype
+    assert torch.equal(row["values"], x.to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor([True, False]),
+        torch.tensor([3, -1]),
+        torch.tensor(2.0),
+        torch.empty(0, 3),
+        torch.ones(4, 3).t(),
+        torch.ones(1, 3).expand(4, 3),
+        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.ones(3).to_sparse(),
+        torch.tensor([1 + 1j]),
+    ],
+    ids=["bool", "int", "scalar", "empty", "transposed", "expanded", "channels_last", "sparse", "complex"],
+)
+def test_a_tensor_of_any_kind_is_recorded_as_it_is(x: Tensor) -> None:
+    sink = recorded(x, tensors=True)
+    (row,) = sink.records("tensors")
+    assert torch.equal(row["values"], x.to_dense())
+    assert row["values"].dtype == x.dtype
+    assert sink.records("stats")[0]["numel"] == x.numel()
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=3),
+    st.none() | st.integers(1, 5),
+    st.sampled_from([None, ":", "::2", "1:, -2:", ":, :1"]),
+    st.none() | st.integers(1, 9),
+)
+def test_a_cut_is_a_part_no_larger_than_asked_for(
+    shape: list[int], samples: int | None, part: str | None, most: int | None
+) -> None:
+    fields = {"samples": samples, "slice": part, "max_elements": most}
+    given_fields = {key: value for key, value in fields.items() if value is not None}
+    hook = parse_hooks({"h": spec(tensors=True, **given_fields)})["h"]
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    kept = cut(whole, hook)
+    assert set(kept.flatten().tolist()) <= set(whole.flatten().tolist())
+    assert most is None or kept.numel() <= most
+    if samples is not None and shape and kept.dim():
+        assert kept.numel() <= samples * math.prod(shape[1:])
+    if not given_fields:
+        assert kept is whole

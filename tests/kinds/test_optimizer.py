@@ -1,0 +1,118 @@
+"""step_post: the parameter, its gradient, its update, the buffers and the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+
+RECORD = {"kind": "step_post", "action": "record", "stats": "none", "tensors": True}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, specs: Any, steps: int = 2) -> instrument.Probe:
+    torch.manual_seed(1)
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    return probe
+
+
+def test_what_is_there_after_the_step_is_seen_to_the_bit() -> None:
+    model, before = net(), net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    roles = ["param", "param_grad", "update", "state.exp_avg", "state.exp_avg_sq", "state.step"]
+    specs = {role.replace(".", "_"): {"layers": "**", "types": "Linear", "role": role, **RECORD} for role in roles}
+    probe = train(model, optimizer, {**specs, "buffer": {"layers": "1", "role": "buffer", **RECORD}}, steps=1)
+    rows = probe.sink.records("tensors")
+    assert len(rows) == len(roles) * 4 + 3
+    for row in rows:
+        if row["role"] == "buffer":
+            assert torch.equal(row["values"], model[1].get_buffer(row["path"]))
+            continue
+        parameter = model.get_parameter(f"{row['layer']}.{row['path']}")
+        start = before.get_parameter(f"{row['layer']}.{row['path']}")
+        wanted = {"param": parameter.detach(), "param_grad": parameter.grad, "update": (parameter - start).detach()}
+        wanted |= {f"state.{name}": value for name, value in optimizer.state[parameter].items()}
+        assert torch.equal(row["values"], wanted[row["role"]]), row["role"]
+    assert {row["path"] for row in rows if row["role"] == "buffer"} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+
+
+def test_the_update_is_minus_lr_times_the_gradient_for_plain_sgd() -> None:
+    model = net()
+    places = {role: {"layers": "0", "params": "bias", "role": role, **RECORD} for role in ("update", "param_grad")}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), places)
+    rows = {(row["hook"], row["step"]): row["values"] for row in probe.sink.records("tensors")}
+    for step in range(2):
+        torch.testing.assert_close(rows["update", step], -0.1 * rows["param_grad", step])
+
+
+def test_an_intervention_changes_the_parameter_after_its_update() -> None:
+    model, plain = net(), net()
+    clip = {"layers": "0", "params": "weight", "kind": "step_post", "action": "clip", "value": 0.1}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), {"box": clip}, steps=1)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), {"r": {"layers": "0", **RECORD}}, steps=1)
+    assert torch.equal(model[0].weight, plain[0].weight.clamp(-0.1, 0.1))
+    assert torch.equal(model[0].bias, plain[0].bias)
+    assert model[0].weight.requires_grad
+    assert model[0].weight.is_leaf
+    (row,) = probe.sink.records("effects")
+    changed = int((plain[0].weight.abs() > 0.1).sum())
+    assert (row["path"], row["changed"]) == ("weight", changed)
+    assert changed > 0
+
+
+def test_specs_at_the_step_act_in_the_order_written() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 8.0)
+    place = {"layers": ".", "kind": "step_post"}
+    specs = {
+        "cap": {**place, "action": "clip", "max": 4.0},
+        "half": {**place, "action": "scale", "factor": 0.5},
+        "seen": {"layers": ".", **RECORD},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        optimizer.step()
+        probe.end_step()
+    assert model.weight.item() == 2.0
+    assert probe.sink.records("tensors")[0]["values"].item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("role", "cause"),
+    [("state.momentum_buffer", "keeps no such state"), ("state.nonsense", "keeps no such state")],
+)
+def test_a_state_that_the_optimizer_does_not_keep_is_told(role: str, cause: str) -> None:
+    model = net()
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), {"h": {"layers": "0", "role": role, **RECORD}})
+    for row in probe.coverage():
+        assert (row["expected"], row["fired"]) == (2, 0)
+        assert cause in row["cause"]
+
+
+def test_frozen_parameters_have_values_and_no_gradient() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    places = {role: {"layers": "*", "types": "Linear", "role": role, **RECORD} for role in ("param", "param_grad")}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), places, steps=1)
+    ledger = {(row["hook"], row["layer"], row["path"]): (row["fired"], row["cause"]) for row in probe.coverage()}
+    assert ledger["param", "0", "weight"] == (1, "")
+    assert ledger["param_grad", "0", "weight"][0] == 0
+    assert ledger["param_grad", "0", "weight"][1]
+    assert ledger["param_grad", "2", "weight"] == (1, "")

@@ -1,0 +1,241 @@
+"""parameter_grad and post_accumulate_grad."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+
+RECORD = {"action": "record", "stats": "none", "tensors": True}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 3, generator=generator) for _ in range(count)]
+
+
+def accumulate(model: nn.Module, specs: Any, *, steps: int = 2, lr: float = 0.1, **options: Any) -> instrument.Probe:
+    """Steps of three micro-batches each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for batch in batches():
+                model(batch).square().mean().backward()
+                probe.end_micro_step()
+            optimizer.step()
+            probe.end_step()
+    return probe
+
+
+def test_post_accumulate_grad_sees_the_running_sum_as_pytorchs_own_hook_does() -> None:
+    model = net()
+    reference = copy.deepcopy(model)
+    wanted: dict[str, list[Tensor]] = {}
+    for name, parameter in reference.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, n=name: wanted.setdefault(n, []).append(p.grad.detach().clone())
+        )
+    accumulate(reference, {"unused": {"layers": "0", "kind": "forward", "action": "record"}})
+    probe = accumulate(model, {"h": {"layers": "**", "kind": "post_accumulate_grad", **RECORD, "types": "Linear"}})
+    rows = probe.sink.records("tensors")
+    assert len(rows) == 2 * 3 * 4
+    for row in rows:
+        assert row["role"] == "param_grad"
+        seen = wanted[f"{row['layer']}.{row['path']}"][row["step"] * 3 + row["micro_step"]]
+        assert torch.equal(row["values"], seen)
+    assert {(row["expected"], row["fired"]) for row in probe.coverage()} == {(6, 6)}
+
+
+def test_parameter_grad_sees_what_the_optimizer_will_use_once_a_step_in_its_last_micro_step() -> None:
+    model = net()
+    probe = accumulate(model, {"h": {"layers": "*", "types": "Linear", "kind": "parameter_grad", **RECORD}}, steps=1)
+    reference = net()
+    for batch in batches():
+        reference(batch).square().mean().backward()
+    used = [parameter.grad for parameter in reference.parameters()]
+    rows = probe.sink.records("tensors")
+    assert [(row["step"], row["micro_step"]) for row in rows] == [(0, 2)] * 4
+    assert [f"{row['layer']}.{row['path']}" for row in rows] == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(row["values"], seen) for row, seen in zip(rows, used, strict=True))
+
+
+@pytest.mark.parametrize("bound", [0.01, 0.3, 1e6])
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping_the_norm_is_clip_grad_norm_to_the_last_bit(bound: float, order: float) -> None:
+    model = net()
+    reference = copy.deepcopy(model)
+    clip = {"layers": "**", "types": "Linear", "kind": "parameter_grad", "action": "clip", "norm": bound, "ord": order}
+    probe = accumulate(model, {"tame": clip})
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in batches():
+            reference(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), bound, norm_type=order)
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+        assert torch.equal(mine, theirs)
+    factors = probe.sink.frame("effects").groupby("step").factor
+    assert (factors.nunique() == 1).all()
+    assert (factors.max() < 1).all() == (bound < 1)
+
+
+def test_the_norm_is_of_all_that_the_spec_matches_or_of_each_tensor() -> None:
+    clip = {"layers": "2", "kind": "parameter_grad", "action": "clip", "norm": 0.05}
+    totals, largest = {}, {}
+    for scope in ("all", "tensor"):
+        model = net()
+        accumulate(model, {"tame": {**clip, "scope": scope}}, steps=1)
+        norms = [parameter.grad.norm() for parameter in model[2].parameters()]
+        totals[scope], largest[scope] = torch.stack(norms).norm().item(), max(norms).item()
+        assert model[0].weight.grad.norm() > 0.05, "what the spec does not match is left alone"
+    assert totals["all"] == pytest.approx(0.05, rel=1e-4)
+    assert largest["tensor"] == pytest.approx(0.05, rel=1e-4)
+    assert totals["tensor"] > 0.051
+
+
+@pytest.mark.parametrize("kind", ["parameter_grad", "post_accumulate_grad"])
+def test_specs_act_one_after_the_other_and_each_sees_what_the_one_before_left(kind: str) -> None:
+    model, reference = net(), net()
+    place = {"layers": "2", "kind": kind, "params": "bias"}
+    specs = {
+        "before": {**place, **RECORD},
+        "half": {**place, "action": "scale", "factor": 0.5},
+        "between": {**place, **RECORD},
+        "capped": {**place, "action": "clip", "value": 1e-3},
+        "after": {**place, **RECORD},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = model[2].bias.detach().clone()
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        model(batches()[0]).square().mean().backward()
+        optimizer.step()
+        probe.end_step()
+    reference(batches()[0]).square().mean().backward()
+    seen = {row["hook"]: row["values"] for row in probe.sink.records("tensors")}
+    full = reference[2].bias.grad
+    assert torch.equal(seen["before"], full)
+    assert torch.equal(seen["between"], full * 0.5)
+    assert torch.equal(seen["after"], (full * 0.5).clamp(-1e-3, 1e-3))
+    assert torch.equal(model[2].bias.grad, seen["after"])
+    assert torch.equal(model[2].bias, start - seen["after"])
+
+
+def test_an_intervention_at_the_running_sum_is_part_of_the_sum_that_follows() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    halve = {"layers": ".", "kind": "post_accumulate_grad", "action": "scale", "factor": 0.5}
+    with instrument.attach(model, {"h": halve}) as probe:
+        for value in (8.0, 2.0):
+            model(torch.tensor([[value]])).sum().backward()
+            probe.end_micro_step()
+        probe.end_step()
+    assert model.weight.grad.item() == (8.0 * 0.5 + 2.0) * 0.5
+
+
+def test_a_changed_gradient_stays_the_same_tensor() -> None:
+    model = net()
+    model(batches()[0]).sum().backward()
+    held = model[0].weight.grad
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = {"layers": "0", "kind": "parameter_grad", "action": "scale", "factor": 0.0}
+    with instrument.attach(model, {"h": scale}, optimizer=optimizer):
+        optimizer.step()
+    assert model[0].weight.grad is held
+    assert not held.any()
+
+
+def test_l2_at_the_gradient_is_the_optimizers_weight_decay_to_the_bit() -> None:
+    model, reference = net(), net()
+    decay = {"layers": "*", "types": "Linear", "kind": "parameter_grad", "action": "modify", "fn": "l2"}
+    accumulate(model, {"decay": {**decay, "coefficient": 0.01}}, steps=4)
+    accumulate(
+        reference, {"unused": {"layers": "0", "kind": "forward", "action": "record"}}, steps=4, weight_decay=0.01
+    )
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_l1_at_the_gradient_is_a_penalty_in_the_loss() -> None:
+    model, reference = net(), net()
+    penalty = {"layers": "0", "params": "weight", "kind": "parameter_grad", "action": "modify", "fn": "l1"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, {"p": {**penalty, "coefficient": 0.2}}, optimizer=optimizer):
+        model(batches()[0]).square().mean().backward()
+        optimizer.step()
+    (reference(batches()[0]).square().mean() + 0.2 * reference[0].weight.abs().sum()).backward()
+    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
+    assert torch.equal(model[0].bias.grad, reference[0].bias.grad)
+
+
+def test_tied_parameters_are_seen_once_under_their_first_name_and_found_under_any() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x))
+
+    for layers, name in (("**", "embed"), ("head", "head")):
+        model = Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scale = {"layers": layers, "kind": "parameter_grad", "action": "scale", "factor": 0.5}
+        with instrument.attach(model, {"h": scale}, optimizer=optimizer) as probe:
+            model(torch.arange(4)).sum().backward()
+            full = model.embed.weight.grad.clone()
+            optimizer.step()
+            probe.end_step()
+        assert [row["layer"] for row in probe.sink.records("effects")] == [name]
+        assert torch.equal(model.embed.weight.grad, full * 0.5)
+
+
+def test_a_step_that_the_optimizer_does_not_make_is_told() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(
+        model, {"h": {"layers": "0", "kind": "parameter_grad", **RECORD}}, optimizer=optimizer
+    ) as probe:
+        for step in range(2):
+            model(batches()[0]).sum().backward()
+            if step:
+                optimizer.step()
+            probe.end_step()
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(2, 1), (2, 1)]
+    assert {row["cause"] for row in probe.coverage()} == {"the optimizer made no step"}
+
+
+@pytest.mark.parametrize("kind", ["parameter_grad", "step_post"])
+def test_kinds_at_the_optimizer_ask_for_it(kind: str) -> None:
+    with pytest.raises(instrument.ConfigError, match=rf"hooks\.mine\.kind.*{kind}"):  # noqa: SIM117
+        with instrument.attach(net(), {"mine": {"layers": "0", "kind": kind, "action": "record"}}):
+            pass
+
+
+def test_sparse_gradients_are_recorded() -> None:
+    model = nn.Embedding(6, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(
+        model,
+        {"h": {"layers": ".", "kind": "parameter_grad", "action": "record", "tensors": True}},
+        optimizer=optimizer,
+    ) as probe:
+        model(torch.tensor([1, 1, 4])).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    wanted = torch.zeros(6, 2)
+    wanted[1], wanted[4] = 2.0, 1.0
+    assert torch.equal(probe.sink.records("tensors")[0]["values"], wanted)
+    assert probe.sink.records("stats")[0]["max"] == 2.0
