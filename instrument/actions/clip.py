@@ -28,21 +28,21 @@ def clip_coefficient(norm: Tensor, bound: float) -> Tensor:
 def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: bool = False) -> tuple[Tensor, Tensor]:
     """The tensor scaled down so that its norm, or that of each sample of it (dimension 0), is at most `bound`.
 
-    Norms are formed in float32 at least, so that half precision neither overflows nor loses small values.
+    Norms are formed and multiplied with in float32 at least, so that half precision neither overflows nor loses
+    small values and small factors.
 
     Returns:
         The clipped tensor, same shape and dtype, and the factor: a scalar, or shape [samples].
     """
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    if per_sample and tensor.dim() > 1:
-        norm = torch.linalg.vector_norm(tensor.flatten(1), ord, dim=1, dtype=wide)
+    if per_sample and tensor.dim():
+        samples = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)  # [samples, elements]
+        norm = torch.linalg.vector_norm(samples, ord, dim=1, dtype=wide)
         factor = clip_coefficient(norm, bound)
-        return (tensor * factor.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)), factor
-    if per_sample and tensor.dim() == 1:
-        factor = clip_coefficient(tensor.abs().to(wide), bound)
-        return tensor * factor.to(tensor.dtype), factor
-    factor = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)
-    return tensor * factor.to(tensor.dtype), factor
+        each = factor.view(-1, *[1] * (tensor.dim() - 1))  # [samples, 1, ...]
+    else:
+        factor = each = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)
+    return (tensor.to(wide) * each).to(tensor.dtype), factor
 
 
 def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:

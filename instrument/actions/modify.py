@@ -80,7 +80,7 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
     arguments = target.model_extra or {}
     bound = {} if inspect.isclass(found) else arguments
     try:
-        function: Callable[..., Any] = found(**arguments) if inspect.isclass(found) else found
+        function: Any = found(**arguments) if inspect.isclass(found) else found
         _refuse_arguments(function, bound)
     except (TypeError, ValueError) as error:
         raise ConfigError(
