@@ -48,8 +48,10 @@ def attach(
     """
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
+    sink: Sink = MemorySink() if out is None else ParquetSink(Path(out))
+    attached = Probe(plan, sink, optimizer=optimizer, seed=seed)
     if out is None:
-        with Probe(plan, MemorySink(), optimizer=optimizer, seed=seed) as probe:
+        with attached as probe:
             yield probe
         return
     folder = Path(out)
@@ -64,9 +66,8 @@ def attach(
         device=_device(model),
         data=None,
     )
-    sink: Sink = ParquetSink(folder)
     try:
-        with Probe(plan, sink, optimizer=optimizer, seed=seed) as probe:
+        with attached as probe:
             yield probe
     except KeyboardInterrupt as interrupt:
         place.finish("interrupted", interrupt)

@@ -1,0 +1,195 @@
+"""The hooks on a loop of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument import ConfigError, HookError
+from instrument.spec.parse import parse_hooks
+
+SPECS: dict[str, Any] = {
+    "seen": {"layers": "**", "kind": "forward", "action": "record"},
+    "tame": {"layers": "1", "kind": "parameter_grad", "action": "clip", "norm": 0.01},
+}
+TEXT = """
+seen: {layers: "**", kind: forward, action: record}
+tame: {layers: "1", kind: parameter_grad, action: clip, norm: 0.01}
+"""
+
+
+def fail(tensor: torch.Tensor, context: instrument.Context) -> torch.Tensor:
+    if context.step == 2:
+        raise ValueError("boom")
+    return tensor
+
+
+class Loop:
+    """A model, an optimizer, and a training loop as a user has it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.data = torch.randn(3, 5, 4)
+
+    def run(self, probe: instrument.Probe) -> None:
+        for batch in self.data:
+            self.optimizer.zero_grad()
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            probe.end_step(loss=loss)
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(
+        len(hooks) for module in model.modules() for name, hooks in vars(module).items() if name.endswith("_hooks")
+    )
+
+
+@pytest.mark.parametrize(
+    "form", ["mapping", "list", "section", "yaml", "yaml section", "yaml list", "objects", "object list"]
+)
+def test_specs_are_taken_in_every_form(loop: Loop, form: str, tmp_path: Path) -> None:
+    file = tmp_path / "hooks.yaml"
+    listed = [{"name": name, **spec} for name, spec in SPECS.items()]
+    texts = {
+        "yaml": TEXT,
+        "yaml section": "hooks:" + TEXT.replace("\n", "\n  "),
+        "yaml list": json.dumps(listed),
+    }
+    forms: dict[str, Any] = {
+        "mapping": SPECS,
+        "list": listed,
+        "section": {"hooks": SPECS},
+        "objects": parse_hooks(SPECS),
+        "object list": list(parse_hooks(SPECS).values()),
+    }
+    file.write_text(texts.get(form, ""))
+    specs = forms.get(form, str(file) if form == "yaml" else file)
+    with instrument.attach(loop.model, specs, optimizer=loop.optimizer) as probe:
+        loop.run(probe)
+    stats, effects = probe.sink.frame("stats"), probe.sink.frame("effects")
+    assert set(stats.hook) == {"seen"}
+    assert sorted(set(stats.layer)) == ["", "0", "1"]
+    assert set(effects.hook) == {"tame"}
+    assert effects.groupby("step").norm_after.agg(lambda norms: (norms**2).sum() ** 0.5).max() < 0.01 * (1 + 1e-5)
+
+
+def test_in_memory_nothing_is_written(loop: Loop, workplace: Path) -> None:
+    with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer) as probe:
+        loop.run(probe)
+    assert list(probe.sink.frame("metrics").step) == [0, 1, 2]
+    assert list(workplace.iterdir()) == []
+
+
+def test_out_leaves_a_run_that_can_be_loaded(loop: Loop, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "mine"
+    with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=out, seed=4) as probe:
+        assert json.loads((out / "run.json").read_text())["status"] == "running"
+        loop.run(probe)
+    run = instrument.load(out)
+    assert (run.info["status"], run.info["name"], run.info["seed"], run.info["device"]) == ("done", "mine", 4, "cpu")
+    assert run.info["config"]["hooks"]["tame"]["norm"] == 0.01
+    assert len(run.stats) == 9
+    assert list(run.metrics.lr) == [0.1] * 3
+    assert (run.coverage.fired == run.coverage.expected).all()
+    assert len(run.layers) == 3
+
+
+def test_a_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        if attempt == 2:
+            with pytest.raises(ConfigError, match="none is ever overwritten"):
+                instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path).__enter__()
+            continue
+        with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path) as probe:
+            loop.run(probe)
+    assert len(instrument.load(tmp_path).metrics) == 3
+    assert hook_count(loop.model) == 0
+
+
+def test_recording_leaves_the_training_as_it_was_to_the_bit() -> None:
+    bare, watched = Loop(), Loop()
+    for batch in bare.data:
+        bare.optimizer.zero_grad()
+        bare.model(batch).square().mean().backward()
+        bare.optimizer.step()
+    with instrument.attach(watched.model, {"seen": SPECS["seen"]}) as probe:
+        watched.run(probe)
+    for a, b in zip(bare.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("raised", "status"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
+def test_an_error_in_the_loop_is_passed_on_and_the_rows_are_kept(
+    loop: Loop, tmp_path: Path, raised: type[BaseException], status: str
+) -> None:
+    def broken() -> None:
+        with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path / "run") as probe:
+            loop.run(probe)
+            raise raised
+
+    with pytest.raises(raised):
+        broken()
+    assert hook_count(loop.model) == 0
+    run = instrument.load(tmp_path / "run")
+    assert run.info["status"] == status
+    assert list(run.metrics.step) == [0, 1, 2]
+    for table in ("stats", "tensors", "effects", "metrics", "coverage", "layers", "events"):
+        pd.read_parquet(tmp_path / "run" / table)
+
+
+def test_a_function_of_ones_own_that_fails_is_named_with_hook_kind_layer_and_step(loop: Loop, tmp_path: Path) -> None:
+    mine = {"layers": "1", "kind": "forward", "action": "modify", "fn": {"_target_": f"{__name__}.fail"}}
+
+    def broken() -> None:
+        with instrument.attach(loop.model, {"mine": mine}, out=tmp_path / "run") as probe:
+            loop.run(probe)
+
+    told = r"hook 'mine' \(forward\) on layer '1' at step 2 failed: ValueError: boom \(in .*test_attach\.py"
+    with pytest.raises(HookError, match=told):
+        broken()
+    run = instrument.load(tmp_path / "run")
+    assert run.info["status"] == "failed"
+    assert list(run.effects.step) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("specs", "told"),
+    [
+        ("no_such.yaml", "specs: the file cannot be read: No such file"),
+        ("bad.yaml", "specs: the file is not YAML"),
+        ("words.yaml", "hooks: has to be a mapping"),
+        ({"a": {"layers": "nope", "kind": "forward", "action": "record"}}, r"hooks\.a\.layers: .* matches no module"),
+        ({"a": {"layers": "0", "kind": "forwrd", "action": "record"}}, r"hooks\.a\.kind"),
+        ({"a": 3}, r"hooks\.a: has to be a mapping"),
+        (3, "hooks: has to be a mapping"),
+    ],
+)
+def test_a_mistake_leaves_no_hook_and_no_folder(loop: Loop, workplace: Path, specs: Any, told: str) -> None:
+    Path("bad.yaml").write_text("a: {")
+    Path("words.yaml").write_text("words")
+    with pytest.raises(ConfigError, match=told):
+        instrument.attach(loop.model, specs, optimizer=loop.optimizer, out="run").__enter__()
+    assert hook_count(loop.model) == 0
+    assert not Path("run").exists()
+
+
+def test_a_missing_optimizer_is_told_and_leaves_no_folder_in_the_way(loop: Loop, workplace: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: .*optimizer="):
+        instrument.attach(loop.model, SPECS, out="run").__enter__()
+    assert not Path("run").exists()
