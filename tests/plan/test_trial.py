@@ -106,22 +106,50 @@ def test_a_trial_sees_every_tensor_of_every_call() -> None:
     model = Pair()
     x, mask = torch.zeros(3, 4), torch.zeros(3, dtype=torch.bool)
     trial = try_forward(model, lambda: model(x, mask=mask), training=True)
+    # Numbers tell tensors that are met again: 1 and 2 are the arguments, 3 and 5 what fc put out.
+    seen = TensorInfo("0", (3, 4), torch.float32, False, 1)
     assert trial == {
         id(model): Calls(
-            inputs=[[TensorInfo("0", (3, 4), torch.float32, False), TensorInfo("mask", (3,), torch.bool, False)]],
+            inputs=[[seen, TensorInfo("mask", (3,), torch.bool, False, 2)]],
             outputs=[
                 [
-                    TensorInfo("first", (3, 4), torch.float32, True),
-                    TensorInfo("rest.0", (2, 4), torch.float32, True),
-                    TensorInfo("rest.1", (3,), torch.bool, False),
+                    TensorInfo("first", (3, 4), torch.float32, True, 3),
+                    TensorInfo("rest.0", (2, 4), torch.float32, True, 5),
+                    TensorInfo("rest.1", (3,), torch.bool, False, 2),
                 ]
             ],
         ),
         id(model.fc): Calls(
-            inputs=[[TensorInfo("0", (3, 4), torch.float32, False)], [TensorInfo("0", (2, 4), torch.float32, False)]],
-            outputs=[[TensorInfo("", (3, 4), torch.float32, True)], [TensorInfo("", (2, 4), torch.float32, True)]],
+            inputs=[[seen], [TensorInfo("0", (2, 4), torch.float32, False, 4)]],
+            outputs=[
+                [TensorInfo("", (3, 4), torch.float32, True, 3)],
+                [TensorInfo("", (2, 4), torch.float32, True, 5)],
+            ],
         ),
     }
+
+
+def test_a_tensor_that_was_written_to_is_another_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Identity())
+    trial = try_forward(model, lambda: model(torch.zeros(1, 2)), training=True)
+    linear, relu, identity = (trial[id(module)].outputs[0][0].number for module in model)
+    assert linear != relu
+    assert relu == identity == trial[id(model)].outputs[0][0].number
+
+
+def test_a_model_that_turns_inference_mode_on_can_be_tried() -> None:
+    class Inferring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return self.fc(x)
+
+    model = Inferring()
+    trial = try_forward(model, lambda: model(torch.zeros(1, 2)), training=True)
+    assert not trial[id(model.fc)].outputs[0][0].requires_grad
 
 
 def test_a_module_that_does_not_run_is_not_in_the_trial() -> None:
