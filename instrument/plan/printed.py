@@ -166,7 +166,7 @@ def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tup
     ]
     rest = [layer for layer in named if layer not in typed and layer not in excluded]
     of_parameters = spec.definition.family != "module"
-    bare = [layer for layer in rest if of_parameters and any(id(p) not in seen for p in layer.module.parameters())]
+    bare = [layer for layer in rest if of_parameters and _has_some_below_alone(spec, layer, seen)]
     if typed:
         yield f"not of type {' or '.join(spec.types)}", typed
     if excluded:
@@ -175,10 +175,18 @@ def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tup
         yield "no parameter of its own", bare
 
 
+def _has_some_below_alone(spec: HookSpec, layer: Layer, seen: set[int]) -> bool:
+    """Whether a layer without parameters of its own stands above some that the spec would have meant."""
+    if any(True for _ in layer.own_parameters()):
+        return False
+    missed = [name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in seen]
+    return any(not spec.params or any(matches(pattern, own) for pattern in spec.params) for own in missed)
+
+
 def human_bytes(count: float) -> str:
     """`1.2 MB`: powers of 1000, three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
         count /= 1000
-    raise AssertionError("unreachable")
+        units.pop(0)
+    return f"{count:.3g} {units[0]}" if count < 999.5 else f"{count:,.0f} {units[0]}"

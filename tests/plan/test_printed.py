@@ -1,0 +1,223 @@
+"""The plan as it is shown, for a small model: every module, every spec, and why something is not matched."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from instrument.plan.cost import Length, cost_of
+from instrument.plan.printed import describe_action, human_bytes, plan_notes, plan_view
+from instrument.plan.sites import HookPlan, make_plan
+from instrument.plan.trial import Trial, try_forward
+from instrument.spec.parse import parse_hooks
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), nn.Flatten())
+        self.head = nn.Linear(8, 3)
+        self.again = self.head
+        self.unused = nn.Tanh()
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.spare = [nn.Linear(1, 1)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.frozen(self.head(self.encoder(images))) * self.scale[0]
+
+
+def planned(**hooks: dict[str, Any]) -> tuple[HookPlan, dict[str, Trial]]:
+    model = Small()
+    plan = make_plan(parse_hooks(hooks), model)
+    trial = try_forward(model, lambda: model(torch.zeros(2, 1, 4, 4)), training=True)
+    return plan, {"train": trial, "eval": trial}
+
+
+def shown(steps: int = 20, **hooks: dict[str, Any]) -> list[str]:
+    plan, trials = planned(**hooks)
+    cost = cost_of(plan, trials, Length(steps, 1, steps, [steps], 1))
+    console = Console(file=io.StringIO(), width=160)
+    console.print(plan_view(plan, trials, cost, steps))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def line_with(lines: list[str], start: str) -> str:
+    (found,) = [line for line in lines if line.strip(" │├└─").startswith(start)]
+    return found.strip(" │├└─")
+
+
+LOOK = {"kind": "forward", "action": "record"}
+SPECS: dict[str, dict[str, Any]] = {
+    "all": {**LOOK, "layers": "**", "every": 5, "stats": ["mean"]},
+    "maps": {**LOOK, "layers": "encoder.*", "steps": [0, 3], "tensors": True, "samples": 1},
+    "tame": {"layers": "head", "kind": "parameter_grad", "action": "clip", "norm": 0.5},
+}
+
+
+def test_every_module_stands_with_its_type_parameters_names_and_specs() -> None:
+    lines = shown(**SPECS)
+    assert lines[0].strip() == ". Small  5 parameters  all"
+    assert line_with(lines, "encoder") == "encoder Sequential  all"
+    assert line_with(lines, "0 Sequential") == "0 Sequential  all, maps"
+    assert line_with(lines, "0 Conv2d") == "0 Conv2d  20 parameters  all"
+    assert line_with(lines, "1 ReLU") == "1 ReLU  all"
+    assert line_with(lines, "1 Flatten") == "1 Flatten  all, maps"
+    assert line_with(lines, "head") == "head Linear  27 parameters  also again  all, tame"
+    assert line_with(lines, "unused") == "unused Tanh  all"
+    assert line_with(lines, "frozen") == "frozen Linear  12 parameters  all"
+    assert sum(line.startswith(("├", "│", "└", "    ")) for line in lines) == len(list(Small().modules())) - 1
+
+
+def test_the_tree_is_as_deep_as_the_model() -> None:
+    lines = shown(**SPECS)
+    columns = {
+        name: next(line for line in lines if name in line).index(name)
+        for name in ("encoder", "0 Seq", "0 Conv", "head")
+    }
+    assert columns["encoder"] == columns["head"] < columns["0 Seq"] < columns["0 Conv"]
+
+
+def test_every_spec_stands_with_what_it_does_when_and_what_it_writes() -> None:
+    lines = shown(steps=20, **SPECS)
+    assert "3 hooks in 20 steps" in [line.strip() for line in lines]
+    header = next(line for line in lines if line.startswith("hook "))
+    assert header.split() == ["hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes"]
+    rows = {line.split()[0]: line.split() for line in lines[lines.index(header) + 1 :] if line}
+    # "all" is due in 4 of 20 steps, at 9 modules, one of which never runs
+    assert rows["all"][1:-2] == ["forward", "record", "stats", "9", "every", "5", "steps", "8", "32"]
+    assert rows["maps"][1:-2] == ["forward", "record", "stats,", "tensors", "2", "steps", "0,", "3", "4", "8"]
+    assert rows["tame"][1:-2] == ["parameter_grad", "clip", "norm", "0.5", "2", "every", "step", "2", "40"]
+    assert rows["in"][:-2] == ["in", "all", "13", "14", "80"]
+    assert all(row[-1] in ("B", "kB", "MB") for row in (rows["all"], rows["maps"], rows["tame"], rows["in"]))
+
+
+def test_a_spec_that_is_never_due_says_so() -> None:
+    (line,) = [line for line in shown(steps=3, late={**LOOK, "layers": "**", "start": 5}) if line.startswith("late")]
+    assert "never: every step of [5, end)" in line
+    assert line.split()[-3:] == ["0", "0", "B"]
+
+
+def test_a_plan_without_hooks_shows_the_modules_alone() -> None:
+    lines = shown()
+    assert line_with(lines, "head") == "head Linear  27 parameters  also again"
+    assert "0 hooks in 20 steps" in [line.strip() for line in lines]
+    assert not any("in all" in line for line in lines)
+
+
+def test_what_looks_like_markup_in_a_slice_or_name_is_printed_as_it_is() -> None:
+    lines = shown(window={**LOOK, "layers": "**", "start": 1, "stop": 4})
+    assert any("every step of [1, 4)" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------ notes
+
+HIDDEN = "spare[0] (Linear) is kept in a plain Python list or dict: PyTorch cannot see it, and no glob matches it"
+
+
+def notes(**spec: Any) -> list[str]:
+    plan, trials = planned(mine={"action": "record", **spec})
+    found = list(plan_notes(plan, trials))
+    assert found.pop() == HIDDEN
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"layers": "head", "kind": "forward"}, []),
+        ({"layers": "encoder.**", "kind": "forward"}, []),
+        (
+            {"layers": "encoder.*", "kind": "forward"},
+            ["mine: 'encoder.*' stops where 'encoder.*.**' would go on: encoder.0.0, encoder.0.1"],
+        ),
+        ({"layers": ["head", "unused"], "kind": "forward"}, ["mine: not called in a trial forward pass: unused"]),
+        (
+            {"layers": ["head", "frozen.**"], "exclude": "frozen", "kind": "parameter_grad"},
+            ["mine: taken away by exclude: frozen"],
+        ),
+        (
+            {"layers": "encoder.**", "types": "ReLU", "kind": "forward"},
+            ["mine: not of type ReLU: encoder, encoder.0, encoder.0.0, encoder.1"],
+        ),
+        ({"layers": "encoder.**", "kind": "parameter_grad"}, []),
+        (
+            {"layers": ["encoder.0", "head"], "kind": "parameter_grad", "params": "bias"},
+            ["mine: no parameter of its own: encoder.0"],
+        ),
+        (
+            {"layers": ["encoder.0", "head"], "kind": "parameter_grad"},
+            ["mine: no parameter of its own: encoder.0"],
+        ),
+        (
+            {"layers": "**", "kind": "parameter_grad", "params": "bias"},
+            [
+                "mine: frozen.bias: the parameter is frozen",
+            ],
+        ),
+    ],
+)
+def test_what_a_user_may_expect_and_is_not_matched_is_noted_with_the_reason(
+    spec: dict[str, Any], told: list[str]
+) -> None:
+    assert notes(**spec) == told
+
+
+def test_the_notes_stand_below_the_plan() -> None:
+    lines = [line.strip() for line in shown(mine={**LOOK, "layers": "unused"})]
+    assert lines[-3:] == [
+        "Not matched, or not to be seen:",
+        "mine: not called in a trial forward pass: unused",
+        HIDDEN,
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"action": "record"}, "record stats"),
+        ({"action": "record", "tensors": True}, "record stats, tensors"),
+        ({"action": "record", "tensors": True, "stats": "none"}, "record tensors"),
+        ({"action": "clip", "min": -1, "max": 2.5}, "clip min -1 max 2.5"),
+        ({"action": "clip", "value": 0.1}, "clip value 0.1"),
+        ({"action": "clip", "norm": 1.0}, "clip norm 1"),
+        ({"action": "scale", "factor": 0.5}, "scale factor 0.5"),
+        ({"action": "modify", "fn": "noise", "std": 0.05}, "modify noise std 0.05"),
+        ({"action": "modify", "fn": "zero"}, "modify zero"),
+        ({"action": "modify", "fn": {"_target_": "mine.shift", "by": 1}}, "modify mine.shift"),
+        (
+            {"kind": "parameter_grad", "action": "modify", "fn": "l2", "coefficient": 1e-4},
+            "modify l2 coefficient 0.0001",
+        ),
+    ],
+)
+def test_an_action_in_a_few_words(spec: dict[str, Any], words: str) -> None:
+    (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
+    assert describe_action(parsed) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (12_345, "12.3 kB"),
+        (999_400, "999 kB"),
+        (999_999, "1 MB"),
+        (2.5e9, "2.5 GB"),
+        (1e13, "10 TB"),
+        (5e15, "5,000 TB"),
+    ],
+)
+def test_bytes_for_people(count: float, told: str) -> None:
+    assert human_bytes(count) == told
