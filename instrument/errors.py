@@ -4,13 +4,16 @@ InstrumentError                     exit code 1
 ├── ConfigError                     exit code 2: what was written cannot be meant
 ├── HookError                       a hook failed at a layer and a step
 │   └── HookResultError             a hook returned a value that does not fit in the place of the old one
-└── AlreadyAttachedError            one probe, entered twice
+├── AlreadyAttachedError            one probe, entered twice
+└── NoRunError                      nothing to load (in instrument.analysis.load)
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
+import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,13 +38,16 @@ def nearest(word: str, options: Iterable[str], *, most: int = 3) -> list[str]:
     return list(dict.fromkeys([*folded, *close]))[:most]
 
 
+# This package, the standard library, and code that is in no file.
+_NOBODYS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
+
+
 def own_frame(error: BaseException) -> str:
     """Where in the user's own code an error arose, as ` (in model.py:12, forward)`; empty where it was in nobody's."""
-    packages = ("site-packages", f"{os.sep}instrument{os.sep}", f"{os.sep}lib{os.sep}python", "<")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in packages)
+        if not (frame.filename.startswith(_NOBODYS) or re.search(r"[\\/](site|dist)-packages[\\/]", frame.filename))
     ]
     return f" (in {frames[-1].filename}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
 
