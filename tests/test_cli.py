@@ -321,6 +321,13 @@ def test_a_fallback_is_told_on_screen_in_run_json_and_in_the_events_even_when_qu
     assert "stand in for it" in run.events.message[0]
 
 
+def test_the_summary_repeats_a_fallback(cli: Cli) -> None:
+    answer = cli("+exp=mnist_hooks", "data.root=nowhere", "data.dataset.download=false", *SHORT[3:])
+    start, summary = answer.out.split("Recorded", 1)
+    for part in (start, summary):
+        assert "stand in for it" in " ".join(part.split())
+
+
 def test_a_quiet_run_prints_nothing(cli: Cli) -> None:
     answer = cli(*TINY, "hooks=activations", "quiet=true")
     assert (answer.code, answer.out, answer.err) == (0, "", "")

@@ -51,7 +51,8 @@ class OwnConf(SearchPathPlugin):
             return
         search_path.append("working directory", f"file://{own}")
         for file in sorted(own.rglob("*.yaml")):
-            if (packaged / file.relative_to(own)).exists():
+            same = packaged / file.relative_to(own)
+            if same.exists() and same.read_bytes() != file.read_bytes():
                 name = f"conf/{file.relative_to(own)}"
                 print(f"warning: {name} is not used: the package has one of this name; choose another", file=sys.stderr)
 

@@ -1,0 +1,120 @@
+"""The wheel: what is in it, and that it works where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=1", "hooks=activations")
+
+
+def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "INSTRUMENT_DATA")}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**environment, "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy, so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("build")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("instrument", "conf"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        folder,
+        source,
+        cwd=folder,
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts of an environment of its own with the wheel in it, which borrows what the wheel depends on."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False, symlinks=True)
+    paths = sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
+    packages = Path(paths["purelib"])
+    packages.joinpath("borrowed.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # read as a path: its .pth files are not
+    python = home / "bin" / "python"
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "-q", wheel, cwd=home)
+    return home / "bin"
+
+
+def test_the_wheel_holds_every_module_every_configuration_and_the_mark_of_types(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(file.relative_to(REPOSITORY)) for file in REPOSITORY.glob("instrument/**/*.py")}
+    yaml = {f"instrument/{file.relative_to(REPOSITORY)}" for file in REPOSITORY.glob("conf/**/*.yaml")}
+    assert len(yaml) > 20
+    wanted = modules | yaml | {"instrument/py.typed", "instrument/conf/schema.json"}
+    assert wanted - names == set()
+    assert {name.split("/")[0] for name in names} == {
+        "instrument",
+        next(n for n in names if "dist-info" in n).split("/")[0],
+    }
+
+
+def test_the_command_and_the_module_run_where_there_is_no_checkout_with_a_model_that_lies_there(
+    installed: Path, tmp_path: Path
+) -> None:
+    where = call(installed / "python", "-c", "import instrument; print(instrument.__file__)", cwd=tmp_path).stdout
+    assert Path(where.strip()).is_relative_to(installed.parent)
+    (tmp_path / "conf" / "exp").mkdir(parents=True)
+    (tmp_path / "conf" / "exp" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /data: digits\n  - _self_\n"
+        "model: {_target_: nearby.Net}\ntrain: {steps: 1}\n"
+    )
+    (tmp_path / "nearby.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+    )
+    for out, command in (("a", ["instrument"]), ("b", ["python", "-m", "instrument"])):
+        program, *rest = command
+        done = call(installed / program, *rest, "+exp=mine", "hooks=activations", f"hydra.run.dir={out}", cwd=tmp_path)
+        assert "Net with 650 trainable parameters" in done.stdout
+        assert done.stderr == ""
+        assert (tmp_path / out / "stats").is_dir()
+
+
+def test_inside_a_checkout_the_installed_command_uses_its_own_configurations(installed: Path, tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
+    done = call(installed / "instrument", *TINY, "hydra.run.dir=out", cwd=tmp_path)
+    assert "step 1/1" in done.stdout
+    assert done.stderr == ""
+    (tmp_path / "conf" / "exp" / "mnist_hooks.yaml").write_text("# @package _global_\nname: changed\n")
+    done = call(installed / "python", "-m", "instrument", "+exp=mnist_hooks", "--cfg", "job", cwd=tmp_path)
+    assert "name: mnist_hooks" in done.stdout
+    assert done.stderr.count("warning") == 1
+    assert "conf/exp/mnist_hooks.yaml is not used" in done.stderr
