@@ -11,8 +11,13 @@ from .recorder import RANK
 NEVER_DUE = "never due: its schedule has none of the steps that were run"
 
 
-def coverage_rows(lives: Sequence[LiveSite]) -> list[dict[str, Any]]:
-    """One row a site, in the order of the columns of the coverage table."""
+def coverage_rows(lives: Sequence[LiveSite], *, running: bool) -> list[dict[str, Any]]:
+    """One row a site, in the order of the columns of the coverage table.
+
+    Args:
+        lives: The sites.
+        running: Whether a step has begun that is not over; what is due in it is not held against anyone yet.
+    """
     return [
         {
             "hook": live.site.spec.name,
@@ -24,7 +29,7 @@ def coverage_rows(lives: Sequence[LiveSite]) -> list[dict[str, Any]]:
             "rank": RANK,
             "expected": live.expected,
             "fired": live.fired,
-            "cause": live.cause or ("" if live.expected else NEVER_DUE),
+            "cause": live.cause or ("" if live.expected or (running and live.due) else NEVER_DUE),
         }
         for live in lives
     ]

@@ -56,7 +56,7 @@ class Probe:
         self.lives = [LiveSite(site, actions[site.spec.name], self.clock) for site in plan.sites]
         self._families: list[Family] = []
         self._entered = False
-        self._turn_open = True
+        self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
         self._require_optimizer()
 
@@ -143,11 +143,13 @@ class Probe:
     def phase(self, phase: str) -> None:
         if phase not in ("train", "eval"):
             raise ValueError(f"phase has to be 'train' or 'eval', not {phase!r}")
-        if phase != self.phase:
-            if self._turn_open and any(live.busy for live in self.lives):
-                self._end_turn()
-            self._retime(micro_step=0, phase=phase)
-            self._turn_open = True
+        if phase == self.phase:
+            return
+        if self._busy:
+            self.end_micro_step()
+        if phase == "eval":
+            self._micro_steps = self.clock.moment.micro_step
+        self._retime(micro_step=0 if phase == "eval" else self._micro_steps, phase=phase)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -175,9 +177,16 @@ class Probe:
 
         A loop that does not accumulate gradients need not call it.
         """
-        self._end_turn()
-        self._turn_open = False
+        for live in self.lives:
+            if live.due and not live.at_boundary:
+                live.settle(NO_GRADIENT if live.site.parameter is not None else NOT_CALLED, NO_GRADIENT)
+        self.clock.turn += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether anything happened in the micro-step that is running."""
+        return any(live.busy for live in self.lives if not live.at_boundary)
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
@@ -192,8 +201,8 @@ class Probe:
         Returns:
             The row of metrics that was written.
         """
-        if self._turn_open:
-            self._end_turn()
+        if self._busy or not self.clock.moment.micro_step:
+            self.end_micro_step()
         for live in self.lives:
             if live.due and live.at_boundary:
                 live.settle(NO_STEP, NO_GRADIENT)
@@ -201,7 +210,6 @@ class Probe:
         self.recorder.end_step()
         self._step_began = time.perf_counter()
         self._retime(step=self.step + 1, micro_step=0)
-        self._turn_open = True
         return row
 
     def write_metrics(
@@ -234,13 +242,6 @@ class Probe:
             for family in self._families:
                 family.refresh()
 
-    def _end_turn(self) -> None:
-        """A micro-step is over: what the module kinds should have seen in it is settled."""
-        for live in self.lives:
-            if live.due and not live.at_boundary:
-                live.settle(NO_GRADIENT if live.site.parameter is not None else NOT_CALLED, NO_GRADIENT)
-        self.clock.turn += 1
-
     # ------------------------------------------------------------------------------------------------ the record
 
     def event(self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None) -> None:
@@ -249,7 +250,7 @@ class Probe:
 
     def coverage(self) -> list[dict[str, Any]]:
         """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""
-        return coverage_rows(self.lives)
+        return coverage_rows(self.lives, running=self._busy)
 
     def _write_layers(self) -> None:
         rows = []
@@ -271,7 +272,7 @@ class Probe:
     def _finish(self, error: BaseException | None) -> None:
         """Write down what is left: the rows of a step that broke off, the ledger, and what is wrong with it."""
         self.recorder.end_step()
-        rows = self.coverage()
+        rows = coverage_rows(self.lives, running=self._busy or error is not None)
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):
             self.event("coverage", message, layer=layer)

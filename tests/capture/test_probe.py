@@ -1,0 +1,381 @@
+"""The life of a probe: attached, told of steps and evaluations, left; and the ledger that it keeps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument import AlreadyAttachedError, MemorySink, Probe
+from instrument.capture.coverage import NEVER_DUE
+from instrument.plan.sites import make_plan
+from instrument.spec.parse import parse_hooks
+
+RECORD = {"layers": ".", "kind": "forward", "action": "record"}
+
+
+def probe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **specs: Any) -> Probe:
+    return Probe(make_plan(parse_hooks(specs), model), MemorySink(), optimizer=optimizer)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+X = torch.ones(3, 2)
+
+
+# ------------------------------------------------------------------------------------------------ life
+
+
+def test_a_probe_is_attached_once_and_refuses_a_second_time(model: nn.Module) -> None:
+    probe = probe_of(model, h=RECORD)
+    with probe:
+        with pytest.raises(AlreadyAttachedError):
+            probe.__enter__()
+        model(X)
+        probe.end_step()
+    with pytest.raises(AlreadyAttachedError), probe:
+        pass
+    assert not model._forward_hooks
+    assert len(probe.sink.rows["stats"]) == 1
+
+
+def test_two_probes_on_one_model_do_not_know_each_other(model: nn.Module) -> None:
+    double = {**RECORD, "action": "scale", "factor": 2.0}
+    with probe_of(model, outer=double) as outer:
+        with probe_of(model, inner=RECORD) as inner:
+            doubled = model(X)
+            inner.end_step()
+        assert torch.equal(model(X), doubled)
+        outer.end_step()
+    assert torch.equal(model(X) * 2, doubled)
+    assert len(inner.sink.rows["stats"]) == 1
+    assert len(outer.sink.rows["effects"]) == 2
+
+
+def test_the_sink_is_closed_however_the_probe_is_left(model: nn.Module) -> None:
+    for error in (None, ValueError("no"), KeyboardInterrupt()):
+        probe = probe_of(model, h=RECORD)
+
+        def use(probe: Probe = probe, error: BaseException | None = error) -> None:
+            with probe:
+                model(X)
+                if error is None:
+                    probe.end_step()
+                if error is not None:
+                    raise error
+
+        if error is None:
+            use()
+        else:
+            with pytest.raises(type(error)):
+                use()
+        assert probe.sink.closed
+        assert len(probe.sink.rows["stats"]) == 1, "the rows of the step that broke off are kept"
+        events = [(row["rule"], row["message"], row["severity"]) for row in probe.sink.records("events")]
+        wanted = {ValueError: ("error", "ValueError: no"), KeyboardInterrupt: ("interrupted", "KeyboardInterrupt: ")}
+        assert events == ([] if error is None else [(*wanted[type(error)], "error")])
+
+
+def test_layers_are_written_when_the_probe_is_attached() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, bias=False))
+    model.again = model[0]
+    model[2].requires_grad_(False)
+    with probe_of(model, a={**RECORD, "layers": "*"}, b={**RECORD, "types": "Linear", "layers": None}) as probe:
+        rows = {row["layer"]: row for row in probe.sink.records("layers")}
+    assert list(rows) == ["", "0", "1", "2"]
+    assert rows["0"]["aliases"] == ["again"]
+    seen = [
+        tuple(rows[name][key] for key in ("module_type", "depth", "parameters", "trainable", "hooks")) for name in rows
+    ]
+    assert seen == [
+        ("Sequential", 0, 0, 0, []),
+        ("Linear", 1, 6, 6, ["a", "b"]),
+        ("BatchNorm1d", 1, 4, 4, ["a"]),
+        ("Linear", 1, 2, 0, ["a", "b"]),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def test_end_step_gives_and_writes_the_metrics_of_the_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with probe_of(model, optimizer, h=RECORD) as probe:
+        probe.epoch = 3
+        time.sleep(0.02)
+        row = probe.end_step(loss=torch.tensor(1.5, requires_grad=True), accuracy=torch.tensor(0.5), grad_norm=2.0)
+        assert probe.step == 1
+        optimizer.param_groups[0]["lr"] = 0.125
+        probe.end_step(lr=0.75)
+        probe.end_step()
+    assert (row["loss"], row["accuracy"], row["grad_norm"], row["lr"]) == (1.5, 0.5, 2.0, 0.25)
+    first, second, third = probe.sink.records("metrics")
+    assert {key: first[key] for key in ("step", "epoch", "phase", "loss", "accuracy", "grad_norm", "lr")} == {
+        "step": 0,
+        "epoch": 3,
+        "phase": "train",
+        "loss": 1.5,
+        "accuracy": 0.5,
+        "grad_norm": 2.0,
+        "lr": 0.25,
+    }
+    assert 0.02 <= first["seconds"] < 5
+    assert (second["step"], second["loss"], second["lr"]) == (1, None, 0.75)
+    assert second["seconds"] < first["seconds"], "each step is timed from the end of the one before"
+    assert third["lr"] == 0.125
+
+
+def test_rows_reach_the_sink_when_the_step_ends_and_not_before(model: nn.Module) -> None:
+    with probe_of(model, h={**RECORD, "tensors": True}) as probe:
+        model(X)
+        assert probe.sink.rows["stats"] == probe.sink.rows["tensors"] == []
+        probe.end_step()
+        assert (len(probe.sink.rows["stats"]), len(probe.sink.rows["tensors"])) == (1, 1)
+        assert probe.sink.steps == 1
+
+
+def test_an_evaluation_has_its_own_phase_and_micro_steps_and_leaves_the_step_as_it_was(model: nn.Module) -> None:
+    with probe_of(model, train=RECORD, eval={**RECORD, "phase": "eval"}) as probe:
+        for _ in range(2):
+            model(X)
+            probe.end_step()
+        with probe.evaluating():
+            assert probe.phase == "eval"
+            for _ in range(2):
+                model(X)
+                probe.end_micro_step()
+            probe.write_metrics(loss=1.0, seconds=0.5, samples=3)
+        assert (probe.phase, probe.step) == ("train", 2)
+        model(X)
+        probe.end_step()
+    rows = [(row["hook"], row["phase"], row["step"], row["micro_step"]) for row in probe.sink.records("stats")]
+    assert rows == [
+        *[("train", "train", step, 0) for step in range(2)],
+        *[("eval", "eval", 2, micro_step) for micro_step in range(2)],
+        ("train", "train", 2, 0),
+    ]
+    metrics = probe.sink.records("metrics")[2]
+    assert [metrics[name] for name in ("step", "phase", "seconds", "samples_per_second")] == [2, "eval", 0.5, 6.0]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3), (2, 2)]
+
+
+def test_an_evaluation_that_fails_puts_the_phase_back(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        with pytest.raises(ValueError, match="no"), probe.evaluating():
+            raise ValueError("no")
+        assert probe.phase == "train"
+
+
+def test_there_are_two_phases(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'train' or 'eval', not 'test'"):
+        probe.phase = "test"
+
+
+# ------------------------------------------------------------------------------------------------ coverage
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, 12),
+        ({"every": 5}, 3),
+        ({"every": 5, "start": 2}, 2),
+        ({"start": 10}, 2),
+        ({"stop": 3}, 3),
+        ({"steps": [0, 7, 99]}, 2),
+        ({"phase": "eval"}, 4),
+        ({"phase": "eval", "every": 8}, 2),
+    ],
+    ids=str,
+)
+def test_what_is_expected_follows_the_schedule(model: nn.Module, schedule: dict[str, Any], expected: int) -> None:
+    with probe_of(model, h={**RECORD, **schedule}) as probe:
+        for step in range(12):
+            model(X)
+            probe.end_step()
+            if step % 4 == 3:
+                with probe.evaluating():
+                    model(X)
+                    if step == 7:
+                        probe.end_micro_step()
+                        model(X)
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"], row["cause"]) == (expected, expected, "")
+    assert probe.sink.rows["events"] == []
+
+
+def test_with_accumulation_module_kinds_are_expected_in_each_micro_step_and_the_boundary_once(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = ["forward", "full_backward_pre", "post_accumulate_grad", "parameter_grad", "step_post"]
+    specs = {kind: {"layers": ".", "kind": kind, "action": "record", "every": 2} for kind in kinds}
+    with probe_of(model, optimizer, **specs) as probe:
+        for _ in range(4):
+            for _ in range(3):
+                model(X).sum().backward()
+                probe.end_micro_step()
+            optimizer.step()
+            probe.end_step()
+    counts = {row["hook"]: (row["expected"], row["fired"]) for row in probe.coverage()}
+    assert counts == {
+        "forward": (6, 6),
+        "full_backward_pre": (6, 6),
+        "post_accumulate_grad": (6, 6),
+        "parameter_grad": (2, 2),
+        "step_post": (2, 2),
+    }
+
+
+def test_a_hook_that_was_never_due_is_told(model: nn.Module) -> None:
+    with probe_of(model, late={**RECORD, "start": 100}, now=RECORD) as probe:
+        model(X)
+        probe.end_step()
+    late, now = probe.sink.records("coverage")
+    assert (late["expected"], late["fired"], late["cause"]) == (0, 0, NEVER_DUE)
+    assert (now["expected"], now["fired"], now["cause"]) == (1, 1, "")
+    (event,) = probe.sink.records("events")
+    assert "'late'" in event["message"]
+    assert event["layer"] == ""
+
+
+def test_layers_with_one_cause_share_one_event_that_names_the_first_five() -> None:
+    model = nn.Sequential(nn.ModuleList(nn.Linear(1, 1) for _ in range(7)), nn.Linear(2, 1))
+    model.forward = model[1].forward
+    with probe_of(model, h={**RECORD, "layers": "0.*"}) as probe:
+        model(X)
+        probe.end_step()
+    (event,) = probe.sink.records("events")
+    for part in ("hook 'h' (forward) fired 0 of 7 times", "0.0, 0.1, 0.2, 0.3, 0.4 and 2 more", "not called"):
+        assert part in event["message"]
+    assert event["layer"] is None
+    assert event["severity"] == "warning"
+
+
+def test_a_step_that_broke_off_is_not_held_against_anyone(model: nn.Module) -> None:
+    probe = probe_of(model, h={**RECORD, "kind": "tensor"})
+
+    def use() -> None:
+        with probe:
+            model(X).sum().backward()
+            probe.end_step()
+            model(X)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"], row["cause"]) == (1, 1, "")
+
+
+@pytest.mark.parametrize("error", [None, KeyError], ids=str)
+def test_a_first_step_that_is_not_over_does_not_make_a_hook_one_that_was_never_due(
+    model: nn.Module, error: type[Exception] | None
+) -> None:
+    probe = probe_of(model, now=RECORD, at_the_end={**RECORD, "kind": "tensor"}, late={**RECORD, "start": 1})
+
+    def use() -> None:
+        with probe:
+            model(X)
+            if error is not None:
+                raise error
+
+    if error is None:
+        use()
+    else:
+        with pytest.raises(error):
+            use()
+    causes = {row["hook"]: row["cause"] for row in probe.sink.records("coverage")}
+    assert causes == {"now": "", "at_the_end": "", "late": NEVER_DUE}
+
+
+def test_a_hook_that_would_be_due_in_the_step_after_the_last_was_never_due(model: nn.Module) -> None:
+    with probe_of(model, h={**RECORD, "steps": [2]}) as probe:
+        for _ in range(2):
+            model(X)
+            probe.end_step()
+    assert [row["cause"] for row in probe.sink.records("coverage")] == [NEVER_DUE]
+
+
+@pytest.mark.parametrize("told", [0, 1, 2], ids=lambda n: f"{n} micro-steps told")
+def test_an_evaluation_inside_a_step_is_no_micro_step_of_it(model: nn.Module, told: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    specs = {kind: {**RECORD, "kind": kind} for kind in ("forward", "tensor", "post_accumulate_grad", "parameter_grad")}
+    with probe_of(model, optimizer, **specs, eval={**RECORD, "phase": "eval"}) as probe:
+        for _ in range(2):
+            for i in range(2):
+                model(X).sum().backward()
+                if i < told:
+                    probe.end_micro_step()
+            optimizer.step()
+            with probe.evaluating():
+                model(X)
+            probe.end_step()
+    counts = {row["hook"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert counts == {
+        "forward": (4, 4, ""),
+        "tensor": (4, 4, ""),
+        "post_accumulate_grad": (4, 4, ""),
+        "parameter_grad": (2, 2, ""),
+        "eval": (2, 2, ""),
+    }
+    rows = [
+        (row["step"], row["micro_step"], row["call"]) for row in probe.sink.records("stats") if row["hook"] == "forward"
+    ]
+    one_step = {0: [(0, 0), (0, 1)], 1: [(0, 0), (1, 0)], 2: [(0, 0), (1, 0)]}[told]
+    assert rows == [(step, *each) for step in range(2) for each in one_step]
+
+
+def test_an_evaluation_between_micro_steps_lets_them_count_on(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for i in range(3):
+            model(X)
+            probe.end_micro_step()
+            if i == 1:
+                with probe.evaluating():
+                    model(X)
+        probe.end_step()
+    assert [row["micro_step"] for row in probe.sink.records("stats")] == [0, 1, 2]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3)]
+
+
+def test_a_run_without_a_step_has_a_ledger_too(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        pass
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"]) == (0, 0)
+
+
+def test_an_event_of_the_loops_own_bears_the_step(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        probe.end_step()
+        probe.event("fallback", "words", severity="info", layer="x")
+    told = probe.sink.records("events")[0]
+    assert (told["step"], told["rule"], told["message"], told["severity"], told["layer"]) == (
+        1,
+        "fallback",
+        "words",
+        "info",
+        "x",
+    )
+
+
+def test_the_same_module_in_two_hooks_is_called_once_and_counted_for_both() -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    model = Counted(2, 1)
+    with instrument.attach(model, {"a": RECORD, "b": {**RECORD, "role": "input"}}) as probe:
+        model(X)
+        probe.end_step()
+    assert len(calls) == 1
+    assert [row["fired"] for row in probe.coverage()] == [1, 1]

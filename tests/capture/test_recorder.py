@@ -1,0 +1,166 @@
+"""The recorder of a step: rows from numbers that are at hand, and from numbers that are on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import MemorySink
+from instrument.actions.base import Context, Effect, Moment
+from instrument.capture import recorder as module
+from instrument.capture.recorder import Recorder, fetch
+from instrument.stats.kernel import measure_on_device
+
+CONTEXT = Context("h", "forward", "output", "a.b", nn.ReLU(), "0", Moment(3, 1, 2, "train"), call=4, recompute=True)
+
+
+def test_a_row_says_where_and_when_it_comes_from() -> None:
+    sink = MemorySink()
+    recorder = Recorder(sink)
+    recorder.add_stats(CONTEXT, ("mean",), [0.5])
+    recorder.end_step()
+    (row,) = sink.records("stats")
+    assert {key: row[key] for key in list(row)[:13]} == {
+        "step": 3,
+        "micro_step": 1,
+        "epoch": 2,
+        "phase": "train",
+        "rank": 0,
+        "hook": "h",
+        "layer": "a.b",
+        "module_type": "ReLU",
+        "kind": "forward",
+        "role": "output",
+        "path": "0",
+        "call": 4,
+        "recompute": True,
+    }
+    assert row["mean"] == 0.5
+    assert recorder.rows_written == 1
+
+
+def test_rows_are_handed_over_once_and_in_their_order() -> None:
+    sink = MemorySink()
+    recorder = Recorder(sink)
+    for value in (1.0, 2.0):
+        recorder.add_stats(CONTEXT, ("mean",), [value])
+        recorder.add_effect(CONTEXT, Effect(4, [1, value, value], None))
+        recorder.add_tensor(CONTEXT, (9, 9), torch.tensor([[value]]))
+    recorder.end_step()
+    recorder.end_step()
+    assert [row["mean"] for row in sink.records("stats")] == [1.0, 2.0]
+    assert [row["norm_before"] for row in sink.records("effects")] == [1.0, 2.0]
+    kept = sink.records("tensors")
+    assert [(row["values"].item(), row["shape"], row["source_shape"]) for row in kept] == [
+        (1.0, [1, 1], [9, 9]),
+        (2.0, [1, 1], [9, 9]),
+    ]
+    assert recorder.rows_written == 6
+    assert sink.steps == 2
+
+
+def as_on_a_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
+    return measure_on_device(tensor.detach().reshape(-1), names)
+
+
+def everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
+    """Two steps of a model with records and interventions; measured as on a device where a patch is given."""
+    if monkeypatch is not None:
+        monkeypatch.setattr("instrument.actions.record.measure", as_on_a_device)
+        monkeypatch.setattr("instrument.actions.intervention.measure", as_on_a_device)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    specs = {
+        "all": {"layers": "**", "kind": "forward", "action": "record", "stats": "all"},
+        "few": {"layers": "2", "kind": "full_backward", "action": "record", "stats": ["l1", "nan_count"]},
+        "tame": {"layers": "**", "types": "Linear", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
+        "low": {"layers": "1", "kind": "forward", "action": "clip", "max": 0.2},
+        "half": {"layers": "0", "kind": "tensor", "action": "scale", "factor": 0.5},
+    }
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for step in range(2):
+            optimizer.zero_grad()
+            batch = torch.randn(5, 3) if step else torch.tensor([[math.nan, math.inf, 1.0]])
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return probe.sink
+
+
+def test_rows_from_a_device_are_those_from_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_hand = everything(None)
+    on_device = everything(monkeypatch)
+    for table in ("stats", "effects", "metrics"):
+        assert len(at_hand.rows[table]) == len(on_device.rows[table]) > 0
+        for mine, wanted in zip(on_device.records(table), at_hand.records(table), strict=True):
+            for name in mine.keys() - {"seconds"}:
+                assert type(mine[name]) is type(wanted[name]), name
+                close = wanted[name]
+                if isinstance(close, float):
+                    close = pytest.approx(close, rel=1e-9, abs=1e-12, nan_ok=True)
+                assert mine[name] == close, name
+
+
+@pytest.mark.parametrize("measured", ["at hand", "on a device"])
+def test_numbers_on_a_device_come_over_in_one_transfer_a_step(monkeypatch: pytest.MonkeyPatch, measured: str) -> None:
+    transfers: list[int] = []
+    original: Callable[[Tensor], Any] = Tensor.tolist
+    items: list[int] = []
+
+    def counted(tensor: Tensor) -> Any:
+        transfers.append(tensor.numel())
+        return original(tensor)
+
+    if measured == "on a device":
+        monkeypatch.setattr("instrument.actions.record.measure", as_on_a_device)
+        monkeypatch.setattr("instrument.actions.intervention.measure", as_on_a_device)
+        monkeypatch.setattr(Tensor, "item", lambda tensor: items.append(1))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    specs = {
+        "all": {"layers": "**", "kind": "forward", "action": "record"},
+        "tame": {"layers": "*", "kind": "forward", "action": "clip", "norm": 0.1},
+    }
+    with instrument.attach(model, specs) as probe:
+        monkeypatch.setattr(Tensor, "tolist", counted)
+        model(torch.randn(2, 3))
+        assert transfers == []
+        probe.end_step()
+        assert items == []
+    numbers = 3 * 11 + 2 * 3 if measured == "on a device" else 0
+    assert transfers == [numbers + 2]  # and the two factors of the clips
+
+
+def test_fetch_keeps_order_lengths_and_values_and_takes_no_tensor_at_all() -> None:
+    tensors = [torch.tensor(1.5), torch.tensor([2, 3]), torch.tensor([True]), torch.tensor([], dtype=torch.float16)]
+    assert list(fetch(tensors)) == [[1.5], [2.0, 3.0], [1.0], []]
+    assert list(fetch([])) == []
+
+
+def test_nothing_of_a_graph_is_held_until_the_step_ends() -> None:
+    sink = MemorySink()
+    recorder = Recorder(sink)
+    x = torch.ones(3, requires_grad=True)
+    spec = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
+    with instrument.attach(nn.Identity(), {"h": spec}) as probe:
+        probe.plan.layers.model(x * 2)
+        assert all(tensor.grad_fn is None and not tensor.requires_grad for _, _, tensor in probe.recorder._tensors)
+        probe.end_step()
+    recorder.end_step()
+    assert sink.rows["stats"] == []
+
+
+def test_the_rank_is_the_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RANK", 3)
+    sink = MemorySink()
+    recorder = Recorder(sink)
+    recorder.add_stats(CONTEXT, ("mean",), [0.5])
+    recorder.end_step()
+    assert sink.records("stats")[0]["rank"] == 3

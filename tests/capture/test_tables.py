@@ -1,0 +1,119 @@
+"""The columns: defined in one place, and what a run writes fits them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument.capture.tables import TABLES, Table, as_arrow, markdown
+from instrument.spec.statistics import STATISTICS
+
+MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
+IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "recompute"]
+
+
+@pytest.fixture(scope="module")
+def sink() -> instrument.MemorySink:
+    """What a run writes that has rows for every table."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    model.spare = nn.Linear(1, 1)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    specs = {
+        "r": {"layers": "**", "kind": "forward", "action": "record", "stats": "all", "tensors": True},
+        "c": {"layers": "0", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
+        "z": {"layers": "1", "kind": "forward", "action": "modify", "fn": "zero"},
+    }
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for batch in (torch.randn(3, 2), torch.empty(0, 2)):
+            loss = model(batch).sum()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return probe.sink
+
+
+def rows_of(sink: instrument.MemorySink, name: str) -> list[tuple[Any, ...]]:
+    rows = sink.rows[name]
+    if name == "tensors":  # the values are a tensor until a sink writes them
+        rows = [(*row[:-2], row[-2].flatten().tolist(), None) for row in rows]
+    return rows
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_a_run_writes_fits_its_table_and_comes_back(sink: instrument.MemorySink, name: str) -> None:
+    table = TABLES[name]
+    rows = rows_of(sink, name)
+    assert rows
+    written = as_arrow(table, rows)
+    assert written.schema.equals(table.schema, check_metadata=True)
+    assert written.num_rows == len(rows)
+    back = written.to_pylist()
+    for row, wanted in zip(back, rows, strict=True):
+        assert tuple(row) == table.names
+        for value, given in zip(row.values(), wanted, strict=True):
+            rounded = isinstance(given, float) or (isinstance(given, list) and name == "tensors")  # to float32
+            assert value == (pytest.approx(given, rel=1e-6) if rounded else given)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_without_rows_has_its_schema(name: str) -> None:
+    empty = as_arrow(TABLES[name], [])
+    assert empty.num_rows == 0
+    assert empty.schema.equals(TABLES[name].schema, check_metadata=True)
+
+
+def test_a_row_that_is_too_short_or_of_the_wrong_type_is_refused() -> None:
+    table = TABLES["events"]
+    right = (1, 0, "a", "rule", "message", "info")
+    assert as_arrow(table, [right]).num_rows == 1
+    with pytest.raises(ValueError, match="shorter"):
+        as_arrow(table, [right[:-1]])
+    with pytest.raises(pa.ArrowException):
+        as_arrow(table, [("one", *right[1:])])
+
+
+def test_the_tables_are_those_of_the_design_and_their_columns_begin_with_the_identity() -> None:
+    assert list(TABLES) == ["stats", "tensors", "effects", "metrics", "coverage", "layers", "events"]
+    for name in ("stats", "tensors", "effects"):
+        assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
+    assert list(TABLES["stats"].names[len(IDENTITY) :]) == list(STATISTICS)
+    assert list(TABLES["effects"].names[len(IDENTITY) :]) == [
+        "numel",
+        "changed",
+        "changed_fraction",
+        "norm_before",
+        "norm_after",
+        "factor",
+    ]
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
+def test_every_column_has_a_name_of_its_own_and_says_what_it_means(table: Table) -> None:
+    assert len(set(table.names)) == len(table.columns)
+    assert table.row
+    for column in table.columns:
+        assert column.meaning
+        metadata = table.schema.field(column.name).metadata
+        assert metadata == {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
+
+
+def test_the_docs_table_has_a_line_for_every_column() -> None:
+    text = markdown()
+    for table in TABLES.values():
+        section = text.split(f"### `{table.name}/`: a row is {table.row}\n", 1)[1].split("###")[0]
+        lines = [line for line in section.splitlines() if line.startswith("| `")]
+        assert [line.split("`")[1] for line in lines] == list(table.names)
+        for line, column in zip(lines, table.columns, strict=True):
+            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            assert len(cells) == 4
+            assert cells[2:] == [column.unit, column.meaning]
+    assert "| `values` | list<float> |" in text
+    assert "| `layer` | string (dictionary) |" in text
+    assert "| `step` | int64 | step |" in text
