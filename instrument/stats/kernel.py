@@ -61,7 +61,7 @@ def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
     """All statistics of a flat CPU tensor; `l1` only where it is wanted, since it costs a pass."""
     unit = _unit(flat) if flat.dtype == torch.float64 else 1.0
     nan_count = inf_count = zeros = n = 0
-    mean = m2 = squares = l1 = 0.0
+    pivot = mean = m2 = squares = l1 = 0.0
     low, high = math.inf, -math.inf
     for start in range(0, flat.numel(), BLOCK):
         block = flat[start : start + BLOCK].to(torch.float64)
@@ -80,8 +80,11 @@ def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
         squares += torch.dot(block, block).item()
         if with_l1:
             l1 += block.abs().sum().item()
-        block_mean = block.sum().item() / size
-        centred = block - block_mean
+        if n == 0:
+            pivot = smallest / unit  # means are formed above it, so that equal values have no spread at all
+        moved = block - pivot
+        block_mean = moved.sum().item() / size
+        centred = moved.sub_(block_mean)
         drift = centred.sum().item()  # what rounding left in the mean
         block_m2 = torch.dot(centred, centred).item() - drift * drift / size
         delta, total = block_mean - mean, n + size
@@ -92,7 +95,7 @@ def _measure_blocks(flat: Tensor, with_l1: bool) -> dict[str, float | None]:
     if n == 0:
         return dict.fromkeys(ALL) | counts
     return counts | {
-        "mean": mean * unit,
+        "mean": (pivot + mean) * unit,
         "std": math.sqrt(max(m2, 0.0) / n) * unit,
         "rms": math.sqrt(squares / n) * unit,
         "min": low,
@@ -130,18 +133,20 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
     unit = _unit_on_device(kept) if flat.dtype == torch.float64 and x.numel() else torch.ones_like(n)
     kept = kept / unit
     none = torch.where(n == 0, math.nan, 0.0)  # added to what has no value where nothing is finite
-    mean = kept.sum() / n
-    centred = torch.where(finite, kept - mean, 0.0)
-    drift = centred.sum()
     squares = kept.square().sum()
     if x.numel():
         low = torch.where(finite, x, math.inf).amin()
         high = torch.where(finite, x, -math.inf).amax()
     else:
         low = high = none
+    pivot = low / unit
+    moved = torch.where(finite, kept - pivot, 0.0)
+    mean = moved.sum() / n
+    centred = torch.where(finite, moved - mean, 0.0)
+    drift = centred.sum()
     values = {
         "numel": torch.full_like(n, x.numel()),
-        "mean": mean * unit,
+        "mean": (pivot + mean) * unit,
         "std": ((centred.square().sum() - drift * drift / n) / n).clamp(min=0.0).sqrt() * unit,
         "rms": (squares / n).sqrt() * unit,
         "min": low + none,
