@@ -331,6 +331,18 @@ def test_an_evaluation_inside_a_step_is_no_micro_step_of_it(model: nn.Module, to
     assert rows == [(step, *each) for step in range(2) for each in one_step]
 
 
+def test_a_last_micro_step_that_is_not_told_ends_with_the_step(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for _ in range(2):
+            model(X)
+            probe.end_micro_step()
+            model(X)
+            probe.end_step()
+    rows = [(row["step"], row["micro_step"], row["call"]) for row in probe.sink.records("stats")]
+    assert rows == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(4, 4)]
+
+
 def test_an_evaluation_between_micro_steps_lets_them_count_on(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         for i in range(3):

@@ -305,8 +305,26 @@ def test_a_gradient_is_changed_where_a_view_is_written_to_in_place(kind: str, be
     torch.testing.assert_close(model[0].weight.grad, 3 * plain[0].weight.grad)
 
 
+class Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 2:]
+
+
+def test_a_view_that_had_its_gradient_is_not_seen_again_behind_it() -> None:
+    view, x = First(), torch.ones(2, 4, requires_grad=True)
+    spec = {"layers": ".", "kind": "tensor", "action": "scale", "factor": 3.0}
+    with instrument.attach(view, {"h": spec}) as probe:
+        whole = x * 1.0
+        used = view(whole) * 1.0
+        whole += 1.0  # the view's memory changes, after it was used
+        (used.sum() + whole[:, 2:].sum()).backward()
+        probe.end_step()
+    assert x.grad.tolist() == [[3.0, 3.0, 1.0, 1.0]] * 2
+    assert len(probe.sink.rows["effects"]) == 1
+
+
 def test_the_part_behind_a_view_is_the_views_own_gradient() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), First(), nn.ReLU(inplace=True))
+    model = nn.Sequential(nn.Linear(4, 4), Last(), nn.ReLU(inplace=True))
     with instrument.attach(model, {"h": {**RECORDS["grad_output"], "layers": "1"}}) as probe:
         output = model(torch.randn(3, 4))
         (output * torch.arange(6.0).view(3, 2)).sum().backward()
