@@ -585,3 +585,38 @@ def test_nan_that_stays_nan_has_not_changed_and_norms_are_of_the_finite_values()
     assert (some["changed"], some["norm_before"], some["norm_after"]) == (2, 5.0, 10.0)
     assert (empty["numel"], empty["changed"], empty["changed_fraction"]) == (0, 0, 0.0)
     assert (empty["norm_before"], empty["norm_after"]) == (None, None)
+
+
+class TakesItThrice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.softmax(self.query(hidden) @ self.key(hidden).T, -1) @ self.value(hidden)
+
+
+class ParallelBlock(nn.Module):
+    """One tensor goes into a module that takes it three times, and then elsewhere: the order of the sum is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.attention, self.dense = nn.Linear(16, 16), TakesItThrice(), nn.Linear(16, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.into(inputs)
+        return self.attention(hidden) + self.dense(hidden) + self.attention(hidden)
+
+
+def test_looking_at_a_modules_share_of_a_gradient_does_not_change_the_order_in_which_it_is_added_up() -> None:
+    def gradients(hooks: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = ParallelBlock()
+        with instrument.attach(model, hooks) as probe:
+            model(torch.randn(64, 16) * 7).square().sum().backward()
+            probe.end_step()
+        assert not hooks or {row["layer"] for row in probe.sink.records("stats")} >= {"attention", "dense"}
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    observed = gradients({"own": {"layers": "**", "kind": "full_backward", "action": "record"}})
+    assert all(torch.equal(ours, bare) for ours, bare in zip(observed, gradients({}), strict=True))

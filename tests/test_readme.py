@@ -28,7 +28,9 @@ def instrument_commands() -> list[str]:
 
 
 @pytest.fixture
-def follow(cli: Callable[..., Answer], mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Answer]:
+def follow(
+    cli: Callable[..., Answer], mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Answer]:
     """Run one of the README's commands, on MNIST where it is there; nothing is downloaded where it is not."""
     if mnist_root is not None:
         monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
@@ -68,7 +70,7 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
             newest = max((workplace / "runs" / "mnist_hooks").glob("2*"))
             monkeypatch.syspath_prepend(str(workplace))
             with contextlib.redirect_stdout(None):
-                exec(compile(text.replace(EXAMPLE_RUN, str(newest)), "README.md", "exec"), {})  # noqa: S102
+                exec(compile(text.replace(EXAMPLE_RUN, str(newest)), "README.md", "exec"), {})
     assert done == instrument_commands()
     assert len(done) == 4
     monkeypatch.delitem(sys.modules, "mymodule", raising=False)
@@ -93,6 +95,8 @@ def test_the_overrides_that_the_readme_names_are_taken(follow: Callable[[str], A
     named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
     assert len(named) >= 6
     for override in named:
-        base = "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
+        base = (
+            "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
+        )
         answer = follow(f"python -m instrument {base} plan=true '{override}'")
         assert answer.code == 0, (override, answer.err)

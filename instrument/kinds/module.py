@@ -82,8 +82,7 @@ class ModuleHooks:
         if not self.active or self.clock.closed:
             return None
         again, call = self._call()
-        self.input_gradients.forward_done(output)
-        new = output
+        new = self.input_gradients.forward_done(output)
         if self.seen_input:
             self._act(self.seen_input, _join(args, kwargs), call, again)
         if self.output:

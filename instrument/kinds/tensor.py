@@ -3,9 +3,9 @@
 They give the values that PyTorch's module hooks give, to the bit, and unlike those they survive operations in place
 on the module's input or output (`instrument.kinds.awaited`).
 
-A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module, so the module
-is handed an alias of its own. The same holds for an output that is the input itself (`nn.Identity`, dropout in eval)
-or a parameter.
+A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module: to look at it,
+it is read off the graph (`instrument.kinds.share`); to change it, the module is handed an alias of its own. The
+gradient of an output that is the input itself (`nn.Identity`, dropout in eval), or a parameter, is that of an alias too.
 
 No hook holds a tensor that belongs to a graph: the graph holds the hook, and neither would ever be freed.
 """
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..nested import leaves, map_leaves
 from .awaited import Awaited, Hook, LeafHooks
 from .live import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
+from .share import Edge, Share, edge_of, find_shares, next_number
 
 
 class GradientCall:
@@ -109,6 +110,8 @@ class InputGradients:
         self.on_leaves = LeafHooks(clock)
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total
         self.handed: list[tuple[Tensor, Awaited]] = []
+        self.shares: dict[Edge, tuple[Share, Tensor]] = {}
+        self.since = 0
 
     @property
     def wanted(self) -> bool:
@@ -120,7 +123,8 @@ class InputGradients:
         own = GradientCall(self.own, call, recompute, self.clock)
         total = GradientCall(self.total, call, recompute, self.clock)
         in_place = _writes_to_its_input(module)
-        self.handed = []
+        looking = all(live.records for live in self.own)
+        self.handed, self.shares, self.since = [], {}, next_number()
         for path, tensor in total.awaitable(value):
             if recompute and tensor in self.hooked:  # checkpointing hands in the very tensor of the first pass
                 continue
@@ -132,6 +136,8 @@ class InputGradients:
                 continue
             if in_place and not tensor._is_view():  # nobody but the module sees the tensor as it is now
                 tensor.register_hook(hook)
+            elif looking and not in_place:  # one that writes in place takes its input once
+                self._share(tensor, hook)
             else:
                 alias = own.alias(tensor)
                 self.handed.append((alias, Awaited(alias, hook)))
@@ -139,18 +145,35 @@ class InputGradients:
         total.bespoken(at_input=True)
         return own.with_aliases(value)
 
-    def forward_done(self, output: Any) -> None:
-        """The module has run: where it wrote to an alias in place, or gave it away, look behind the alias too."""
+    def _share(self, tensor: Tensor, hook: Hook) -> None:
+        """Await the module's share without a trace in the graph; it is whole when the tensor's gradient is."""
+        share = Share(hook)
+        self.shares[edge_of(tensor)] = share, tensor
+        if tensor.is_leaf:
+            self.on_leaves.register(tensor, share.complete)
+        else:
+            Awaited(tensor, share.complete).settle()
+
+    def forward_done(self, output: Any) -> Any:
+        """The module has run: find its shares; where it wrote to an alias in place, or gave it away, look behind it too.
+
+        Returns:
+            The output; where it is an input itself, an alias of it, whose gradient is the module's share.
+        """
         handed, self.handed = self.handed, []
+        shares, self.shares = self.shares, {}
+        if shares:
+            output = _with_shares(output, shares, self.since)
         if not handed:
-            return
+            return output
         given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
         for alias, awaited in handed:
             awaited.settle(given.isdisjoint((id(alias), id(alias._base))))
+        return output
 
     def release(self) -> None:
         """Let go of all that outlives a graph."""
-        self.handed = []
+        self.handed, self.shares = [], {}
         self.on_leaves.release()
 
 
@@ -176,6 +199,28 @@ class OutputGradients:
                 Awaited(tensor if is_own else awaiting.alias(tensor), hook).settle()
         awaiting.bespoken()
         return awaiting.with_aliases(output)
+
+
+def _with_shares(output: Any, shares: dict[Edge, tuple[Share, Tensor]], since: int) -> Any:
+    """Let every share of a module be found. What it gave out as it was given is given out as an alias."""
+    outputs = [tensor for _, tensor in leaves(output)]
+    find_shares(outputs, {edge: share for edge, (share, _) in shares.items()}, since)
+    bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
+    for share, tensor in shares.values():
+        if not bases.isdisjoint((id(tensor), id(tensor._base))):
+            share.given_away(tensor)
+    aliases: dict[Edge, Tensor] = {}
+
+    def apart(path: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
+        edge = edge_of(tensor) if tensor.requires_grad else None
+        if edge is None or edge not in shares:
+            return tensor
+        if edge not in aliases:
+            aliases[edge] = tensor.view_as(tensor)
+            shares[edge][0].pass_on(aliases[edge])
+        return aliases[edge]
+
+    return map_leaves(output, apart)
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from ..errors import ConfigError, Mistake
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec, RecordSpec, parse_slice
 from .sites import HookPlan, Site
-from .trial import Calls, TensorInfo, Trial
+from .trial import TensorInfo, Trial, tensors_of
 
 # Bytes of one row on disk, as measured in files of 2,000 rows and more of 200 steps; the schema of each file comes on
 # top, some 8 kB. Labels lie in dictionaries, and counts repeat. A tensor that was seen before in the same micro-step
@@ -122,9 +122,7 @@ def tensors_at(site: Site, trial: Trial) -> list[TensorInfo]:
             if site.note and at_gradient
             else [TensorInfo(site.own_name, tuple(parameter.shape), parameter.dtype, True)]
         )
-    calls = trial.get(id(site.layer.module), Calls())
-    at_input = spec.tensor_role in ("input", "grad_input")
-    infos = [info for call in (calls.inputs if at_input else calls.outputs) for info in call]
+    infos = tensors_of(site.layer.module, spec.tensor_role, trial)
     wanted = [info for info in infos if spec.path is None or matches(spec.path, info.path)]
     if spec.definition.gradient:
         wanted = [info for info in wanted if info.requires_grad]

@@ -95,6 +95,14 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
     return trial
 
 
+def tensors_of(module: nn.Module, role: str, trial: Trial) -> list[TensorInfo]:
+    """The tensors that went into a module, or came out of it, in all of its calls in a trial pass."""
+    calls = trial.get(id(module))
+    if calls is None:
+        return []
+    return [info for call in (calls.inputs if role in ("input", "grad_input") else calls.outputs) for info in call]
+
+
 def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Give lazy modules their shapes, by one forward pass that keeps the random state.
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from ..errors import ConfigError, Mistake
 from ..nested import to_device
 from ..plan.cost import Cost, Length, cost_of
+from ..plan.paths import refuse_idle_paths
 from ..plan.sites import HookPlan, make_plan
 from ..plan.trial import Trial, materialise, try_forward
 from ..spec.config import RunConfig
@@ -87,6 +88,7 @@ def prepare(config: RunConfig) -> Experiment:
 
     plan = make_plan(config.hooks, model)
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
+    refuse_idle_paths(plan, trials)
     optimizer = _build_optimizer(config.optimizer, trained)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     length = Length(

@@ -1,0 +1,35 @@
+"""Which tensors of nested values a spec means, held against those that a trial forward pass saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import ConfigError, Mistake, nearest
+from ..spec.globs import matches
+from .select import some
+from .sites import HookPlan
+from .trial import Trial, tensors_of
+
+
+def refuse_idle_paths(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
+    """A `path` has to mean at least one tensor of the modules that the trial pass ran.
+
+    Raises:
+        ConfigError: With every spec whose path means none, and the paths that there are.
+    """
+    mistakes = []
+    for name, spec in plan.specs.items():
+        seen = [
+            info.path
+            for site in plan.of(name)
+            for info in tensors_of(site.layer.module, spec.tensor_role, trials[spec.phase])
+        ]
+        if spec.path is not None and seen and not any(matches(spec.path, path) for path in seen):
+            there = list(dict.fromkeys(path or "(the tensor itself: leave 'path' out)" for path in seen))
+            close = nearest(spec.path, [path for path in there if not path.startswith("(")])
+            problem = "this path matches no tensor of the modules matched"
+            mistakes.append(
+                Mistake(f"hooks.{name}.path", problem, written=spec.path, allowed=some(there), nearest=close)
+            )
+    if mistakes:
+        raise ConfigError(*mistakes)
