@@ -15,7 +15,8 @@ MODEL = nn.Sequential(nn.LSTM(4, 8, batch_first=True))
 
 def check(path: str, kind: str = "forward") -> None:
     plan = make_plan(parse_hooks({"mine": {"layers": "0", "kind": kind, "path": path, "action": "record"}}), MODEL)
-    trial = try_forward(MODEL, lambda: MODEL(torch.randn(2, 3, 4))[0].sum(), training=True)
+    batch = torch.randn(2, 3, 4)
+    trial = try_forward(MODEL, lambda: MODEL(batch), training=True)
     refuse_idle_paths(plan, {"train": trial})
 
 
