@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultError, InstrumentError
+from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultError, InstrumentError, InstrumentWarning
 
 if TYPE_CHECKING:
     from .actions.base import Context
@@ -25,6 +25,7 @@ __all__ = [
     "HookError",
     "HookResultError",
     "InstrumentError",
+    "InstrumentWarning",
     "MemorySink",
     "NoRunError",
     "Probe",

@@ -24,6 +24,7 @@ __all__ = [
     "HookError",
     "HookResultError",
     "InstrumentError",
+    "InstrumentWarning",
     "Mistake",
     "nearest",
     "own_frame",
@@ -104,6 +105,10 @@ class HookError(InstrumentError):
 
 class HookResultError(HookError):
     """A hook returned something of another type, shape, dtype, device or graph than the tensor that it was given."""
+
+
+class InstrumentWarning(UserWarning):
+    """Something that a probe has to say when it is detached: a hook that did not fire as often as it should, and why."""
 
 
 class AlreadyAttachedError(InstrumentError):

@@ -55,6 +55,7 @@ class Probe:
         actions = {name: make_action(spec, self.recorder) for name, spec in plan.specs.items()}
         self.lives = [LiveSite(site, actions[site.spec.name], self.clock) for site in plan.sites]
         self._families: list[Family] = []
+        self.warnings: list[str] = []
         self._entered = False
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
@@ -245,7 +246,9 @@ class Probe:
     # ------------------------------------------------------------------------------------------------ the record
 
     def event(self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None) -> None:
-        """A row of the events table."""
+        """A row of the events table; a warning is also kept in `warnings`."""
+        if severity == "warning":
+            self.warnings.append(message)
         self.recorder.write("events", [(self.step, RANK, layer, rule, message, severity)])
 
     def coverage(self) -> list[dict[str, Any]]:

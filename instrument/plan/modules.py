@@ -120,6 +120,17 @@ class Layers:
                         found.setdefault(id(item), (f"{place}[{key!r}]", item))
         return list(found.values())
 
+    def hidden_messages(self) -> list[tuple[str, str]]:
+        """Where each hidden module is, and a warning of it in words."""
+        return [
+            (
+                place,
+                f"{place} ({type(module).__name__}) is kept in a plain Python list or dict, which PyTorch cannot see: its "
+                "parameters are not trained, moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict",
+            )
+            for place, module in self.hidden()
+        ]
+
 
 def _plain_items(value: object) -> list[tuple[object, object]]:
     if isinstance(value, dict):

@@ -154,8 +154,7 @@ def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:
             silent = [site.label for site in sites if id(site.layer.module) not in trials[spec.phase]]
             if silent:
                 yield f"{name}: not called in a trial forward pass: {some(silent, 4)}"
-    for place, module in plan.layers.hidden():
-        yield f"{place} ({type(module).__name__}) is kept in a plain Python list or dict: PyTorch cannot see it, and no glob matches it"
+    yield from (message for _, message in plan.layers.hidden_messages())
 
 
 def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tuple[str, list[Layer]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..capture.probe import Probe
 from ..capture.sink import Sink
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, InstrumentWarning, Mistake
 from ..plan.sites import make_plan
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
@@ -42,6 +44,9 @@ def attach(
     Yields:
         The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
 
+    Warns:
+        InstrumentWarning: When the block is left: a hook did not fire as often as it should, and why.
+
     Raises:
         ConfigError: A spec cannot be meant, or matches nothing; or the folder holds a run already.
         HookError: A hook failed; the message names it, its kind, the layer and the step.
@@ -50,15 +55,23 @@ def attach(
     plan = make_plan(hooks, model)
     sink: Sink = MemorySink() if out is None else ParquetSink(Path(out))
     attached = Probe(plan, sink, optimizer=optimizer, seed=seed)
-    if out is None:
-        with attached as probe:
+    # The folder is made once nothing can be refused any more.
+    place = contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed).recording()
+    try:
+        with place, attached as probe:
+            for layer, message in plan.layers.hidden_messages():
+                probe.event("hidden_module", message, layer=layer)
             yield probe
-        return
-    folder = Path(out)
+    finally:
+        for message in attached.warnings:
+            warnings.warn(message, InstrumentWarning, stacklevel=3)
+
+
+def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int) -> RunFolder:
     told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
-    place = RunFolder(
-        folder,
-        name=folder.name,
+    return RunFolder(
+        path,
+        name=path.name,
         seed=seed,
         config={"hooks": told},
         config_hash=config_hash(told),
@@ -66,16 +79,6 @@ def attach(
         device=_device(model),
         data=None,
     )
-    try:
-        with attached as probe:
-            yield probe
-    except KeyboardInterrupt as interrupt:
-        place.finish("interrupted", interrupt)
-        raise
-    except BaseException as error:
-        place.finish("failed", error)
-        raise
-    place.finish("done")
 
 
 def read_specs(specs: Specs) -> dict[str, HookSpec]:

@@ -8,6 +8,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -66,6 +68,19 @@ class RunFolder:
             "command": sys.argv,
         }
         self._write()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Say in the record how the block inside ended: done, interrupted or failed."""
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            self.finish("interrupted", interrupt)
+            raise
+        except BaseException as error:
+            self.finish("failed", error)
+            raise
+        self.finish("done")
 
     def update(self, **record: Any) -> None:
         """Add to the record."""

@@ -51,20 +51,12 @@ def run(
         device=None,
         data=None,
     )
-    try:
-        with process_state(seed=config.seed, deterministic=config.deterministic):
-            experiment = prepare(config)
-            place.update(device=str(experiment.device), data=experiment.data.source)
-            terminal.begin(experiment)
-            metrics = _train(experiment, folder, terminal)
-    except KeyboardInterrupt as interrupt:
-        place.finish("interrupted", interrupt)
-        raise
-    except BaseException as error:
-        place.finish("failed", error)
-        raise
-    place.update(metrics=metrics)
-    place.finish("done")
+    with place.recording(), process_state(seed=config.seed, deterministic=config.deterministic):
+        experiment = prepare(config)
+        place.update(device=str(experiment.device), data=experiment.data.source)
+        terminal.begin(experiment)
+        metrics = _train(experiment, folder, terminal)
+        place.update(metrics=metrics)
     terminal.end(experiment, folder, metrics)
     return Result(folder, metrics)
 
@@ -76,14 +68,6 @@ def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str
     with probe, terminal.progress(experiment.steps) as show:
         if experiment.data.fallback:
             probe.event("fallback", experiment.data.fallback)
-        for name, module in experiment.plan.layers.hidden():
-            probe.event("hidden_module", hidden_message(name, type(module).__name__), layer=name)
+        for place, message in experiment.plan.layers.hidden_messages():
+            probe.event("hidden_module", message, layer=place)
         return train(experiment, probe, show)
-
-
-def hidden_message(name: str, type_name: str) -> str:
-    """The warning about a module that PyTorch cannot see."""
-    return (
-        f"{name} ({type_name}) is kept in a plain Python list or dict, which PyTorch cannot see: its parameters are not trained, "
-        "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
-    )

@@ -41,8 +41,8 @@ class Terminal:
         """What will run, on what; a fallback is told loudly, whatever else is quiet."""
         if experiment.data.fallback:
             self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(experiment.data.fallback)}[/]")
-        for name, module in experiment.plan.layers.hidden():
-            self.warn(f"{name} ({type(module).__name__}) is kept in a plain Python list or dict: PyTorch cannot see it")
+        for _, message in experiment.plan.layers.hidden_messages():
+            self.warn(message)
         if self.quiet or self.brief:
             return
         config, source = experiment.config, experiment.data.source

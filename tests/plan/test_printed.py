@@ -118,7 +118,10 @@ def test_what_looks_like_markup_in_a_slice_or_name_is_printed_as_it_is() -> None
 
 # ------------------------------------------------------------------------------------------------ notes
 
-HIDDEN = "spare[0] (Linear) is kept in a plain Python list or dict: PyTorch cannot see it, and no glob matches it"
+HIDDEN = (
+    "spare[0] (Linear) is kept in a plain Python list or dict, which PyTorch cannot see: its parameters are not trained, "
+    "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
+)
 
 
 def notes(**spec: Any) -> list[str]:

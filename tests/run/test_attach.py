@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument import ConfigError, HookError
+from instrument import ConfigError, HookError, InstrumentWarning
 from instrument.spec.parse import parse_hooks
 
 SPECS: dict[str, Any] = {
@@ -193,3 +194,33 @@ def test_a_missing_optimizer_is_told_and_leaves_no_folder_in_the_way(loop: Loop,
     with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: .*optimizer="):
         instrument.attach(loop.model, SPECS, out="run").__enter__()
     assert not Path("run").exists()
+
+
+class WithSpare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.hidden = nn.Linear(2, 2), nn.Linear(2, 2), [nn.Linear(2, 2)]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+def test_what_did_not_fire_is_warned_of_when_the_block_is_left() -> None:
+    model = WithSpare()
+    hooks = {"seen": {"layers": "*", "kind": "forward", "action": "record"}}
+    with pytest.warns(InstrumentWarning) as caught, instrument.attach(model, hooks) as probe:
+        model(torch.zeros(1, 2))
+        probe.end_step()
+    told = [str(warning.message) for warning in caught]
+    assert any("hook 'seen' (forward) fired 0 of 1 times on unused: the module was not called" in text for text in told)
+    assert any(text.startswith("hidden[0] (Linear) is kept in a plain Python list") for text in told)
+    assert len(told) == 2
+
+
+def test_where_all_fires_nothing_is_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = nn.Linear(2, 2)
+        with instrument.attach(model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
+            model(torch.zeros(1, 2))
+            probe.end_step()
