@@ -58,7 +58,7 @@ class Terminal:
 
     def warn(self, message: str) -> None:
         """A warning, in yellow."""
-        self.console.print(f"[yellow]warning[/] {escape(message)}")
+        self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
 
     def plan(self, experiment: Experiment) -> None:
         """The whole plan."""
