@@ -10,8 +10,11 @@ from pathlib import Path
 
 from instrument.capture.tables import markdown
 from instrument.spec import schema
-from instrument.spec.hooks import FUNCTIONS, ClipSpec, FunctionSpec, HookBase, PenaltySpec, RecordSpec, ScaleSpec
+from instrument.spec.base import HookBase
+from instrument.spec.functions import FUNCTIONS, FunctionSpec
+from instrument.spec.interventions import ClipSpec, ScaleSpec
 from instrument.spec.kinds import KINDS
+from instrument.spec.record import RecordSpec
 from instrument.spec.statistics import STATISTICS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -25,12 +28,14 @@ def kinds() -> str:
 
 def actions() -> str:
     """The table of actions and their fields."""
-    rows = [
+    functions: dict[type[HookBase], list[str]] = {}
+    for name, spec in FUNCTIONS.items():
+        functions.setdefault(spec, []).append(name)
+    rows: list[tuple[str, type[HookBase]]] = [
         ("record", RecordSpec),
         ("clip", ClipSpec),
         ("scale", ScaleSpec),
-        *((f"modify, fn: {name}", spec) for name, spec in FUNCTIONS.items() if spec is not PenaltySpec),
-        ("modify, fn: l1 or l2", PenaltySpec),
+        *((f"modify, fn: {' or '.join(names)}", spec) for spec, names in functions.items()),
         ("modify, fn: {_target_: ...}", FunctionSpec),
     ]
     lines = [f"| `{name}` | {_fields(spec)} | {_sentence(spec)} |" for name, spec in rows]

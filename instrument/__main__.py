@@ -1,58 +1,14 @@
-"""`python -m instrument`: Hydra in, exit code out.
-
-0    done
-1    a failure while running: in a hook, in the user's own code, in the machine
-2    a mistake in what was asked, found before a step was spent on it
-130  interrupted by Ctrl-C
-"""
+"""`python -m instrument`: train, with hooks. The exit codes are those of `instrument.run.command`."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import hydra
-from hydra.core.plugins import Plugins
-
-from .run.launch import JobFailedError, OwnConf, complain, conf_folder, job, refused
-
-FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1 by the user, a whole traceback is shown
+from .run.command import command
+from .run.launch import job
 
 
 def main() -> None:
     """The command line; ends the process."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a model of the user's own lies in the working directory
-    Plugins.instance().register(OwnConf)
-    app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
-    try:
-        with hydra_hands_errors_on():
-            app()
-    except JobFailedError as failed:
-        sys.exit(failed.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        # A job tells about its own errors: this one is about what there is to compose.
-        if os.environ.get(FULL_ERROR) == "1":
-            raise
-        sys.exit(complain(refused(error, sys.argv[1:])))
-
-
-@contextmanager
-def hydra_hands_errors_on() -> Iterator[None]:
-    """Hydra raises what it would otherwise print itself, with a traceback where it is no exception of its own."""
-    before = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = before
+    command(job)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_a_right_configuration_is_not_refused(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["+exp=mnist_hoks"], ["exp:", "written  mnist_hoks", "allowed  mnist_hooks", "nearest  mnist_hooks"]),
+        (["+exp=mnist_hoks"], ["exp:", "written  mnist_hoks", "mnist_hooks, mnist_record", "nearest  mnist_hooks"]),
         (["exp=mnist_hooks"], ["exp", "+exp=mnist_hooks"]),
         ([*HOOKS, "model=mnist_cn"], ["model:", "written  mnist_cn", "lenet, mlp, mnist_cnn", "nearest  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "written  gradient", "nearest  gradients"]),

@@ -24,7 +24,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("sinks", "analysis"),
     ("run",),
-    ("__main__",),
+    ("__main__", "integrations", "verify"),
 )
 # The vocabulary's one look to the side: a mistake is an error.
 WITHIN_A_ROW = {("spec", "errors")}

@@ -243,6 +243,7 @@ class Unheard(nn.Module):
 
 NOT_CALLED = "the module was not called"
 NO_GRADIENT = "no gradient arrived"
+NO_PARAMETER_GRADIENT = "the parameter had no gradient"
 NO_GRAPH = "needs no gradient"
 
 
@@ -261,7 +262,7 @@ def one_step(model: nn.Module, specs: Any, batch: Tensor) -> Probe:
     [
         ("never_called", "forward", NOT_CALLED),
         ("never_called", "full_backward", NOT_CALLED),
-        ("never_called", "post_accumulate_grad", NO_GRADIENT),
+        ("never_called", "post_accumulate_grad", NO_PARAMETER_GRADIENT),
         ("never_called", "parameter_grad", "had no gradient"),
         ("called_by_forward", "forward", NOT_CALLED),
         ("called_by_forward", "tensor", NOT_CALLED),
@@ -275,7 +276,7 @@ def one_step(model: nn.Module, specs: Any, batch: Tensor) -> Probe:
         ("under_no_grad", "tensor", NO_GRAPH),
         ("frozen", "full_backward_pre", NO_GRAPH),
         (".", "parameter_grad", "had no gradient"),
-        (".", "post_accumulate_grad", NO_GRADIENT),
+        (".", "post_accumulate_grad", NO_PARAMETER_GRADIENT),
     ],
 )
 def test_a_hook_that_stays_silent_is_told_with_its_cause(layer: str, kind: str, cause: str) -> None:

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from conftest import REPOSITORY, Answer
 
+from instrument import verify
+
 README = (REPOSITORY / "README.md").read_text()
 BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)]
 EXAMPLE_RUN = "runs/mnist_hooks/2026-11-21_09-00-00-000000"
@@ -36,7 +38,11 @@ def follow(
         monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
 
     def run(command: str) -> Answer:
-        offline = ["data.dataset.download=false"] if "mnist" in command and mnist_root is None else []
+        wants_mnist = "+exp=mnist" in command and "data=" not in command
+        offline = ["data.dataset.download=false"] if wants_mnist and mnist_root is None else []
+        if command.startswith("python -m instrument.verify "):
+            monkeypatch.setattr("instrument.__main__.command", lambda job: verify.main())
+            command = command.replace("instrument.verify", "instrument", 1)
         return cli(*shlex.split(command.removeprefix("python -m instrument")), *offline)
 
     return run
@@ -72,7 +78,7 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
             with contextlib.redirect_stdout(None):
                 exec(compile(text.replace(EXAMPLE_RUN, str(newest)), "README.md", "exec"), {})
     assert done == instrument_commands()
-    assert len(done) == 4
+    assert len(done) == 5
     monkeypatch.delitem(sys.modules, "mymodule", raising=False)
 
 

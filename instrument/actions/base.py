@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from ..errors import ConfigError, Mistake
 from ..stats.kernel import Values
 
 
@@ -38,6 +39,7 @@ class Context:
         call: The n-th call of the module in the micro-step, from 0.
         recompute: Whether it happens while activation checkpointing computes a forward pass again.
         value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached.
+        parameters: For a penalty on the loss: the parameters that it is on.
         seed: The seed of the run.
     """
 
@@ -51,6 +53,7 @@ class Context:
     call: int = 0
     recompute: bool = False
     value: Tensor | Parameter | None = None
+    parameters: tuple[Parameter, ...] = ()
     seed: int = 0
 
     @property
@@ -95,6 +98,50 @@ class Rows(Protocol):
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """What one intervention changed."""
+
+
+class Archive(Protocol):
+    """Where the tensors of other runs are found."""
+
+    def open(self, run: str, where: str) -> None:
+        """Make sure that there is such a run; `where` is its key in the configuration.
+
+        Raises:
+            ConfigError: There is none.
+        """
+
+    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+        """The tensor that was recorded at the layer, role, path and call of a context.
+
+        Args:
+            run: The folder of the run.
+            hook: The record hook that kept it; any without it.
+            step: The step at which it was kept; the context's without it.
+            context: The firing that it is wanted for.
+
+        Raises:
+            LookupError: There is none, or several.
+        """
+
+
+class NoArchive:
+    """The archive of a loop that has none."""
+
+    def open(self, run: str, where: str) -> None:
+        """There is no such run.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(Mistake(where, "this loop has no archive of other runs", written=run))
+
+    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+        """There is no such tensor.
+
+        Raises:
+            LookupError: Always.
+        """
+        raise LookupError(f"no archive of other runs holds {run}, step {step}, hook {hook}, layer {context.layer}")
 
 
 class Action(Protocol):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from ..spec.hooks import ClipSpec
+from ..spec.interventions import ClipSpec
 from .base import Context
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_: added to the norm, so that a norm of zero divides nothing
+MIN_WEIGHT_NORM = 1e-3  # of Brock et al. 2021
 
 
 def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -53,6 +54,36 @@ def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2
     return clip_coefficient(get_total_norm(tensors, ord), bound)
 
 
+def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
+    """No magnitude above this quantile of the tensor's magnitudes, by the nearest rank: values [-q, q].
+
+    NaN stays and takes no part; the bound itself is a constant to the gradient.
+    """
+    magnitudes = tensor.detach().flatten().abs().float()
+    if not magnitudes.numel():
+        return tensor.clone()
+    there = ~magnitudes.isnan()
+    # Sorted with NaN last, and indexed by a tensor: nothing here waits for the device.
+    ordered = torch.where(there, magnitudes, torch.inf).sort().values
+    rank = (there.sum() * quantile).ceil().long().sub(1).clamp(min=0)
+    bound = ordered.gather(0, rank.view(1)).view(()).to(tensor.dtype)
+    return tensor.clamp(-bound, bound)
+
+
+def clip_ratio(gradient: Tensor, weight: Tensor, ratio: float) -> Tensor:
+    """Each unit's gradient scaled down so that its norm is at most `ratio` of its weight's: adaptive gradient clipping.
+
+    A unit is an index of dimension 0 of a weight, and the whole of a bias. Weights' norms count as 1e-3 at least, so
+    that what starts at zero can leave it. Brock et al. 2021, "High-performance large-scale image recognition without
+    normalization", equation 3.
+    """
+    dims = tuple(range(1, weight.dim())) if weight.dim() > 1 else None
+    weight_norm = torch.linalg.vector_norm(weight.detach(), dim=dims, keepdim=True).clamp(min=MIN_WEIGHT_NORM)
+    norm = torch.linalg.vector_norm(gradient, dim=dims, keepdim=True)
+    bound = ratio * weight_norm
+    return torch.where(norm > bound, gradient * (bound / norm.clamp(min=EPSILON)), gradient)
+
+
 class Clip:
     """The clip that a spec asks for."""
 
@@ -65,13 +96,21 @@ class Clip:
         if self.spec.norm is not None and self.spec.norm_scope == "all":
             self.total_factor = total_norm_factor(tensors, self.spec.norm, ord=self.spec.ord)
 
-    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
-        if spec.norm is None:
-            low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
-            return clip_values(tensor, low, high), None
-        if spec.norm_scope == "all":
+        if spec.norm is not None:
+            return self._clip_norm(tensor, spec.norm)
+        if spec.quantile is not None:
+            return clip_quantile(tensor, spec.quantile), None
+        if spec.ratio is not None:
+            assert context.value is not None, "kinds whose gradients are clipped by ratio hand over the weight"
+            return clip_ratio(tensor, context.value, spec.ratio), None
+        low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
+        return clip_values(tensor, low, high), None
+
+    def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
+        if self.spec.norm_scope == "all":
             assert self.total_factor is not None, "kinds whose norm is of all tensors call prepare first"
             return tensor * self.total_factor.to(tensor.device, tensor.dtype), self.total_factor
-        clipped, factor = clip_norm(tensor, spec.norm, ord=spec.ord, per_sample=spec.norm_scope == "sample")
+        clipped, factor = clip_norm(tensor, bound, ord=self.spec.ord, per_sample=self.spec.norm_scope == "sample")
         return clipped, factor if factor.dim() == 0 else None

@@ -11,67 +11,121 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Mistake
+from ..spec.base import parse_slice
 from ..spec.fields import Target
-from ..spec.hooks import FunctionSpec, MeanSpec, ModifySpec, NoiseSpec, PenaltySpec, SignSpec, ZeroSpec
+from ..spec.functions import (
+    DropoutSpec,
+    FunctionSpec,
+    MeanSpec,
+    ModifySpec,
+    NanSpec,
+    NoiseSpec,
+    PenaltySpec,
+    QuantizeSpec,
+    RecordedSpec,
+    ResampleSpec,
+    ShuffleSpec,
+    SignSpec,
+    ZeroSpec,
+)
 from ..targets import locate
-from .base import Context
+from . import functions
+from .base import Archive, Context
+
+Function = Callable[[Tensor, Context], Tensor]
 
 
-def zero(tensor: Tensor) -> Tensor:
-    """Zeros, NaN included; still in the graph, with a gradient of zero."""
-    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0)
+class Modify:
+    """The modification that a spec asks for.
+
+    Args:
+        spec: What is asked.
+        archive: Where tensors of other runs are found, for replace and patch.
+    """
+
+    def __init__(self, spec: ModifySpec, archive: Archive) -> None:
+        self.straight_through = spec.straight_through
+        if isinstance(spec, FunctionSpec):
+            self.function = _own_function(spec.fn, f"hooks.{spec.name}.fn")
+        elif isinstance(spec, RecordedSpec):
+            self.function = _recorded(spec, archive)
+        else:
+            self.function = partial(_BUILTIN[type(spec)], spec)
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing: each tensor is changed for itself."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, None]:
+        new = self.function(tensor, context)
+        return (functions.straight_through(tensor, new) if self.straight_through else new), None
 
 
-def noise(tensor: Tensor, std: float, mean: float, generator: torch.Generator) -> Tensor:
-    """The tensor plus independent Gaussian noise; the gradient passes through."""
-    drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
-    return tensor + (drawn * std + mean)
+def _zero(spec: ZeroSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return functions.zero(tensor)
 
 
-def mean(tensor: Tensor, dim: tuple[int, ...] | int | None) -> Tensor:
-    """Each value replaced by the mean over `dim` (None: over all), which keeps the tensor's shape."""
-    if tensor.dim() == 0:
-        return tensor.clone()
-    dims = tuple(range(tensor.dim())) if dim is None else dim
-    return tensor.mean(dims, keepdim=True).expand_as(tensor).clone()
+def _noise(spec: NoiseSpec, tensor: Tensor, context: Context) -> Tensor:
+    return functions.noise(tensor, spec.std, spec.mean, context.generator(tensor.device))
 
 
-def sign(tensor: Tensor) -> Tensor:
-    """-1, 0 or 1; NaN stays NaN."""
-    return torch.where(tensor.isnan(), tensor, tensor.sign())
+def _mean(spec: MeanSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return functions.mean(tensor, spec.dim)
 
 
-def l1(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
-    """The gradient of loss + coefficient * sum(|value|)."""
-    return gradient + coefficient * value.sign().to(gradient.dtype)
+def _resample(spec: ResampleSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return functions.resample(tensor, context.generator(tensor.device))
 
 
-def l2(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
-    """The gradient of loss + coefficient / 2 * sum(value^2): what optimizers call weight decay."""
-    return gradient + coefficient * value.to(gradient.dtype)
+def _shuffle(spec: ShuffleSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return functions.shuffle(tensor, context.generator(tensor.device))
 
 
-def _penalty(spec: PenaltySpec) -> Callable[[Tensor, Context], Tensor]:
-    formula = {"l1": l1, "l2": l2}[spec.fn]
-
-    def penalise(tensor: Tensor, context: Context) -> Tensor:
-        assert context.value is not None, "kinds that carry penalties hand over the value"
-        return formula(tensor, context.value.detach(), spec.coefficient)
-
-    return penalise
+def _dropout(spec: DropoutSpec, tensor: Tensor, context: Context) -> Tensor:
+    return functions.dropout(tensor, spec.p, context.generator(tensor.device))
 
 
-def _noise(spec: NoiseSpec) -> Callable[[Tensor, Context], Tensor]:
-    return lambda tensor, context: noise(tensor, spec.std, spec.mean, context.generator(tensor.device))
+def _quantize(spec: QuantizeSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return functions.quantize(tensor, spec.to)
 
 
-BUILTIN: dict[type[ModifySpec], Callable[[Any], Callable[[Tensor, Context], Tensor]]] = {
-    ZeroSpec: lambda spec: lambda tensor, context: zero(tensor),
+def _sign(spec: SignSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return functions.sign(tensor)
+
+
+def _nan(spec: NanSpec, tensor: Tensor, context: Context) -> Tensor:
+    return functions.put(tensor, float(spec.value), spec.count, context.generator(tensor.device))
+
+
+def _penalty(spec: PenaltySpec, tensor: Tensor, context: Context) -> Tensor:
+    if spec.kind == "loss":
+        return functions.penalise(tensor, context.parameters, spec.coefficient, spec.fn)
+    assert context.value is not None, "kinds that carry penalties hand over the value"
+    formula = {"l1": functions.l1, "l2": functions.l2}[spec.fn]
+    return formula(tensor, context.value.detach(), spec.coefficient)
+
+
+_BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
+    ZeroSpec: _zero,
     NoiseSpec: _noise,
-    MeanSpec: lambda spec: lambda tensor, context: mean(tensor, spec.dim),
-    SignSpec: lambda spec: lambda tensor, context: sign(tensor),
+    MeanSpec: _mean,
+    ResampleSpec: _resample,
+    ShuffleSpec: _shuffle,
+    DropoutSpec: _dropout,
+    QuantizeSpec: _quantize,
+    SignSpec: _sign,
+    NanSpec: _nan,
     PenaltySpec: _penalty,
 }
+
+
+def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
+    part = None if spec.slice is None else parse_slice(spec.slice)
+    archive.open(spec.run, f"hooks.{spec.name}.run")
+
+    def replace(tensor: Tensor, context: Context) -> Tensor:
+        return functions.patch(tensor, archive.find(spec.run, spec.hook, spec.step, context), part)
+
+    return replace
 
 
 def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Tensor]:
@@ -90,7 +144,27 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
                 written=arguments or target.target,
             )
         ) from None
-    return partial(function, **bound)
+    return keeps_random_state(partial(function, **bound))
+
+
+def keeps_random_state(function: Function) -> Function:
+    """The function, which fails where it moves PyTorch's global random state: it would change all that comes after."""
+
+    def guarded(tensor: Tensor, context: Context) -> Tensor:
+        before = _random_state(tensor)
+        new = function(tensor, context)
+        if not torch.equal(before, _random_state(tensor)):
+            raise RuntimeError(
+                "it draws from the global random state, which changes the rest of the run; "
+                "draw with generator=context.generator(tensor.device)"
+            )
+        return new
+
+    return guarded
+
+
+def _random_state(tensor: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
 def _refuse_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> None:
@@ -100,19 +174,3 @@ def _refuse_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> No
     except ValueError:
         return  # a built-in function that does not tell it
     signature.bind(torch.empty(0), None, **bound)
-
-
-class Modify:
-    """The modification that a spec asks for."""
-
-    def __init__(self, spec: ModifySpec) -> None:
-        if isinstance(spec, FunctionSpec):
-            self.function = _own_function(spec.fn, f"hooks.{spec.name}.fn")
-        else:
-            self.function = BUILTIN[type(spec)](spec)
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing: each tensor is changed for itself."""
-
-    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, None]:
-        return self.function(tensor, context), None

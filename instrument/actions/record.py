@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError
-from ..spec.hooks import RecordSpec, parse_slice
+from ..spec.base import parse_slice
+from ..spec.record import RecordSpec
 from ..stats.kernel import measure
 from .base import Context, Rows
 from .intervention import describe

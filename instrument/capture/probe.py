@@ -9,20 +9,27 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..actions.base import Moment
+from ..actions.base import Archive, Moment, NoArchive
 from ..actions.registry import make_action
 from ..errors import AlreadyAttachedError, ConfigError, HookError, Mistake
-from ..kinds.live import NO_GRADIENT, NO_STEP, NOT_CALLED, Clock, Family, LiveSite
-from ..kinds.module import ModuleHooks
-from ..kinds.module_backward import IN_PLACE_ERROR, ModuleBackwardHooks
+from ..kinds.attaching import attach_sites
+from ..kinds.causes import SKIPPED_STEP
+from ..kinds.live import Clock, Family, LiveSite
+from ..kinds.loss import LossHooks
+from ..kinds.module_backward import IN_PLACE_ERROR
 from ..kinds.optimizer import StepHooks
-from ..kinds.parameter import AccumulationHooks, BoundaryHooks
+from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..plan.sites import HookPlan
 from .coverage import coverage_rows, coverage_warnings
 from .recorder import RANK, Recorder, fetch
+from .rows import layer_rows
 from .sink import Sink
+from .watch import LoadWatch, ModuleWatch, ScalerWatch
+
+METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
 
 
 class Probe:
@@ -39,22 +46,44 @@ class Probe:
     Args:
         plan: What is hooked.
         sink: Who keeps the rows; it is closed when the probe is left.
-        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_post), and for the learning rate.
+        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post), and for the
+            learning rate.
+        scaler: The gradient scaler, where the loop uses one: gradients are then seen and changed in their true scale.
         seed: The seed of what interventions draw at random.
+        archive: Where replace and patch find the tensors of other runs.
+        steps_by_loop: The loop calls `before_optimizer_step`, where a hook on the optimizer would come too early: when
+            the forward and backward pass are in the closure that the optimizer is called with.
 
     Raises:
-        ConfigError: A kind needs the optimizer, and there is none; or a function of the user's is not there.
+        ConfigError: A kind needs the optimizer, and there is none; a function of the user's is not there; or there is
+            no archive, and a spec needs one.
     """
 
-    def __init__(self, plan: HookPlan, sink: Sink, *, optimizer: Optimizer | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        plan: HookPlan,
+        sink: Sink,
+        *,
+        optimizer: Optimizer | None = None,
+        scaler: GradScaler | None = None,
+        seed: int = 0,
+        archive: Archive | None = None,
+        steps_by_loop: bool = False,
+    ) -> None:
         self.plan = plan
         self.sink = sink
         self.optimizer = optimizer
+        self.scaler = scaler
+        self.steps_by_loop = steps_by_loop
         self.recorder = Recorder(sink)
         self.clock = Clock(Moment(0, 0, 0, "train"), seed)
-        actions = {name: make_action(spec, self.recorder) for name, spec in plan.specs.items()}
+        found = archive or NoArchive()
+        actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
         self.lives = [LiveSite(site, actions[site.spec.name], self.clock) for site in plan.sites]
         self._families: list[Family] = []
+        self._scaling: ScalerWatch | None = None
+        self._loading: LoadWatch | None = None
+        self._modules = ModuleWatch(plan.layers.model, self.lives)
         self.warnings: list[str] = []
         self._entered = False
         self._micro_steps = 0  # of the training step that an evaluation interrupts
@@ -68,11 +97,17 @@ class Probe:
             raise AlreadyAttachedError("this probe was attached before; make a new one for another loop")
         self._entered = True
         try:
-            self._attach()
+            if self.scaler is not None and self.scaler.is_enabled():
+                self._scaling = ScalerWatch(self.scaler, self.optimizer)
+                self.clock.amp_scale = self._scaling.scale
+            for family in attach_sites(self.lives, self.optimizer, self.clock, by_loop=self.steps_by_loop):
+                self._families.append(family)
+            if any(isinstance(family, GradientHooks) for family in self._families):
+                self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
         except BaseException:
             self._detach()
             raise
-        self._write_layers()
+        self.recorder.write("layers", layer_rows(self.plan))
         self._retime()
         return self
 
@@ -88,45 +123,19 @@ class Probe:
         if isinstance(error, RuntimeError) and IN_PLACE_ERROR in str(error):
             raise HookError(self._in_place_message()) from error
 
-    def _attach(self) -> None:
-        by_module: dict[int, list[LiveSite]] = {}
-        by_module_backward: dict[int, list[LiveSite]] = {}
-        by_parameter: dict[int, list[LiveSite]] = {}
-        boundary: list[LiveSite] = []
-        steps: list[LiveSite] = []
-        for live in self.lives:
-            spec = live.site.spec
-            if spec.definition.family == "module":
-                groups = by_module_backward if spec.via == "module" else by_module
-                groups.setdefault(id(live.site.layer.module), []).append(live)
-            elif spec.kind == "post_accumulate_grad":
-                by_parameter.setdefault(id(live.site.parameter), []).append(live)
-            else:
-                (boundary if spec.kind == "parameter_grad" else steps).append(live)
-        for lives in by_module.values():
-            self._families.append(ModuleHooks(lives[0].site.layer.module, lives, self.clock))
-        for lives in by_module_backward.values():
-            self._families.append(ModuleBackwardHooks(lives[0].site.layer.module, lives, self.clock))
-        for lives in by_parameter.values():
-            self._families.append(AccumulationHooks(lives[0].current_parameter(), lives, self.clock))
-        if self.optimizer is not None and boundary:
-            self._families.append(BoundaryHooks(self.optimizer, boundary, self.clock))
-        if self.optimizer is not None and steps:
-            self._families.append(StepHooks(self.optimizer, steps, self.clock))
-
     def _detach(self) -> None:
         while self._families:
             self._families.pop().detach()
+        for watch in (self._scaling, self._loading):
+            if watch is not None:
+                watch.detach()
 
     def _require_optimizer(self) -> None:
-        needing = [name for name, spec in self.plan.specs.items() if spec.definition.at_boundary]
-        if needing and self.optimizer is None:
-            raise ConfigError(
-                Mistake(
-                    f"hooks.{needing[0]}.kind",
-                    f"kind {self.plan.specs[needing[0]].kind} acts around the optimizer's step: hand the optimizer over, optimizer=",
-                )
-            )
+        for name, spec in self.plan.specs.items():
+            needed = spec.definition.rhythm == "step" or spec.tensor_role.startswith("state.")
+            if needed and self.optimizer is None:
+                problem = f"kind {spec.kind} needs the optimizer for role {spec.tensor_role}: hand it over, optimizer="
+                raise ConfigError(Mistake(f"hooks.{name}.kind", problem))
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -137,20 +146,20 @@ class Probe:
 
     @property
     def phase(self) -> str:
-        """`train` or `eval`."""
+        """`train`, `eval`, or `sanity`: a trial of the evaluation, in which no hook is due."""
         return self.clock.moment.phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        if phase not in ("train", "eval"):
-            raise ValueError(f"phase has to be 'train' or 'eval', not {phase!r}")
+        if phase not in ("train", "eval", "sanity"):
+            raise ValueError(f"phase has to be 'train', 'eval' or 'sanity', not {phase!r}")
         if phase == self.phase:
             return
         if self._busy:
             self.end_micro_step()
-        if phase == "eval":
+        if self.phase == "train":
             self._micro_steps = self.clock.moment.micro_step
-        self._retime(micro_step=0 if phase == "eval" else self._micro_steps, phase=phase)
+        self._retime(micro_step=self._micro_steps if phase == "train" else 0, phase=phase)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -173,21 +182,38 @@ class Probe:
     def epoch(self, epoch: int) -> None:
         self.clock.moment = self.clock.moment._replace(epoch=epoch)
 
+    def loss(self, loss: Tensor) -> Tensor:
+        """Show the loss to the hooks of kind loss; gives the one to call backward on.
+
+        Args:
+            loss: A scalar in its true scale, before a gradient scaler multiplies it.
+        """
+        for family in self._families:
+            if isinstance(family, LossHooks):
+                loss = family.see(loss)
+        return loss
+
+    def before_optimizer_step(self) -> None:
+        """The gradients are all there, and the optimizer is about to use them: for loops that say so themselves."""
+        for family in self._families:
+            if isinstance(family, BoundaryHooks | StepHooks):
+                family.before_step(family.optimizer, (), {})
+
     def end_micro_step(self) -> None:
         """A micro-batch's forward and backward are done, or a batch of an evaluation: the next one has the next number.
 
         A loop that does not accumulate gradients need not call it.
         """
         for live in self.lives:
-            if live.due and not live.at_boundary:
-                live.settle(NO_GRADIENT if live.site.parameter is not None else NOT_CALLED, NO_GRADIENT)
+            if live.due and live.rhythm == "micro_step":
+                live.settle()
         self.clock.turn += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
 
     @property
     def _busy(self) -> bool:
         """Whether anything happened in the micro-step that is running."""
-        return any(live.busy for live in self.lives if not live.at_boundary)
+        return any(live.busy for live in self.lives if live.rhythm == "micro_step")
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
@@ -204,10 +230,13 @@ class Probe:
         """
         if self._busy or not self.clock.moment.micro_step:
             self.end_micro_step()
+        skipped = None if self._scaling is None else self._scaling.take()
+        seconds = time.perf_counter() - self._step_began
+        row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
         for live in self.lives:
-            if live.due and live.at_boundary:
-                live.settle(NO_STEP, NO_GRADIENT)
-        row = self.write_metrics(loss=loss, samples=samples, seconds=time.perf_counter() - self._step_began, **metrics)
+            if live.due and live.rhythm == "step":
+                live.settle(SKIPPED_STEP if row["skipped"] else None)
+        self._notice_replacements()
         self.recorder.end_step()
         self._step_began = time.perf_counter()
         self._retime(step=self.step + 1, micro_step=0)
@@ -221,12 +250,11 @@ class Probe:
         if metrics.get("lr") is None and self.optimizer is not None and self.phase == "train":
             metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         fetched = fetch([value for value in metrics.values() if isinstance(value, Tensor)])
-        row: dict[str, float | None] = {
-            name: next(fetched)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()
-        }
+        row: dict[str, float | None] = dict.fromkeys((*METRICS, "skipped"))
+        row |= {name: next(fetched)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
         step, _, epoch, phase = self.clock.moment
-        columns = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
-        self.recorder.write("metrics", [(step, epoch, phase, RANK, *(row.get(name) for name in columns))])
+        skipped = None if row["skipped"] is None else bool(row["skipped"])
+        self.recorder.write("metrics", [(step, epoch, phase, RANK, *(row[name] for name in METRICS), skipped)])
         return row
 
     def _retime(self, **moment: Any) -> None:
@@ -239,9 +267,21 @@ class Probe:
             due = dues[live.site.spec.name]
             changed |= due != live.due
             live.due = due
+            live.ever_due |= due
         if changed or self.clock.turn == 1:
             for family in self._families:
                 family.refresh()
+
+    def _notice_replacements(self) -> None:
+        """Modules and parameters that were put in the place of others: named, and parameters' hooks put on again."""
+        for live in self._modules.replaced():
+            message = f"hook '{live.site.spec.name}' ({live.site.spec.kind}) on {live.site.label}: {live.absent}"
+            self.event("replaced", message, layer=live.site.layer.name)
+        for family in self._families:
+            if isinstance(family, GradientHooks) and family.renew():
+                site = family.site.site
+                message = f"parameter {site.label} was replaced by another one; its hooks were attached again"
+                self.event("replaced", message, layer=site.layer.name, severity="info")
 
     # ------------------------------------------------------------------------------------------------ the record
 
@@ -255,26 +295,14 @@ class Probe:
         """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""
         return coverage_rows(self.lives, running=self._busy)
 
-    def _write_layers(self) -> None:
-        rows = []
-        for layer in self.plan.layers:
-            parameters = [parameter for _, parameter in layer.own_parameters()]
-            rows.append(
-                (
-                    layer.name,
-                    list(layer.aliases),
-                    layer.type,
-                    layer.depth,
-                    sum(parameter.numel() for parameter in parameters),
-                    sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-                    list(dict.fromkeys(site.spec.name for site in self.plan.at(layer))),
-                )
-            )
-        self.recorder.write("layers", rows)
-
     def _finish(self, error: BaseException | None) -> None:
         """Write down what is left: the rows of a step that broke off, the ledger, and what is wrong with it."""
+        if self._busy and not self.step and error is None:
+            self.event("no_end_step", "end_step was never called: all rows bear step 0, and no schedule moved on")
         self.recorder.end_step()
+        for live in self.lives:
+            if live.ever_due and live.rhythm == "occasion":
+                live.settle()
         rows = coverage_rows(self.lives, running=self._busy or error is not None)
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):

@@ -128,6 +128,7 @@ TABLES: dict[str, Table] = {
                 ),
                 Column("seconds", pa.float64(), "s", "wall time of the step or the evaluation"),
                 Column("samples_per_second", pa.float64(), "1/s", "samples over seconds"),
+                Column("skipped", pa.bool_(), "", "whether a gradient scaler skipped the step; null without one"),
             ),
         ),
         Table(
@@ -185,7 +186,7 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "what kind of event: coverage, fallback, hidden_module, config, error, interrupted",
+                    "kind: coverage, fallback, hidden_module, replaced, no_end_step, compiled, graph_break, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),

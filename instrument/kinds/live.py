@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,17 +15,10 @@ from ..actions.base import Action, Context, Moment
 from ..actions.intervention import describe
 from ..errors import HookError, InstrumentError, own_frame
 from ..plan.sites import Site
+from ..spec.functions import FunctionSpec, PenaltySpec
 from ..spec.globs import matches
-from ..spec.hooks import FunctionSpec, PenaltySpec, RecordSpec
-
-NOT_CALLED = "the module was not called: nothing runs it, its parent uses it functionally or calls .forward() itself"
-NO_TENSOR = "no tensor was there that the hook could take, or none at the path asked for"
-NO_GRAPH = "the tensor needs no gradient: no_grad, frozen parameters, or an input that nothing trains"
-NO_INPUT_GRAPH = "its input needs no gradient: it is data, or comes out of frozen layers"
-NO_GRADIENT = "no gradient arrived: the loss does not depend on this tensor"
-NO_PARAMETER_GRADIENT = "the parameter had no gradient: the loss does not depend on it"
-NO_STEP = "the optimizer made no step"
-NO_STATE = "the optimizer keeps no such state for this parameter"
+from ..spec.record import RecordSpec
+from .causes import NO_GRADIENT, absent
 
 
 @dataclass
@@ -33,13 +26,14 @@ class Clock:
     """What time it is; one clock is shared by all sites of a probe.
 
     `turn` counts the micro-steps of the whole run, in all phases: what belongs to one of them starts anew when it
-    has moved on.
+    has moved on. `amp_scale` gives what a gradient scaler has multiplied the loss by; None where there is no scaler.
     """
 
     moment: Moment
     seed: int = 0
     turn: int = 0
     closed: bool = False
+    amp_scale: Callable[[], Tensor] | None = None
 
     @property
     def boundary(self) -> Moment:
@@ -55,14 +49,16 @@ class LiveSite:
         "_excused",
         "_fired",
         "_missed",
+        "absent",
         "action",
-        "at_boundary",
         "causes",
         "clock",
         "due",
+        "ever_due",
         "expected",
         "fired",
         "records",
+        "rhythm",
         "site",
     )
 
@@ -71,8 +67,10 @@ class LiveSite:
         self.action = action
         self.clock = clock
         self.records = isinstance(site.spec, RecordSpec)
-        self.at_boundary = site.spec.definition.at_boundary
+        self.rhythm = site.spec.definition.rhythm
+        self.absent = absent(site.spec.definition)
         self.due = False
+        self.ever_due = False
         self.expected = 0
         self.fired = 0
         self.causes: Counter[str] = Counter()
@@ -96,21 +94,20 @@ class LiveSite:
         self._excused += 1
         self.causes[cause] += 1
 
-    def settle(self, absent: str, unheard: str) -> None:
+    def settle(self, absent: str | None = None) -> None:
         """A turn in which the site was due is over: enter into the ledger what was expected and what was seen.
 
         Args:
-            absent: The cause where it had no opportunity at all.
-            unheard: The cause where it had one, nothing stood in the way, and yet it did not fire.
+            absent: The cause where there was no opportunity; the usual one of its kind without it.
         """
         calls, fired, missed, excused = self._calls, self._fired, self._missed, self._excused
         self._calls = self._fired = self._missed = self._excused = 0
         self.expected += calls if calls or excused else 1
         self.fired += fired
         if not calls and not fired and not excused:
-            self.causes[self.site.note or absent] += 1
+            self.causes[self.site.note or absent or self.absent] += 1
         elif fired + missed < calls:
-            self.causes[unheard] += calls - fired - missed
+            self.causes[NO_GRADIENT] += calls - fired - missed
 
     @property
     def busy(self) -> bool:
@@ -137,6 +134,12 @@ class LiveSite:
         """Whether the action needs, beside a gradient, what it is the gradient of."""
         return isinstance(self.site.spec, PenaltySpec | FunctionSpec)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether what it sees is a gradient on its way, multiplied by a gradient scaler where there is one."""
+        definition = self.site.spec.definition
+        return definition.gradient and definition.rhythm == "micro_step"
+
     def current_parameter(self) -> Parameter:
         """The parameter that stands at the site now."""
         parameter = self.site.layer.module._parameters[self.site.own_name]
@@ -144,7 +147,13 @@ class LiveSite:
         return parameter
 
     def fire(
-        self, tensor: Tensor, path: str, call: int = 0, recompute: bool = False, value: Tensor | Parameter | None = None
+        self,
+        tensor: Tensor,
+        path: str,
+        call: int = 0,
+        recompute: bool = False,
+        value: Tensor | Parameter | None = None,
+        amp_scale: Tensor | None = None,
     ) -> Tensor:
         """Act on one tensor; gives what is to take its place, itself where nothing is changed.
 
@@ -159,19 +168,56 @@ class LiveSite:
             layer=layer.name,
             module=layer.module,
             path=path,
-            moment=self.clock.boundary if self.at_boundary else self.clock.moment,
+            moment=self.clock.boundary if self.rhythm == "step" else self.clock.moment,
             call=call,
             recompute=recompute,
             value=value,
+            parameters=self.site.parameters,
             seed=self.clock.seed,
         )
+        if self.is_scaled and self.clock.amp_scale is not None:
+            amp_scale = self.clock.amp_scale()
+        if amp_scale is not None:
+            return self._fire_scaled(tensor, context, amp_scale)
+        return self._act(tensor, context)
+
+    def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
+        """A gradient of a loss that a gradient scaler multiplied: it is seen and changed in its true scale, in float32."""
+        true = tensor.float() / scale.to(tensor.device)
+        new = self._act(true, context)
+        return tensor if new is true else (new * scale.to(tensor.device)).to(tensor.dtype)
+
+    def _act(self, tensor: Tensor, context: Context) -> Tensor:
         try:
             new = self.action(tensor, context)
         except InstrumentError:
             raise
         except Exception as error:
-            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}") from error
+            message = f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}"
+            raise HookError(message) from error
         return tensor if new is None else new
+
+
+class Uncopied:
+    """A family that hangs on a module, and is copied or pickled along with it: what comes of it does nothing.
+
+    A copied model has our hooks in its dictionaries, and must neither write rows nor drag the probe along. Every hook
+    of such a family asks first whether the clock is closed.
+    """
+
+    clock: Clock
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Uncopied:
+        return _lifeless(type(self))
+
+    def __reduce__(self) -> tuple[Callable[[type[Uncopied]], Uncopied], tuple[type[Uncopied]]]:
+        return _lifeless, (type(self),)
+
+
+def _lifeless(family: type[Uncopied]) -> Uncopied:
+    new = object.__new__(family)
+    new.clock = Clock(Moment(0, 0, 0, "train"), closed=True)
+    return new
 
 
 class Family(Protocol):

@@ -6,26 +6,43 @@ written. The gradients come from hooks on the tensors themselves (`instrument.ki
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..nested import map_leaves
-from .live import NO_TENSOR, Clock, LiveSite, fire_all, in_backward
+from .causes import NO_TENSOR
+from .live import Clock, LiveSite, Uncopied, fire_all, in_backward
 from .tensor import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+HookT = TypeVar("HookT", bound=Callable[..., Any])
 
-class ModuleHooks:
+
+def outside_graphs(hook: HookT) -> HookT:
+    """Keep a hook out of what torch.compile compiles: it breaks the graph there, and runs as it is written."""
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return]
+
+
+class ModuleHooks(Uncopied):
     """All sites at one module, served by two hooks on it that stay for the whole run.
 
     Where nothing is due, each of the two is one test of a flag.
     """
 
-    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        lives: Sequence[LiveSite],
+        clock: Clock,
+        *,
+        prepend: bool = False,
+        always_call: bool = False,
+    ) -> None:
         self.lives = lives
         self.clock = clock
         self.active = False
@@ -38,8 +55,8 @@ class ModuleHooks:
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
         self.handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True),
+            module.register_forward_pre_hook(self.before, prepend=prepend, with_kwargs=True),
+            module.register_forward_hook(self.after, prepend=prepend, with_kwargs=True, always_call=always_call),
         ]
 
     def refresh(self) -> None:
@@ -63,9 +80,10 @@ class ModuleHooks:
         ]
         self.input_gradients.total = [live for kind, role, live in places if kind == "tensor" and role == "input"]
 
+    @outside_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
-        if not self.active or self.clock.closed:
+        if self.clock.closed or not self.active:
             return None
         again, call = self._call()
         given = new = _join(args, kwargs)
@@ -77,9 +95,10 @@ class ModuleHooks:
             self.output_gradients.note_inputs(new)
         return None if new is given else _part(new, len(args))
 
+    @outside_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ARG002
         """The forward hook: outputs are seen and changed, and their gradients bespoken."""
-        if not self.active or self.clock.closed:
+        if self.clock.closed or not self.active:
             return None
         again, call = self._call()
         new = self.input_gradients.forward_done(output)

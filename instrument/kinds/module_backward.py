@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..nested import leaves, map_leaves
-from .live import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
+from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+from .live import Clock, LiveSite, Uncopied, fire_all
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an output is modified in place
 
 
-class ModuleBackwardHooks:
+class ModuleBackwardHooks(Uncopied):
     """The `via: module` sites at one module."""
 
-    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
+    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock, *, prepend: bool = False) -> None:
         self.module = module
+        self.prepend = prepend
         self.lives = lives
         self.clock = clock
         self.bare = True  # the output is a tensor, not a tuple of them
@@ -38,14 +40,16 @@ class ModuleBackwardHooks:
         if due and not self.handles:
             self.handles = [
                 self.module.register_forward_hook(self.forward),
-                self.module.register_full_backward_pre_hook(self.backward_pre),
-                self.module.register_full_backward_hook(self.backward),
+                self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend),
+                self.module.register_full_backward_hook(self.backward, prepend=self.prepend),
             ]
         elif not due:
             self.detach()
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """Count the call, so that it is known how often gradients are expected, and by whom none can be."""
+        if self.clock.closed:
+            return
         if self.turn != self.clock.turn:
             self.turn, self.calls, self.returned = self.clock.turn, 0, 0
         self.calls += 1
@@ -66,10 +70,12 @@ class ModuleBackwardHooks:
 
     def backward_pre(self, module: nn.Module, grad_output: Any) -> Any:  # noqa: ARG002
         """PyTorch's full backward pre hook."""
-        return self._act("full_backward_pre", "grad_output", grad_output)
+        return None if self.clock.closed else self._act("full_backward_pre", "grad_output", grad_output)
 
     def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:  # noqa: ARG002
         """PyTorch's full backward hook."""
+        if self.clock.closed:
+            return None
         self._act("full_backward", "grad_output", grad_output)
         new = self._act("full_backward", "grad_input", grad_input)
         self.returned += 1
@@ -81,7 +87,7 @@ class ModuleBackwardHooks:
             for live in self.lives
             if live.due and (live.site.spec.kind, live.site.spec.tensor_role) == (kind, role)
         ]
-        if not lives or self.clock.closed:
+        if not lives:
             return None
         call = self.calls - 1 - self.returned  # gradients come back last call first
         fired: set[LiveSite] = set()

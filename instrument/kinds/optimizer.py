@@ -1,4 +1,5 @@
-"""Kinds around `optimizer.step`: step_post, with the parameter, its gradient, its update and the optimizer's state."""
+"""Kinds around `optimizer.step`: step_pre and step_post, with the parameter, its gradient, its update, its module's
+buffers and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -8,54 +9,61 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .live import NO_PARAMETER_GRADIENT, NO_STATE, Clock, LiveSite
+from .causes import NO_PARAMETER_GRADIENT, NO_STATE
+from .live import Clock, LiveSite
 
 
 class StepHooks:
-    """The step_post sites of all specs, served by one hook behind `optimizer.step`; and one in front of it, which
-    keeps the parameters whose update is asked for."""
+    """The step_pre and step_post sites of all specs, served by one hook in front of `optimizer.step` and one behind it.
 
-    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock) -> None:
-        self.lives = lives
+    The one in front also keeps the parameters whose update is asked for.
+    """
+
+    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock, *, by_loop: bool = False) -> None:
+        self.optimizer = optimizer
         self.clock = clock
+        self.pre = [live for live in lives if live.site.spec.kind == "step_pre"]
+        self.post = [live for live in lives if live.site.spec.kind == "step_post"]
         self.before: dict[LiveSite, Tensor] = {}
-        self.handles = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-        ]
+        self.handles = [optimizer.register_step_post_hook(self.after_step)]
+        if not by_loop:
+            self.handles.append(optimizer.register_step_pre_hook(self.before_step))
 
     def refresh(self) -> None:
         """Nothing is kept: what is due is asked at each step."""
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Keep what the parameters are before they are updated."""
+        """Act at step_pre, then keep what the parameters are before they are updated."""
+        if self.clock.closed:
+            return
+        self._act(self.pre, optimizer)
         self.before = {
             live: live.current_parameter().detach().clone()
-            for live in self.lives
-            if live.due and not self.clock.closed and live.site.spec.tensor_role == "update"
+            for live in self.post
+            if live.due and live.site.spec.tensor_role == "update"
         }
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Act on what each site asks for."""
-        if self.clock.closed:
-            return
-        with torch.no_grad():
-            for live in self.lives:
-                if live.due:
-                    live.called()
-                    self._act(live, optimizer)
+        """Act at step_post."""
+        if not self.clock.closed:
+            self._act(self.post, optimizer)
         self.before = {}
 
-    def _act(self, live: LiveSite, optimizer: Optimizer) -> None:
-        tensor = self._tensor(live, optimizer)
-        if tensor is None:
-            live.miss(NO_PARAMETER_GRADIENT if live.site.spec.tensor_role == "param_grad" else NO_STATE)
-            return
-        live.hit()
-        live.action.prepare([tensor])
-        new = live.fire(tensor, live.site.own_name)
-        if new is not tensor:
-            tensor.copy_(new)
+    @torch.no_grad()
+    def _act(self, lives: Sequence[LiveSite], optimizer: Optimizer) -> None:
+        for live in lives:
+            if not live.due:
+                continue
+            live.called()
+            tensor = self._tensor(live, optimizer)
+            if tensor is None:
+                live.miss(NO_PARAMETER_GRADIENT if live.site.spec.tensor_role == "param_grad" else NO_STATE)
+                continue
+            live.hit()
+            live.action.prepare([tensor])
+            new = live.fire(tensor, live.site.own_name)
+            if new is not tensor:
+                tensor.copy_(new)
 
     def _tensor(self, live: LiveSite, optimizer: Optimizer) -> Tensor | None:
         role = live.site.spec.tensor_role

@@ -1,4 +1,5 @@
-"""Kinds that see a parameter's gradient: post_accumulate_grad as it is summed, parameter_grad when it is used."""
+"""Kinds that see a parameter's gradient: parameter_grad_micro as it arrives, post_accumulate_grad as it is summed,
+parameter_grad when it is used."""
 
 from __future__ import annotations
 
@@ -10,51 +11,85 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .live import NO_PARAMETER_GRADIENT, Clock, LiveSite, fire_all
+from .causes import NO_PARAMETER_GRADIENT
+from .live import Clock, LiveSite, fire_all
 
 
-class AccumulationHooks:
-    """The post_accumulate_grad sites at one parameter."""
+class GradientHooks:
+    """The parameter_grad_micro and post_accumulate_grad sites at one parameter.
 
-    def __init__(self, parameter: Parameter, lives: Sequence[LiveSite], clock: Clock) -> None:
-        self.lives = lives
+    Hooks are lost where a parameter is put in the place of another (`load_state_dict(assign=True)`, a new
+    `nn.Parameter`): `renew` finds that out, and puts them on the new one.
+    """
+
+    def __init__(self, lives: Sequence[LiveSite], clock: Clock) -> None:
         self.clock = clock
-        self.due: list[LiveSite] = []
-        self.handle: RemovableHandle | None = None
+        self.micro = [live for live in lives if live.site.spec.kind == "parameter_grad_micro"]
+        self.sums = [live for live in lives if live.site.spec.kind == "post_accumulate_grad"]
+        self.site = lives[0]
+        self.handles: list[RemovableHandle] = []
+        self.parameter: Parameter | None = None
+        self.renew()
+
+    def renew(self) -> bool:
+        """Put the hooks on the parameter that is there now; gives whether it is another one than before."""
+        parameter = self.site.current_parameter()
+        if parameter is self.parameter:
+            return False
+        self.detach()
+        is_new, self.parameter = self.parameter is not None, parameter
         if parameter.requires_grad:
-            self.handle = parameter.register_post_accumulate_grad_hook(self.accumulated)
+            if self.micro:
+                self.handles.append(parameter.register_hook(self.arrived))
+            if self.sums:
+                self.handles.append(parameter.register_post_accumulate_grad_hook(self.accumulated))
+        return is_new
 
     def refresh(self) -> None:
-        """Keep the sites that are due."""
-        self.due = [live for live in self.lives if live.due]
+        """Nothing is kept: what is due is asked at each gradient."""
+
+    def arrived(self, gradient: Tensor) -> Tensor | None:
+        """`Tensor.register_hook`: a micro-batch's own gradient, before it is added to the sum."""
+        due = self._due(self.micro)
+        new = fire_all(due, gradient, self.site.site.own_name, 0, False, self.parameter)
+        return None if new is gradient else new
 
     def accumulated(self, parameter: Tensor) -> None:
         """PyTorch's hook: a micro-batch's gradient has been added to `parameter.grad`."""
-        if not self.due or self.clock.closed or parameter.grad is None:
+        if parameter.grad is None:
             return
-        for live in self.due:
-            live.called()
-            live.hit()
         gradient = parameter.grad
-        new = fire_all(self.due, gradient, self.due[0].site.own_name, 0, False, parameter)
+        new = fire_all(self._due(self.sums), gradient, self.site.site.own_name, 0, False, parameter)
         if new is not gradient:
             _deliver(gradient, new)
 
+    def _due(self, lives: Sequence[LiveSite]) -> list[LiveSite]:
+        due = [live for live in lives if live.due and not self.clock.closed]
+        for live in due:
+            live.called()
+            live.hit()
+        return due
+
     def detach(self) -> None:
-        """Remove the hook."""
-        if self.handle is not None:
-            self.handle.remove()
+        """Remove the hooks, the last one first."""
+        while self.handles:
+            self.handles.pop().remove()
 
 
 class BoundaryHooks:
-    """The parameter_grad sites of all specs, served by one hook in front of `optimizer.step`."""
+    """The parameter_grad sites of all specs, served by one hook in front of `optimizer.step`.
 
-    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock) -> None:
+    Where the loop hands its forward and backward pass to the optimizer as a closure (Lightning), that hook would come
+    before them: then the loop itself says when (`by_loop`).
+    """
+
+    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock, *, by_loop: bool = False) -> None:
+        self.optimizer = optimizer
         self.clock = clock
         self.by_spec: dict[str, list[LiveSite]] = {}
         for live in lives:
             self.by_spec.setdefault(live.site.spec.name, []).append(live)
-        self.handle = optimizer.register_step_pre_hook(self.before_step)
+        self.handle = None if by_loop else optimizer.register_step_pre_hook(self.before_step)
 
     def refresh(self) -> None:
         """Nothing is kept: what is due is asked at each step."""
@@ -65,23 +100,29 @@ class BoundaryHooks:
             return
         for lives in self.by_spec.values():
             pairs = [(live, live.current_parameter()) for live in lives if live.due]
-            ready = [(live, parameter, parameter.grad) for live, parameter in pairs if parameter.grad is not None]
             for live, parameter in pairs:
                 if parameter.requires_grad:
                     live.called()
                     live.hit() if parameter.grad is not None else live.miss(NO_PARAMETER_GRADIENT)
-            if not ready:
-                continue
-            with torch.no_grad():
-                ready[0][0].action.prepare([gradient for _, _, gradient in ready])
-                for live, parameter, gradient in ready:
-                    new = live.fire(gradient, live.site.own_name, value=parameter)
-                    if new is not gradient:
-                        _deliver(gradient, new)
+            ready = [(live, parameter, parameter.grad) for live, parameter in pairs if parameter.grad is not None]
+            if ready:
+                # An optimizer that unscales by itself (fused) is given scaled gradients, and says by what.
+                self._act(ready, getattr(optimizer, "grad_scale", None))
+
+    @torch.no_grad()
+    def _act(self, ready: list[tuple[LiveSite, Parameter, Tensor]], scale: Tensor | None) -> None:
+        gradients = [gradient for _, _, gradient in ready]
+        true = gradients if scale is None else [gradient / scale.to(gradient.device) for gradient in gradients]
+        ready[0][0].action.prepare(true)
+        changed = [live.fire(old, live.site.own_name, value=p, amp_scale=scale) for live, p, old in ready]
+        for gradient, new in zip(gradients, changed, strict=True):  # all of them, or none where a function fails
+            if new is not gradient:
+                _deliver(gradient, new)
 
     def detach(self) -> None:
         """Remove the hook."""
-        self.handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
 
 
 def _deliver(gradient: Tensor, new: Tensor) -> None:

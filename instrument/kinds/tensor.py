@@ -22,7 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
 from .awaited import Awaited, Hook, LeafHooks
-from .live import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR, Clock, LiveSite, fire_all
+from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+from .live import Clock, LiveSite, fire_all
 from .share import Edge, Share, edge_of, find_shares, next_number
 
 

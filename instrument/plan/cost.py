@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError, Mistake
+from ..spec.base import parse_slice
 from ..spec.globs import matches
-from ..spec.hooks import HookSpec, RecordSpec, parse_slice
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
 from .sites import HookPlan, Site
 from .trial import TensorInfo, Trial, tensors_of
 
@@ -77,7 +79,9 @@ def cost_of(plan: HookPlan, trials: dict[str, Trial], length: Length) -> dict[st
     for name, spec in plan.specs.items():
         steps = range(length.steps) if spec.phase == "train" else length.eval_steps
         due = spec.schedule.among(steps)
-        if spec.definition.at_boundary:
+        if spec.definition.rhythm == "occasion":
+            per_step, times = 0, 0
+        elif spec.definition.rhythm == "step":
             per_step, times = 1, len(due)
         elif spec.phase == "train":
             per_step, times = length.accumulate, length.micro_steps(due)
@@ -113,8 +117,11 @@ def tensors_at(site: Site, trial: Trial) -> list[TensorInfo]:
     A trial has no backward pass: a gradient is taken to come to every tensor that requires one.
     """
     spec = site.spec
+    if spec.definition.family == "loss":
+        return [TensorInfo("", (), torch.float32, True)]
     if spec.definition.family != "module":
-        parameter = site.parameter if site.parameter is not None else site.layer.module._buffers[site.own_name]
+        own = {**site.layer.module._parameters, **site.layer.module._buffers}
+        parameter = site.parameter if site.parameter is not None else own[site.own_name]
         assert parameter is not None, "a site at a parameter or buffer was resolved from one"
         at_gradient = spec.tensor_role not in ("param", "update", "buffer")
         return (

@@ -11,7 +11,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ..spec.globs import matches
-from ..spec.hooks import HookSpec, RecordSpec
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
 from .cost import Cost
 from .modules import Layer
 from .select import some

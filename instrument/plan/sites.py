@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import Parameter
 
 from ..errors import ConfigError, Mistake, nearest
+from ..spec.base import HookBase
+from ..spec.functions import PenaltySpec
 from ..spec.globs import matches
-from ..spec.hooks import HookBase, HookSpec
+from ..spec.hooks import HookSpec
 from .modules import Layer, Layers
 from .select import select_layers, some
 
@@ -25,6 +27,7 @@ class Site:
         own_name: The parameter's or buffer's own name; empty for kinds that see a module's tensors.
         parameter: The parameter, where the site is at one.
         note: Why nothing can be seen there, where that is known beforehand; empty otherwise.
+        parameters: For a penalty on the loss: what it is on.
     """
 
     spec: HookSpec
@@ -32,6 +35,7 @@ class Site:
     own_name: str = ""
     parameter: Parameter | None = None
     note: str = ""
+    parameters: tuple[Parameter, ...] = ()
 
     @property
     def label(self) -> str:
@@ -79,9 +83,22 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     selected = select_layers(spec, layers, where)
     if spec.definition.family == "module":
         return [Site(spec, layer) for layer in selected]
+    if spec.definition.family == "loss":
+        return [_loss_site(spec, selected, layers, where)]
     if spec.tensor_role == "buffer":
-        return _buffer_sites(spec, selected, where)
+        return _named_sites("buffer", _buffers, spec, selected, where)
+    if spec.tensor_role == "entry":
+        return _named_sites("entry in a state dict", _entries, spec, selected, where)
     return _parameter_sites(spec, selected, layers, where)
+
+
+def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
+    """One site for the whole model; a penalty's has the parameters that it is on."""
+    root = next(iter(layers))
+    if not isinstance(spec, PenaltySpec):
+        return Site(spec, root)
+    penalised = {id(site.parameter): site.parameter for site in _parameter_sites(spec, selected, layers, where)}
+    return Site(spec, root, parameters=tuple(parameter for parameter in penalised.values() if parameter is not None))
 
 
 def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
@@ -103,12 +120,25 @@ def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, wher
     return list(sites.values())
 
 
-def _buffer_sites(spec: HookSpec, selected: list[Layer], where: str) -> list[Site]:
-    there = [(layer, own) for layer in selected for own, buffer in layer.module._buffers.items() if buffer is not None]
+def _buffers(module: nn.Module) -> list[str]:
+    return [name for name, buffer in module._buffers.items() if buffer is not None]
+
+
+def _entries(module: nn.Module) -> list[str]:
+    """What a module has of its own in a state dict: parameters, and the buffers that are saved."""
+    parameters = [name for name, parameter in module._parameters.items() if parameter is not None]
+    return parameters + [name for name in _buffers(module) if name not in module._non_persistent_buffers_set]
+
+
+def _named_sites(
+    what: str, names_of: Callable[[nn.Module], list[str]], spec: HookSpec, selected: list[Layer], where: str
+) -> list[Site]:
+    """A site for each buffer, or entry of a state dict, that the modules have of their own."""
+    there = [(layer, own) for layer in selected for own in names_of(layer.module)]
     if not there:
-        below = [layer for layer in selected if any(True for _ in layer.module.buffers())]
-        raise ConfigError(_has_none("buffer", spec, selected, below, where))
-    _refuse_idle_params("buffer", spec, [own for _, own in there], where)
+        below = [layer for layer in selected if any(names_of(module) for module in layer.module.modules())]
+        raise ConfigError(_has_none(what, spec, selected, below, where))
+    _refuse_idle_params(what, spec, [own for _, own in there], where)
     return [Site(spec, layer, own) for layer, own in there if _wanted(spec, [own])]
 
 

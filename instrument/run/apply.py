@@ -12,7 +12,18 @@ from torch.nn.parameter import Parameter
 from ..errors import ConfigError, InstrumentError, Mistake, nearest, own_frame
 from ..plan.modules import Layer, Layers
 from ..plan.select import select_layers
-from ..spec.apply import AddParameterSpec, ApplySpec, CallSpec, FillSpec, FreezeSpec, InitSpec, ReplaceSpec, SetSpec
+from ..spec.apply import (
+    AddParameterSpec,
+    ApplySpec,
+    CallSpec,
+    FillSpec,
+    FreezeSpec,
+    InitSpec,
+    ReplaceSpec,
+    ReprSpec,
+    SetSpec,
+    WrapSpec,
+)
 from ..spec.fields import Target
 from ..spec.globs import matches
 from ..targets import build, locate
@@ -109,13 +120,39 @@ def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int: 
 
 
 def _replace(spec: ReplaceSpec, layer: Layer, layers: Layers, where: str) -> int:
+    _put(build_module(spec.module, f"{where}.module"), layer, layers, where)
+    return 1
+
+
+def _wrap(spec: WrapSpec, layer: Layer, layers: Layers, where: str) -> int:
+    _put(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
+    return 1
+
+
+def _put(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
+    """Put a module in the place of another, under all of its names."""
     if not layer.name:
         raise ConfigError(Mistake(where, "the root module cannot be replaced: name another one under 'model'"))
-    new = build_module(spec.module, f"{where}.module")
     for parent in layers:
         for key, child in parent.module._modules.items():
-            if child is layer.module:
+            if child is layer.module and parent.module is not new:
                 parent.module._modules[key] = new
+
+
+class Label:
+    """A module's own `extra_repr` with a label in front; it can be copied and pickled along with the module."""
+
+    def __init__(self, label: str, module: nn.Module) -> None:
+        self.label = label
+        self.own = module.extra_repr
+
+    def __call__(self) -> str:
+        own = self.own()
+        return f"{self.label}, {own}" if own else self.label
+
+
+def _repr(spec: ReprSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    layer.module.extra_repr = Label(spec.label, layer.module)  # type: ignore[method-assign]
     return 1
 
 
@@ -159,19 +196,21 @@ _DO: dict[type[Any], Callable[[Any, Layer, Layers, str], int]] = {
     FillSpec: _fill,
     FreezeSpec: _freeze,
     ReplaceSpec: _replace,
+    WrapSpec: _wrap,
+    ReprSpec: _repr,
     SetSpec: _set,
     AddParameterSpec: _add_parameter,
     CallSpec: _call,
 }
 
 
-def build_module(target: Target, where: str) -> nn.Module:
+def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     """A module from its target.
 
     Raises:
         ConfigError: The target is not there, fails, or gives something else than a `torch.nn.Module`.
     """
-    found = build(target, where)
+    found = build(target, where, *positional)
     if not isinstance(found, nn.Module):
         raise ConfigError(
             Mistake(

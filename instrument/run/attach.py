@@ -11,16 +11,20 @@ from typing import Any
 
 import yaml
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ..analysis.archive import RunArchive
 from ..capture.probe import Probe
 from ..capture.sink import Sink
 from ..errors import ConfigError, InstrumentWarning, Mistake
 from ..plan.sites import make_plan
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
-from ..spec.hooks import HookBase, HookSpec
+from ..spec.base import HookBase
+from ..spec.hooks import HookSpec
 from ..spec.parse import parse_hooks
+from .compiled import meet_compiled
 from .folder import RunFolder, config_hash
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
@@ -28,18 +32,29 @@ Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
 @contextmanager
 def attach(
-    model: nn.Module, specs: Specs, *, optimizer: Optimizer | None = None, out: str | Path | None = None, seed: int = 0
+    model: nn.Module,
+    specs: Specs,
+    *,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    steps_by_loop: bool = False,
 ) -> Iterator[Probe]:
     """Attach hook specs to a model for the time of a `with` block.
 
     Args:
-        model: Any module; when the block ends it has the hooks that it had before.
+        model: Any module; when the block ends it has the hooks that it had before. One that was compiled is compiled
+            again at its next call.
         specs: The path of a YAML file with the specs or with a `hooks` section, a mapping or list as it stands in
             such a file, or spec objects.
-        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_post).
+        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post).
+        scaler: The gradient scaler, where the loop uses one: gradients are then recorded and changed in true scale.
         out: The folder of the run, which `instrument.load` reads; it may not hold one yet. Without it rows are kept in
             memory: `probe.sink.frame("stats")`.
         seed: The seed of what interventions draw at random.
+        steps_by_loop: The loop calls `probe.before_optimizer_step()` itself, since its optimizer is given the forward
+            and backward pass as a closure.
 
     Yields:
         The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
@@ -53,12 +68,23 @@ def attach(
     """
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
+    notice = meet_compiled(model, plan)
     sink: Sink = MemorySink() if out is None else ParquetSink(Path(out))
-    attached = Probe(plan, sink, optimizer=optimizer, seed=seed)
+    attached = Probe(
+        plan,
+        sink,
+        optimizer=_plain_optimizer(optimizer),
+        scaler=scaler,
+        seed=seed,
+        archive=RunArchive(),
+        steps_by_loop=steps_by_loop,
+    )
     # The folder is made once nothing can be refused any more.
     place = contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed).recording()
     try:
         with place, attached as probe:
+            if notice is not None:
+                probe.event("compiled", notice, severity="info")
             for layer, message in plan.layers.hidden_messages():
                 probe.event("hidden_module", message, layer=layer)
             yield probe
@@ -79,6 +105,12 @@ def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int)
         device=_device(model),
         data=None,
     )
+
+
+def _plain_optimizer(optimizer: Optimizer | None) -> Optimizer | None:
+    """The optimizer itself, where a library wrapped it (accelerate's has no hooks of its own)."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def read_specs(specs: Specs) -> dict[str, HookSpec]:

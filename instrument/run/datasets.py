@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -91,6 +91,35 @@ def random_tensors(
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
     inputs = torch.randn(samples, *shape, generator=generator)
     return TensorDataset(inputs, torch.randint(classes, (samples,), generator=generator))
+
+
+class Sequences(Dataset[Tensor]):
+    """Windows of a long row of tokens, each `length` tokens, next to each other.
+
+    Args:
+        tokens: int64, [T].
+        length: Tokens in a window.
+    """
+
+    def __init__(self, tokens: Tensor, length: int) -> None:
+        self.windows = tokens[: len(tokens) // length * length].view(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.windows[index]
+
+
+def english(split: str, length: int = 64) -> Sequences:
+    """English text that is always there: the descriptions that come with scikit-learn's datasets, in ASCII codes.
+
+    About 30,000 characters; the last tenth is the test split. Tokens are from 0 to 127.
+    """
+    text = "".join(load().DESCR for load in (load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine))
+    tokens = torch.tensor(list(text.encode("ascii", "ignore")))
+    border = len(tokens) * 9 // 10
+    return Sequences(tokens[:border] if split == "train" else tokens[border:], length)
 
 
 def _torchvision(dataset: type[Any], split: str, root: str, download: bool) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -42,6 +43,8 @@ class Experiment:
         model: The model, changed as `apply` says, on its device.
         optimizer: The optimizer.
         scheduler: The learning-rate schedule; None where there is none.
+        scaler: The gradient scaler; it does nothing but for fp16.
+        callable: What is called with a batch: the model, or what torch.compile made of it.
         plan: The hooks' sites.
         trials: What a trial forward pass saw, for each phase.
         cost: What each spec will write.
@@ -56,9 +59,17 @@ class Experiment:
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    scaler: GradScaler
+    callable: nn.Module
     plan: HookPlan
     trials: dict[str, Trial]
     cost: dict[str, Cost]
+
+    def autocast(self) -> torch.autocast:
+        """The context that forward passes run in."""
+        precision = self.config.train.precision
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=precision != "fp32")
 
     @property
     def steps(self) -> int:
@@ -99,13 +110,34 @@ def prepare(config: RunConfig) -> Experiment:
         len(evaluation),
     )
     cost = cost_of(plan, trials, length)
-    return Experiment(config, device, data, batches, evaluation, task, model, optimizer, scheduler, plan, trials, cost)
+    return Experiment(
+        config=config,
+        device=device,
+        data=data,
+        batches=batches,
+        evaluation=evaluation,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=GradScaler(device.type, enabled=config.train.precision == "fp16"),
+        callable=_compiled(model) if config.train.compile else model,
+        plan=plan,
+        trials=trials,
+        cost=cost,
+    )
 
 
 def evaluation_steps(steps: int, every: int) -> list[int]:
     """The numbers of steps done after which there is an evaluation: every N, and at the end."""
     regular = range(every, steps + 1, every) if every else range(0)
     return sorted({*regular, steps})
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    # Hooks are attached before the first call, which is when it is compiled; that of another job must not be met.
+    torch.compiler.reset()
+    return torch.compile(model)  # type: ignore[return-value]
 
 
 def _forward(task: Task, model: nn.Module, batch: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +119,7 @@ def job(config: DictConfig) -> float | None:
     Raises:
         JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
     """
-    swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
-    try:
+    with told() as place:
         parsed, raw = read_config(config)
         if parsed.plan:
             show_plan(parsed)
@@ -128,8 +127,30 @@ def job(config: DictConfig) -> float | None:
         from .runner import run
         from .terminal import Terminal
 
-        terminal = Terminal(quiet=parsed.quiet, brief=swept)
-        return run(parsed, folder, terminal, raw=raw, overrides=read_overrides()).metrics.get("loss")
+        terminal = Terminal(quiet=parsed.quiet, brief=place.swept)
+        return run(parsed, place.folder, terminal, raw=raw, overrides=read_overrides()).metrics.get("loss")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job works: its folder, and whether it is one of a sweep."""
+
+    folder: Path
+    swept: bool
+
+
+@contextmanager
+def told() -> Iterator[Place]:
+    """Tell the user, in words, about what goes wrong inside, and where what was recorded is.
+
+    Raises:
+        JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
+    place = Place(folder, HydraConfig.get().mode == RunMode.MULTIRUN)
+    try:
+        yield place
     except KeyboardInterrupt:
         print(f"\ninterrupted: what was recorded so far is in {folder}", file=sys.stderr)
         raise SystemExit(130) from None
@@ -137,7 +158,7 @@ def job(config: DictConfig) -> float | None:
         code = complain(error)
         if code == 1:
             print(f"what was recorded so far is in {folder}", file=sys.stderr)
-        if swept:
+        if place.swept:
             print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None

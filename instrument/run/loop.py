@@ -45,7 +45,12 @@ def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]
     Returns:
         The metrics of the last evaluation.
     """
-    model, optimizer, scheduler = experiment.model, experiment.optimizer, experiment.scheduler
+    model, optimizer, scheduler, scaler = (
+        experiment.model,
+        experiment.optimizer,
+        experiment.scheduler,
+        experiment.scaler,
+    )
     evaluations = set(evaluation_steps(experiment.steps, experiment.config.train.eval_every))
     last: dict[str, float | None] = {}
     model.train()
@@ -55,13 +60,17 @@ def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]
         outcomes: list[Outcome] = []
         optimizer.zero_grad()
         for batch in micro_batches:
-            outcome = experiment.task(model, to_device(batch, experiment.device))
-            (outcome.loss * (_samples(batch) / samples)).backward()  # the mean over the samples of all micro-batches
+            with experiment.autocast():
+                outcome = experiment.task(experiment.callable, to_device(batch, experiment.device))
+            loss = probe.loss(outcome.loss) * (_samples(batch) / samples)  # of the mean over all micro-batches' samples
+            scaler.scale(loss).backward()
             outcomes.append(outcome)
             probe.end_micro_step()
+        scaler.unscale_(optimizer)
         norm = gradient_norm(model)
         lr = optimizer.param_groups[0]["lr"]
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         if scheduler is not None:
             scheduler.step()
         metrics = probe.end_step(
@@ -85,7 +94,8 @@ def evaluate(experiment: Experiment, probe: Probe) -> dict[str, float | None]:
         with probe.evaluating():
             outcomes: list[Outcome] = []
             for batch in experiment.evaluation:
-                outcomes.append(experiment.task(model, to_device(batch, experiment.device)))
+                with experiment.autocast():
+                    outcomes.append(experiment.task(experiment.callable, to_device(batch, experiment.device)))
                 probe.end_micro_step()
             return probe.write_metrics(
                 loss=mean_loss(outcomes),

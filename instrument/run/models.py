@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -98,3 +99,80 @@ class LeNet(nn.Module):
         """Images [N, C, 28, 28] to logits [N, classes]."""
         maps = self.features(images)  # [N, 16, 5, 5]
         return self.classifier(torch.flatten(maps, 1))  # type: ignore[no-any-return]
+
+
+class Autoencoder(nn.Module):
+    """Dense blocks from the flattened image down to a code and up again; the output has the input's shape.
+
+    Args:
+        sizes: Features of the input, of each layer on the way down, and of the code.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (64, 32, 8)) -> None:
+        super().__init__()
+        up = list(reversed(sizes))
+        self.encoder = nn.Sequential(*map(dense_block, sizes[:-2], sizes[1:-1]), nn.Linear(sizes[-2], sizes[-1]))
+        self.decoder = nn.Sequential(*map(dense_block, up[:-2], up[1:-1]), nn.Linear(up[-2], up[-1]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Inputs [N, ...] of sizes[0] elements each to outputs of the same shape."""
+        code = self.encoder(torch.flatten(inputs, 1))  # [N, sizes[-1]]
+        return self.decoder(code).view_as(inputs)  # type: ignore[no-any-return]
+
+
+class TinyGPT(nn.Module):
+    """A small transformer that sees tokens before each place only.
+
+    Args:
+        vocabulary: Number of tokens.
+        length: Tokens in a sequence, at most.
+        width: Features of each token.
+        layers: Transformer layers.
+        heads: Attention heads in each.
+    """
+
+    def __init__(
+        self, vocabulary: int = 128, length: int = 64, width: int = 32, layers: int = 2, heads: int = 2
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [N, T] to logits [N, T, vocabulary]."""
+        count = tokens.shape[1]
+        hidden = self.tokens(tokens) + self.places(torch.arange(count, device=tokens.device))  # [N, T, width]
+        mask = nn.Transformer.generate_square_subsequent_mask(count, device=tokens.device)
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask, is_causal=True)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+class DenseGAN(nn.Module):
+    """A dense generator and a dense critic, for images of `image` elements.
+
+    Args:
+        latent: Size of the noise.
+        image: Shape of an image.
+        width: Features of the hidden layers.
+    """
+
+    def __init__(self, latent: int = 16, image: Sequence[int] = (1, 8, 8), width: int = 64) -> None:
+        super().__init__()
+        size = math.prod(image)
+        self.generator = nn.Sequential(
+            dense_block(latent, width), dense_block(width, width), nn.Linear(width, size), nn.Unflatten(1, tuple(image))
+        )
+        self.critic = nn.Sequential(
+            nn.Flatten(), dense_block(size, width), dense_block(width, width), nn.Linear(width, 1)
+        )
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Noise [N, latent] to images [N, *image]."""
+        return self.generator(noise)  # type: ignore[no-any-return]

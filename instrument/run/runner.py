@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..analysis.archive import RunArchive
 from ..capture.probe import Probe
 from ..sinks.parquet import ParquetSink
 from ..spec.config import RunConfig
+from .compiled import broken_graphs
 from .device import process_state
 from .experiment import Experiment, prepare
 from .folder import RunFolder, config_hash
@@ -64,10 +66,20 @@ def run(
 def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str, float | None]:
     config = experiment.config
     sink = ParquetSink(folder, tensors=config.sink.tensors, flush_seconds=config.sink.flush_seconds)
-    probe = Probe(experiment.plan, sink, optimizer=experiment.optimizer, seed=config.seed)
+    probe = Probe(
+        experiment.plan,
+        sink,
+        optimizer=experiment.optimizer,
+        scaler=experiment.scaler,
+        seed=config.seed,
+        archive=RunArchive(),
+    )
     with probe, terminal.progress(experiment.steps) as show:
         if experiment.data.fallback:
             probe.event("fallback", experiment.data.fallback)
         for place, message in experiment.plan.layers.hidden_messages():
             probe.event("hidden_module", message, layer=place)
-        return train(experiment, probe, show)
+        metrics = train(experiment, probe, show)
+        if config.train.compile and (message := broken_graphs()):
+            probe.event("graph_break", message, severity="info")
+        return metrics

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator
 
+from .base import UnknownNameError
 from .fields import Count, Number, Selection, Target
-from .hooks import UnknownNameError
 
 INIT_FUNCTIONS = (
     "constant_",
@@ -76,6 +76,20 @@ class ReplaceSpec(ApplyBase):
     module: Target = Field(description="What is built for each of them.")
 
 
+class WrapSpec(ApplyBase):
+    """Put a module around each one that matches, under all of its names; it is handed over as the first argument."""
+
+    action: Literal["wrap"]
+    module: Target = Field(description="What is built around each of them.")
+
+
+class ReprSpec(ApplyBase):
+    """Give the module a label, which `print(model)` shows."""
+
+    action: Literal["repr"]
+    label: str = Field(min_length=1, description="The label.")
+
+
 class SetSpec(ApplyBase):
     """Set an attribute that the module already has, such as `inplace`."""
 
@@ -100,13 +114,15 @@ class CallSpec(ApplyBase):
     fn: Target
 
 
-ApplySpec = InitSpec | FillSpec | FreezeSpec | ReplaceSpec | SetSpec | AddParameterSpec | CallSpec
+ApplySpec = InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | ReprSpec | SetSpec | AddParameterSpec | CallSpec
 
 ACTIONS: dict[str, type[ApplyBase]] = {
     "init": InitSpec,
     "fill": FillSpec,
     "freeze": FreezeSpec,
     "replace": ReplaceSpec,
+    "wrap": WrapSpec,
+    "repr": ReprSpec,
     "set": SetSpec,
     "add_parameter": AddParameterSpec,
     "call": CallSpec,

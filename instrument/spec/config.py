@@ -59,6 +59,10 @@ class TrainConfig(Spec):
     steps: Count | None = Field(None, description="Optimizer steps; the dataset is gone through as often as it takes.")
     epochs: Count | None = Field(None, description="Times through the dataset, in place of steps.")
     batch_size: Count = Field(64, description="Samples in a micro-batch.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="bf16 and fp16: autocast; fp16 with a gradient scaler."
+    )
+    compile: bool = Field(False, description="Compile the model with torch.compile; hooks stay outside the graph.")
     accumulate: Count = Field(1, description="Micro-batches whose gradients are averaged into one optimizer step.")
     eval_every: Index = Field(
         0, description="Evaluate every N steps and after the last one; 0: after the last one only."

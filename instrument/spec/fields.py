@@ -57,7 +57,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_bool)]
 class Selection(Spec):
     """Which modules, and which of their parameters."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["layers"]}, {"required": ["types"]}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [{"required": ["layers"]}, {"required": ["types"]}, {"properties": {"kind": {"const": "loss"}}}]
+        }
+    )
 
     layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root.")
     exclude: Globs = Field((), description="Globs on module names, taken away again.")
@@ -67,7 +71,8 @@ class Selection(Spec):
     @model_validator(mode="before")
     @classmethod
     def _some_selection(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("layers") is None and not value.get("types"):
+        of_the_model = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss
+        if isinstance(value, Mapping) and value.get("layers") is None and not value.get("types") and not of_the_model:
             raise ValueError("needs 'layers' (globs on module names), 'types' (class names), or both")
         return value
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["module", "parameter", "optimizer"]
+Family = Literal["module", "parameter", "optimizer", "state_dict", "loss"]
+Rhythm = Literal["micro_step", "step", "occasion"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Kind:
     Attributes:
         name: As in `kind:`; PyTorch's `register_<name>_hook` wherever there is one.
         family: The file in `instrument/kinds/` that serves it.
+        rhythm: How often it is expected: in every micro-step, once a step around the optimizer's, or on occasion.
         roles: The tensors to be had there; the first is the default. A role that ends in `.*` is a prefix.
         changes: The roles that an intervention can change.
         gradient: Whether it needs a backward pass.
@@ -23,15 +25,11 @@ class Kind:
 
     name: str
     family: Family
+    rhythm: Rhythm
     roles: tuple[str, ...]
     changes: tuple[str, ...]
     gradient: bool
     meaning: str
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether it acts around the optimizer's step, once a step; the others act in every micro-step."""
-        return self.name == "parameter_grad" or self.family == "optimizer"
 
     @property
     def repeats(self) -> bool:
@@ -41,27 +39,43 @@ class Kind:
 
     def has_role(self, role: str) -> bool:
         """Whether `role` is one of this kind's, `state.exp_avg` being one of `state.*`."""
-        return any(
-            role == known or (known.endswith(".*") and role.startswith(known[:-1]) and len(role) >= len(known))
-            for known in self.roles
-        )
+        return any(_covers(known, role) for known in self.roles)
+
+    def can_change(self, role: str) -> bool:
+        """Whether an intervention at this kind can change this role."""
+        return any(_covers(known, role) for known in self.changes)
 
 
+def _covers(known: str, role: str) -> bool:
+    return role == known or (known.endswith(".*") and role.startswith(known[:-1]) and len(role) >= len(known))
+
+
+_SAVED = ("entry", "state.*")  # of the module, and of the optimizer
 _ALL = (
-    Kind("forward_pre", "module", ("input",), ("input",), False, "the input"),
-    Kind("forward", "module", ("output", "input"), ("output",), False, "the output"),
+    Kind("forward_pre", "module", "micro_step", ("input",), ("input",), False, "the input"),
+    Kind("forward", "module", "micro_step", ("output", "input"), ("output",), False, "the output"),
     Kind(
         "full_backward_pre",
         "module",
+        "micro_step",
         ("grad_output",),
         ("grad_output",),
         True,
         "the gradient on its way into the module: also its own weights' gradients",
     ),
-    Kind("full_backward", "module", ("grad_input", "grad_output"), ("grad_input",), True, "what flows on upstream"),
+    Kind(
+        "full_backward",
+        "module",
+        "micro_step",
+        ("grad_input", "grad_output"),
+        ("grad_input",),
+        True,
+        "what flows on upstream",
+    ),
     Kind(
         "tensor",
         "module",
+        "micro_step",
         ("output", "input"),
         ("output", "input"),
         True,
@@ -70,27 +84,55 @@ _ALL = (
     Kind(
         "parameter_grad",
         "parameter",
+        "step",
         ("param_grad",),
         ("param_grad",),
         True,
-        "at the optimizer boundary: the gradient that the optimizer will use, after accumulation",
+        "at the optimizer boundary: the gradient that the optimizer will use, after accumulation and unscaling",
+    ),
+    Kind(
+        "parameter_grad_micro",
+        "parameter",
+        "micro_step",
+        ("param_grad",),
+        ("param_grad",),
+        True,
+        "each micro-batch's own gradient, before it is added to the sum",
     ),
     Kind(
         "post_accumulate_grad",
         "parameter",
+        "micro_step",
         ("param_grad",),
         ("param_grad",),
         True,
         "the running sum of the micro-batches' gradients",
     ),
     Kind(
+        "step_pre",
+        "optimizer",
+        "step",
+        ("param", "param_grad", "buffer", "state.*"),
+        ("param", "param_grad"),
+        True,
+        "the parameter or its gradient, before `optimizer.step` uses them",
+    ),
+    Kind(
         "step_post",
         "optimizer",
+        "step",
         ("param", "param_grad", "update", "buffer", "state.*"),
-        ("param",),
+        ("param", "state.*"),
         True,
-        "the parameter, after `optimizer.step` has updated it",
+        "the parameter, or the optimizer's state, after `optimizer.step` has updated it",
     ),
+    Kind("state_dict_pre", "state_dict", "occasion", _SAVED, (), False, "nothing: it sees what is about to be saved"),
+    Kind("state_dict_post", "state_dict", "occasion", _SAVED, _SAVED, False, "what is saved, never the live weights"),
+    Kind(
+        "load_state_dict_pre", "state_dict", "occasion", _SAVED, _SAVED, False, "what is loaded, never the file's own"
+    ),
+    Kind("load_state_dict_post", "state_dict", "occasion", _SAVED, (), False, "nothing: it sees what has been loaded"),
+    Kind("loss", "loss", "micro_step", ("loss",), ("loss",), False, "the scalar that backward starts from"),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}

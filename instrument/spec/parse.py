@@ -12,8 +12,10 @@ from ..errors import ConfigError, Mistake, nearest
 from . import apply as apply_specs
 from . import hooks as hook_specs
 from .apply import ApplySpec
+from .base import UnknownNameError
 from .config import RunConfig
-from .hooks import HookSpec, UnknownNameError
+from .functions import FUNCTIONS, FunctionSpec
+from .hooks import HookSpec
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -137,8 +139,8 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
         return hook_specs.ACTIONS[action]
     fn = value.get("fn")
     if isinstance(fn, Mapping):
-        return hook_specs.FunctionSpec
-    return hook_specs.FUNCTIONS[_choice(value, "fn", hook_specs.FUNCTIONS, where, "or {_target_: package.function}")]
+        return FunctionSpec
+    return FUNCTIONS[_choice(value, "fn", FUNCTIONS, where, "or {_target_: package.function}")]
 
 
 def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:

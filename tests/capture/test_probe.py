@@ -173,8 +173,8 @@ def test_an_evaluation_that_fails_puts_the_phase_back(model: nn.Module) -> None:
         assert probe.phase == "train"
 
 
-def test_there_are_two_phases(model: nn.Module) -> None:
-    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'train' or 'eval', not 'test'"):
+def test_there_are_three_phases(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'train', 'eval' or 'sanity', not 'test'"):
         probe.phase = "test"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -201,3 +202,27 @@ def test_specs_act_one_after_the_other_on_what_the_ones_before_left(model: Net) 
 def test_what_cannot_be_done_is_told_with_its_key_and_layer(model: Net, spec: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         apply(model, a=spec)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module, factor: float = 2.0) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.inner(inputs)
+
+
+def test_wrap_puts_a_module_around_each_one_under_all_of_its_names(model: Net) -> None:
+    act = model.one[1]
+    apply(model, w={"layers": "one.1", "action": "wrap", "module": {"_target_": f"{__name__}.Doubled", "factor": 3.0}})
+    assert isinstance(model.one[1], Doubled)
+    assert model.one[1].inner is act
+    assert model.one[1].factor == 3.0
+    assert all(module is not act for module in (model.one[1], model.two[1]))
+
+
+def test_repr_is_a_label_that_print_shows_and_a_copy_keeps(model: Net) -> None:
+    apply(model, r={"layers": "one.0", "action": "repr", "label": "the first one"})
+    assert "Linear(the first one, in_features=4, out_features=4, bias=True)" in str(model)
+    assert "the first one" in str(copy.deepcopy(model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from instrument import MemorySink
 from instrument.capture.tables import TABLES
 
-ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0)
+ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
 
 
 def test_rows_come_back_under_their_columns_names_in_the_order_in_which_they_came() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +18,22 @@ from instrument.run.apply import apply_specs, build_module
 from instrument.run.data import load_data
 from instrument.run.experiment import prepare
 from instrument.run.launch import read_config
+from instrument.run.models import DenseGAN
 from instrument.run.tasks import Outcome
 from instrument.spec.config import RunConfig
 from instrument.targets import build
 
 CONF = Path(__file__).parents[2] / "conf"
 BASE = ("model=mnist_cnn", "data=digits")
-IMAGES = {"resnet18": (3, 32, 32), "vgg11": (3, 32, 32), "vit": (3, 32, 32)}
+COLOUR = (torch.zeros(2, 3, 32, 32), (2, 10))
+INPUTS = {
+    "resnet18": COLOUR,
+    "vgg11": COLOUR,
+    "vit": COLOUR,
+    "autoencoder": (torch.zeros(2, 1, 8, 8), (2, 1, 8, 8)),
+    "dense_gan": (torch.zeros(2, 16), (2, 1, 8, 8)),
+    "tiny_gpt": (torch.zeros(2, 64, dtype=torch.int64), (2, 64, 128)),
+}
 
 
 def options(group: str) -> list[str]:
@@ -67,7 +77,8 @@ def test_every_experiment_composes_and_its_hooks_match_its_model(name: str) -> N
 
 @pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_experiment_begins_with_the_command_that_runs_it(file: Path) -> None:
-    assert f"# python -m instrument +exp={file.stem}" in file.read_text().splitlines()[:2]
+    command = re.compile(rf"# python -m instrument (-m )?\+exp={file.stem}\b")
+    assert any(command.match(line) for line in file.read_text().splitlines()[:2])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,8 @@ def test_every_option_composes_over_every_experiment(group: str, experiment: str
 @pytest.mark.parametrize("name", options("model"))
 def test_every_model_builds_and_takes_its_images(name: str) -> None:
     model = build_module(over_base("model", name).model, "model").eval()
-    assert model(torch.zeros(2, *IMAGES.get(name, (1, 28, 28)))).shape == (2, 10)
+    inputs, output = INPUTS.get(name, (torch.zeros(2, 1, 28, 28), (2, 10)))
+    assert model(inputs).shape == output
 
 
 @pytest.mark.parametrize("name", ["digits", "random"])
@@ -116,15 +128,23 @@ def test_datasets_on_disk_look_in_the_folder_in_the_environment(name: str, monke
     assert config_of("model=lenet", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
 
 
+OF_TASKS = {
+    "autoencoder": (nn.Linear(4, 4), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
+    "next_token": (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)), torch.randint(7, (3, 6))),
+    "wgan_gp": (DenseGAN(image=(1, 4, 4)), [torch.randn(3, 1, 4, 4), torch.tensor([1, 9, 0])]),
+}
+
+
 @pytest.mark.parametrize("name", options("task"))
 def test_every_task_makes_a_loss_that_can_be_differentiated(name: str) -> None:
     task = build(over_base("task", name).task, "task")
-    model = nn.Linear(4, 10)
-    outcome = task(model, [torch.randn(3, 4), torch.tensor([1, 9, 0])])
+    model, batch = OF_TASKS.get(name, (nn.Linear(4, 10), [torch.randn(3, 4), torch.tensor([1, 9, 0])]))
+    outcome = task(model, batch)
     assert isinstance(outcome, Outcome)
     outcome.loss.backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad.abs().sum() > 0
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    assert sum(float(gradient.abs().sum()) for gradient in gradients if gradient is not None) > 0
 
 
 @pytest.mark.parametrize("name", options("optimizer"))

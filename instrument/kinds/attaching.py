@@ -1,0 +1,81 @@
+"""From sites to the hooks that serve them: each family gets its sites, grouped by where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.optim import Optimizer
+
+from .live import Clock, Family, LiveSite
+from .loss import LossHooks
+from .module import ModuleHooks
+from .module_backward import ModuleBackwardHooks
+from .optimizer import StepHooks
+from .parameter import BoundaryHooks, GradientHooks
+from .state_dict import OptimizerStateDictHooks, StateDictHooks
+
+Place = tuple[type[Family], int, bool, bool]
+
+
+def attach_sites(
+    lives: Sequence[LiveSite], optimizer: Optimizer | None, clock: Clock, *, by_loop: bool = False
+) -> Iterator[Family]:
+    """Attach all sites; each family is given out once it is attached, so that it can be detached whatever comes next.
+
+    Args:
+        lives: The sites.
+        optimizer: The optimizer; None where no site needs it.
+        clock: The probe's.
+        by_loop: The loop says when the optimizer is about to step, since a hook on it would come too early.
+    """
+    groups: dict[Place, list[LiveSite]] = {}
+    for live in lives:
+        groups.setdefault(_place(live), []).append(live)
+    for (family, _, prepend, always_call), sites in groups.items():
+        module = sites[0].site.layer.module
+        if family is ModuleHooks:
+            yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call)
+        elif family is ModuleBackwardHooks:
+            yield ModuleBackwardHooks(module, sites, clock, prepend=prepend)
+        elif family is StateDictHooks:
+            yield StateDictHooks(module, sites, clock)
+        elif family is GradientHooks:
+            yield GradientHooks(sites, clock)
+        elif family is LossHooks:
+            yield LossHooks(sites, clock)
+        elif optimizer is not None:
+            yield _around(family, optimizer, sites, clock, by_loop)
+
+
+def _around(
+    family: type[Family], optimizer: Optimizer, sites: Sequence[LiveSite], clock: Clock, by_loop: bool
+) -> Family:
+    """The families that hang on the optimizer."""
+    if family is BoundaryHooks:
+        return BoundaryHooks(optimizer, sites, clock, by_loop=by_loop)
+    if family is StepHooks:
+        return StepHooks(optimizer, sites, clock, by_loop=by_loop)
+    return OptimizerStateDictHooks(optimizer, sites, clock)
+
+
+def _place(live: LiveSite) -> Place:
+    """The family that serves a site, and what its sites have in common."""
+    spec, site = live.site.spec, live.site
+    module = id(site.layer.module)
+    match spec.definition.family:
+        case "module" if spec.via == "module":
+            return ModuleBackwardHooks, module, spec.prepend, False
+        case "module":
+            return ModuleHooks, module, spec.prepend, spec.always_call
+        case "parameter" if spec.kind == "parameter_grad":
+            return BoundaryHooks, 0, False, False
+        case "parameter":
+            return GradientHooks, id(site.parameter), False, False
+        case "optimizer":
+            return StepHooks, 0, False, False
+        case "state_dict" if spec.tensor_role == "entry":
+            return StateDictHooks, module, False, False
+        case "state_dict":
+            return OptimizerStateDictHooks, 0, False, False
+        case _:
+            return LossHooks, 0, False, False

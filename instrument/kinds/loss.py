@@ -1,0 +1,34 @@
+"""The loss: the scalar that backward starts from. A loop hands it over, since PyTorch has no hook there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .live import Clock, LiveSite, fire_all
+
+
+class LossHooks:
+    """The loss sites of all specs."""
+
+    def __init__(self, lives: Sequence[LiveSite], clock: Clock) -> None:
+        self.lives = lives
+        self.clock = clock
+        self.due: list[LiveSite] = []
+
+    def refresh(self) -> None:
+        """Keep the sites that are due."""
+        self.due = [live for live in self.lives if live.due]
+
+    def see(self, loss: Tensor) -> Tensor:
+        """Let the sites act on a loss; gives the one to call backward on."""
+        if self.clock.closed:
+            return loss
+        for live in self.due:
+            live.called()
+            live.hit()
+        return fire_all(self.due, loss, "", 0, recompute=False)
+
+    def detach(self) -> None:
+        """Nothing was attached to anything."""

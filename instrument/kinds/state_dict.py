@@ -1,0 +1,160 @@
+"""Kinds around saving and loading: what goes into a state dict, and what comes out of one.
+
+Entries in a state dict are the live weights themselves, so an intervention puts a new tensor in an entry's place and
+leaves the weights as they are. A dict that is loaded was copied by PyTorch before the hooks see it: the caller's own
+is not written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .causes import NO_STATE
+from .live import Clock, LiveSite, Uncopied
+
+
+class StateDictHooks(Uncopied):
+    """The sites of the four state-dict kinds at one module, with role entry."""
+
+    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
+        self.module = module
+        self.clock = clock
+        self.by_kind = {kind: [live for live in lives if live.site.spec.kind == kind] for kind in _REGISTER}
+        self.handles: list[RemovableHandle] = []
+        for kind, hook in (
+            ("state_dict_pre", self.saving),
+            ("state_dict_post", self.saved),
+            ("load_state_dict_pre", self.loading),
+            ("load_state_dict_post", self.loaded),
+        ):
+            if self.by_kind[kind]:
+                # PyTorch writes an attribute to one of them, which a bound method does not take.
+                self.handles.append(getattr(module, _REGISTER[kind])(partial(hook)))
+
+    def refresh(self) -> None:
+        """Nothing is kept: what is due is asked when a state dict is made or loaded."""
+
+    def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
+        """A state dict is about to be made: the values that will go into it."""
+        self._see("state_dict_pre")
+
+    def saved(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG002
+        """The module's entries are in the state dict."""
+        self._act("state_dict_post", state, prefix)
+
+    def loading(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ARG002
+        """A state dict is about to be loaded."""
+        self._act("load_state_dict_pre", state, prefix)
+
+    def loaded(self, module: nn.Module, incompatible: Any) -> None:  # noqa: ARG002
+        """A state dict has been loaded: the values that the module has now."""
+        self._see("load_state_dict_post")
+
+    def _see(self, kind: str) -> None:
+        if self.clock.closed:
+            return
+        own = {**self.module._parameters, **self.module._buffers}
+        entries = {name: value.detach() for name, value in own.items() if value is not None}
+        self._act(kind, entries, "")
+
+    def _act(self, kind: str, state: dict[str, Any], prefix: str) -> None:
+        for live in self._due(kind):
+            live.called()
+            key = prefix + live.site.own_name
+            if isinstance(state.get(key), Tensor):
+                live.hit()
+                new = live.fire(state[key].detach(), live.site.own_name)
+                if not live.records:
+                    state[key] = new
+            else:
+                live.miss(f"the state dict has no entry {live.site.own_name!r} of this module")
+
+    def _due(self, kind: str) -> list[LiveSite]:
+        return [] if self.clock.closed else [live for live in self.by_kind[kind] if live.due]
+
+    def detach(self) -> None:
+        """Remove the hooks, the last one first."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+class OptimizerStateDictHooks:
+    """The sites of the four state-dict kinds with role state.*: the optimizer's tensors for a parameter."""
+
+    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock) -> None:
+        self.clock = clock
+        self.by_kind = {kind: [live for live in lives if live.site.spec.kind == kind] for kind in _REGISTER}
+        self.handles: list[RemovableHandle] = []
+        if self.by_kind["state_dict_pre"]:
+            self.handles.append(optimizer.register_state_dict_pre_hook(self.saving))
+        if self.by_kind["state_dict_post"]:
+            self.handles.append(optimizer.register_state_dict_post_hook(self.saved))
+        if self.by_kind["load_state_dict_pre"]:
+            self.handles.append(optimizer.register_load_state_dict_pre_hook(self.loading))
+        if self.by_kind["load_state_dict_post"]:
+            self.handles.append(optimizer.register_load_state_dict_post_hook(self.loaded))
+
+    def refresh(self) -> None:
+        """Nothing is kept: what is due is asked when a state dict is made or loaded."""
+
+    def saving(self, optimizer: Optimizer) -> None:
+        """A state dict is about to be made."""
+        self._see("state_dict_pre", optimizer)
+
+    def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict has been made."""
+        return self._act("state_dict_post", optimizer, state)
+
+    def loading(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict is about to be loaded."""
+        return self._act("load_state_dict_pre", optimizer, state)
+
+    def loaded(self, optimizer: Optimizer) -> None:
+        """A state dict has been loaded."""
+        self._see("load_state_dict_post", optimizer)
+
+    def _see(self, kind: str, optimizer: Optimizer) -> None:
+        for live in self._due(kind):
+            self._fire(live, optimizer.state.get(live.current_parameter(), {}))
+
+    def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's stay as they are
+        for live in self._due(kind):
+            parameter = id(live.current_parameter())
+            self._fire(live, entries.get(order.index(parameter), {}) if parameter in order else {})
+        return {**state, "state": entries}
+
+    def _due(self, kind: str) -> list[LiveSite]:
+        return [live for live in self.by_kind[kind] if live.due and not self.clock.closed]
+
+    @staticmethod
+    def _fire(live: LiveSite, entry: dict[str, Any]) -> None:
+        name = live.site.spec.tensor_role.removeprefix("state.")
+        live.called()
+        if isinstance(entry.get(name), Tensor):
+            live.hit()
+            new = live.fire(entry[name].detach(), live.site.own_name)
+            if not live.records:
+                entry[name] = new
+        else:
+            live.miss(NO_STATE)
+
+    def detach(self) -> None:
+        """Remove the hooks, the last one first."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+_REGISTER = {
+    "state_dict_pre": "register_state_dict_pre_hook",
+    "state_dict_post": "register_state_dict_post_hook",
+    "load_state_dict_pre": "register_load_state_dict_pre_hook",
+    "load_state_dict_post": "register_load_state_dict_post_hook",
+}

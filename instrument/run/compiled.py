@@ -1,0 +1,46 @@
+"""Hooks and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from ..errors import ConfigError, Mistake
+from ..plan.sites import HookPlan
+
+
+def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
+    """Make a model that may have been compiled already notice the hooks that are about to be attached.
+
+    Compiled code does not look for hooks that came after its first call, so it is thrown away; it is compiled anew at
+    the next one.
+
+    Returns:
+        What to tell the user; None where nothing is compiled.
+
+    Raises:
+        ConfigError: The model was compiled with `fullgraph=True`, which leaves no room for hooks on modules.
+    """
+    compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
+    if not compiled:
+        return None
+    whole = any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled)
+    on_modules = [name for name, spec in plan.specs.items() if spec.definition.family == "module"]
+    if whole and on_modules:
+        kinds = "parameter_grad, parameter_grad_micro, post_accumulate_grad, step_pre, step_post, loss and the state-dict kinds"
+        problem = (
+            f"kind {plan.specs[on_modules[0]].kind} breaks the graph, and the model is compiled with fullgraph=True"
+        )
+        raise ConfigError(Mistake(f"hooks.{on_modules[0]}.kind", problem, allowed=f"{kinds}; or fullgraph=False"))
+    torch.compiler.reset()
+    return "the model was compiled before: it will be compiled again, so that the hooks fire"
+
+
+def broken_graphs() -> str:
+    """How often compiled graphs were broken since the last reset, and why; empty where they were not."""
+    breaks: Mapping[str, int] = counters["graph_break"]
+    reasons = [f"{count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items()]
+    return f"{sum(breaks.values())} graph breaks: {'; '.join(reasons)}" if reasons else ""

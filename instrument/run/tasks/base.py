@@ -1,0 +1,62 @@
+"""What a task is, and what it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one batch.
+
+    Attributes:
+        loss: Mean over the samples; a scalar that can be differentiated.
+        samples: Number of samples.
+        correct: How many of them were classified right, as a scalar tensor; None where that has no meaning.
+    """
+
+    loss: Tensor
+    samples: int
+    correct: Tensor | None = None
+
+
+class Task(Protocol):
+    """Runs a model on a batch."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """The loss of one batch, as the data loader gives it."""
+
+
+def check_outcome(outcome: object) -> None:
+    """Whether a training can be made of what a task gave.
+
+    Raises:
+        TypeError: It is no `Outcome`, or its loss is no scalar that can be differentiated.
+    """
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"the task gave a {type(outcome).__name__} in place of an instrument.run.tasks.Outcome")
+    if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
+        shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
+        raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
+    if not outcome.loss.requires_grad:
+        raise TypeError("the loss does not depend on any parameter that trains")
+
+
+@torch.no_grad()
+def accuracy(outcomes: list[Outcome]) -> Tensor | None:
+    """The share of samples classified right over several batches; None where one of them does not say."""
+    counts = [outcome.correct for outcome in outcomes if outcome.correct is not None]
+    if len(counts) < len(outcomes) or not counts:
+        return None
+    return torch.stack(counts).sum() / sum(outcome.samples for outcome in outcomes)
+
+
+@torch.no_grad()
+def mean_loss(outcomes: list[Outcome]) -> Tensor:
+    """The mean loss over the samples of several batches."""
+    total = torch.stack([outcome.loss.detach() * outcome.samples for outcome in outcomes]).sum()
+    return total / sum(outcome.samples for outcome in outcomes)

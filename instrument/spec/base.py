@@ -1,0 +1,139 @@
+"""What every hook spec can say: where, when and at which tensor."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .fields import Count, Glob, Index, Selection
+from .kinds import KINDS, Kind
+from .schedule import Phase, Schedule
+
+KindName = Literal[
+    "forward_pre",
+    "forward",
+    "full_backward_pre",
+    "full_backward",
+    "tensor",
+    "parameter_grad",
+    "parameter_grad_micro",
+    "post_accumulate_grad",
+    "step_pre",
+    "step_post",
+    "state_dict_pre",
+    "state_dict_post",
+    "load_state_dict_pre",
+    "load_state_dict_post",
+    "loss",
+]
+
+
+class HookBase(Selection):
+    """Where, when and at which tensor; each action adds its own fields."""
+
+    name: str = Field("", description="The key in the mapping; an item of a list may give its own.")
+    kind: KindName = Field(description="Where PyTorch lets us in.")
+    role: str | None = Field(None, description="Which of the kind's tensors; the kind's first where it is not said.")
+    path: Glob | None = Field(None, description="Which tensor of a nested value: '0', 'logits', '1.*'; all without it.")
+    via: Literal["tensor", "module"] = Field(
+        "tensor", description="Tensor hooks, or PyTorch's own module hooks, for full_backward*."
+    )
+    prepend: bool = Field(False, description="Act before all hooks that the module has already, ours among them.")
+    always_call: bool = Field(
+        False, description="For forward: act although the module raised an error, if it gave an output."
+    )
+    every: Count = Field(1, description="Every N-th step from start on.")
+    start: Index = Field(0, description="The first step at which it is due.")
+    stop: Count | None = Field(None, description="The first step at which it is due no more.")
+    steps: tuple[Index, ...] | None = Field(
+        None, min_length=1, description="These steps, in place of every, start and stop."
+    )
+    phase: Phase = Field("train", description="In training steps, or in evaluations.")
+
+    @property
+    def schedule(self) -> Schedule:
+        """When this hook is due."""
+        steps = None if self.steps is None else frozenset(self.steps)
+        return Schedule(every=self.every, start=self.start, stop=self.stop, steps=steps, phase=self.phase)
+
+    @property
+    def definition(self) -> Kind:
+        """The definition of this hook's kind."""
+        return KINDS[self.kind]
+
+    @property
+    def tensor_role(self) -> str:
+        """The role, spelled out."""
+        return self.role or self.definition.roles[0]
+
+    @model_validator(mode="after")
+    def _schedule_is_possible(self) -> HookBase:
+        if self.stop is not None and self.stop <= self.start:
+            raise ValueError(
+                f"stop ({self.stop}) has to be larger than start ({self.start}): the window is [start, stop)"
+            )
+        if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
+            raise ValueError("'steps' stands alone: it cannot be joined with every, start or stop")
+        if self.phase == "eval" and self.definition.gradient:
+            raise ValueError(f"kind {self.kind} needs gradients, and there are none in phase eval")
+        return self
+
+    @model_validator(mode="after")
+    def _kind_has_it(self) -> HookBase:
+        kind = self.definition
+        if self.role is not None and not kind.has_role(self.role):
+            raise ValueError(f"kind {kind.name} has no role {self.role!r}; it has {', '.join(kind.roles)}")
+        if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
+            raise ValueError("'via: module' is for full_backward and full_backward_pre")
+        if self.prepend and kind.family != "module":
+            raise ValueError(f"'prepend' is for hooks on modules; PyTorch has none for kind {kind.name}")
+        if self.always_call and kind.name != "forward":
+            raise ValueError(f"'always_call' is for kind forward; PyTorch has none for kind {kind.name}")
+        if self.params and kind.family == "module":
+            raise ValueError(f"'params' is for kinds that see parameters; kind {kind.name} sees a module's tensors")
+        if self.path is not None and kind.family != "module":
+            raise ValueError(f"'path' picks inside a module's values; for kind {kind.name} use 'params'")
+        return self
+
+
+class Intervention(HookBase):
+    """A hook that changes the tensor it sees."""
+
+    @model_validator(mode="after")
+    def _role_can_be_changed(self) -> Intervention:
+        kind = self.definition
+        if not kind.can_change(self.tensor_role):
+            better = [name for name, other in KINDS.items() if other.can_change(self.tensor_role)]
+            hint = f"; {' and '.join(better)} can" if better else ""
+            raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
+        return self
+
+
+class UnknownNameError(ValueError):
+    """A name that is none of a fixed set; it carries the set, so that the message can show the nearest."""
+
+    def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:
+        self.what, self.name, self.allowed = what, name, allowed
+        super().__init__(f"unknown {what} {name!r}")
+
+
+def parse_slice(text: str) -> tuple[slice | int, ...]:
+    """`"0:4, :, ::2"` as the tuple that indexes a tensor.
+
+    Raises:
+        ValueError: It is not a list of integers and `start:stop:step` between commas.
+    """
+    parts: list[slice | int] = []
+    for part in text.split(","):
+        if not re.fullmatch(r"\s*(-?\d+|-?\d*\s*:\s*-?\d*(\s*:\s*\d*)?)\s*", part):
+            raise ValueError(f"{part.strip()!r} is no slice; write '0:4, :, ::2'")
+        if ":" not in part:
+            parts.append(int(part))
+            continue
+        bounds = [int(number) if number.strip() else None for number in part.split(":")]
+        if len(bounds) == 3 and bounds[2] == 0:
+            raise ValueError("a slice's step cannot be 0")
+        parts.append(slice(*bounds))
+    return tuple(parts)

@@ -1,0 +1,120 @@
+"""What `action: clip` and `action: scale` can say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
+
+from .base import Intervention
+from .fields import NonNegative, Number
+
+Fraction = Annotated[Number, Field(gt=0, le=1)]
+
+
+class ClipSpec(Intervention):
+    """Keep the values, or their norm, within a bound: one of min/max, value, norm, quantile, ratio."""
+
+    action: Literal["clip"]
+    min: Number | None = Field(None, description="No value below this.")
+    max: Number | None = Field(None, description="No value above this.")
+    value: NonNegative | None = Field(None, description="No value outside [-value, value].")
+    norm: NonNegative | None = Field(None, description="No norm above this.")
+    quantile: Fraction | None = Field(None, description="No magnitude above this quantile of the tensor's magnitudes.")
+    ratio: NonNegative | None = Field(
+        None,
+        description="No unit's gradient norm above this share of its weight's norm: adaptive clipping (Brock et al. 2021).",
+    )
+    ord: Annotated[float, Field(ge=0)] = Field(
+        2.0, description="The order of the norm; .inf for the largest value.", allow_inf_nan=True
+    )
+    scope: Literal["tensor", "sample", "all"] | None = Field(
+        None,
+        description="What one norm is of: a tensor, one sample of it (dimension 0), or all tensors that the spec "
+        "matches. Without it: all for parameter_grad, as clip_grad_norm_ does; tensor elsewhere.",
+    )
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> ClipSpec:
+        given = {
+            "min/max": self.min is not None or self.max is not None,
+            **{name: getattr(self, name) is not None for name in ("value", "norm", "quantile", "ratio")},
+        }
+        ways = [name for name, there in given.items() if there]
+        if len(ways) != 1:
+            raise ValueError(f"needs one of {', '.join(given)}; it has {' and '.join(ways) or 'none'}")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min}) is above max ({self.max})")
+        if self.norm is None and {"ord", "scope"} & self.model_fields_set:
+            raise ValueError("'ord' and 'scope' belong to 'norm'")
+        if self.scope == "all" and self.kind != "parameter_grad":
+            raise ValueError("'scope: all' needs all tensors at once, which only kind parameter_grad has")
+        if self.scope == "sample" and self.definition.family != "module":
+            raise ValueError(f"'scope: sample' needs a batch dimension, which kind {self.kind} does not have")
+        if self.ratio is not None and self.definition.family != "parameter":
+            raise ValueError(f"'ratio' compares a gradient with its weight, which kind {self.kind} does not have")
+        return self
+
+    @property
+    def norm_scope(self) -> Literal["tensor", "sample", "all"]:
+        """The scope, spelled out."""
+        return self.scope or ("all" if self.kind == "parameter_grad" else "tensor")
+
+
+def _factor(value: object) -> float | tuple[float, ...] | dict[int, float]:
+    """A number, a list of numbers, or a mapping from steps to numbers; keys may be spelled as strings, as Hydra does."""
+    if isinstance(value, list | tuple):
+        numbers = tuple(_number(item) for item in value)
+        if not numbers:
+            raise ValueError("a list of factors cannot be empty")
+        return numbers
+    if isinstance(value, Mapping):
+        if not value:
+            raise ValueError("a mapping from steps to factors cannot be empty")
+        if wrong := [key for key in value if not str(key).isdecimal()]:
+            raise ValueError(f"a mapping has steps as keys, 0 and up, not {wrong[0]!r}")
+        return {int(key): _number(item) for key, item in value.items()}
+    return _number(value)
+
+
+def _number(value: object) -> float:
+    return _NUMBER.validate_python(value)
+
+
+_NUMBER: TypeAdapter[float] = TypeAdapter(Number, config=ConfigDict(allow_inf_nan=False))
+_FACTOR_SCHEMA = {
+    "anyOf": [
+        {"type": "number"},
+        {"type": "array", "items": {"type": "number"}, "minItems": 1},
+        {"type": "object", "patternProperties": {"^[0-9]+$": {"type": "number"}}, "additionalProperties": False},
+    ]
+}
+Factor = Annotated[
+    float | tuple[float, ...] | dict[int, float], PlainValidator(_factor), WithJsonSchema(_FACTOR_SCHEMA)
+]
+
+
+class ScaleSpec(Intervention):
+    """Multiply by a number, by one for each channel, or by one that changes over the steps; or reverse the gradient."""
+
+    action: Literal["scale"]
+    factor: Factor = Field(
+        description="A number; a list, one for each index of `dim`; or a mapping from steps to numbers, linear between them "
+        "and level outside."
+    )
+    dim: int = Field(1, description="The dimension that a list of factors runs along: the channels.")
+    reverse: bool = Field(
+        False,
+        description="Leave the value and multiply its gradient by -factor: gradient reversal (Ganin & Lempitsky 2015).",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> ScaleSpec:
+        if "dim" in self.model_fields_set and not isinstance(self.factor, tuple):
+            raise ValueError("'dim' belongs to a list of factors")
+        if self.reverse and self.kind not in ("forward", "forward_pre"):
+            raise ValueError(
+                f"'reverse' is about the gradient of a value; at kind {self.kind} scale by a negative factor"
+            )
+        return self

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import Context, HookError
+
+
+def careless(tensor: Tensor, context: Context) -> Tensor:
+    return tensor + torch.randn_like(tensor)
+
+
+def careful(tensor: Tensor, context: Context) -> Tensor:
+    return tensor + torch.randn(tensor.shape, generator=context.generator(tensor.device))
+
+
+def run(function: str) -> None:
+    model = nn.Linear(2, 2)
+    hook = {"layers": ".", "kind": "forward", "action": "modify", "fn": {"_target_": f"{__name__}.{function}"}}
+    with instrument.attach(model, {"mine": hook}) as probe:
+        model(torch.zeros(1, 2))
+        probe.end_step()
+
+
+def test_a_function_that_draws_from_the_global_random_state_is_refused_by_name() -> None:
+    with pytest.raises(
+        HookError, match=r"hook 'mine' \(forward\) on layer '.' at step 0 .*global random state.*generator"
+    ):
+        run("careless")
+
+
+def test_one_that_draws_from_its_own_generator_leaves_the_global_state_alone() -> None:
+    before = torch.get_rng_state()
+    model_only = nn.Linear(2, 2)
+    after_model = torch.get_rng_state()
+    torch.set_rng_state(before)
+    run("careful")
+    assert torch.equal(torch.get_rng_state(), after_model)
+    assert model_only.weight.shape == (2, 2)

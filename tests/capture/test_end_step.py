@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument import InstrumentWarning
+
+HOOKS = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
+
+
+def test_a_loop_that_never_ends_a_step_is_noticed() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.warns(InstrumentWarning, match="end_step was never called"), instrument.attach(model, HOOKS) as probe:
+        for _ in range(3):
+            model(torch.zeros(1, 2))
+    assert [event["rule"] for event in probe.sink.records("events")] == ["no_end_step"]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_one_that_ends_them_is_not_warned(steps: int) -> None:
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings(), instrument.attach(model, HOOKS) as probe:
+        warnings.simplefilter("error")
+        for _ in range(steps):
+            model(torch.zeros(1, 2))
+            probe.end_step()

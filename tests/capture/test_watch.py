@@ -1,0 +1,109 @@
+"""Gradient scalers, and modules and parameters that are replaced while hooks are on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import Probe
+
+GRADIENTS = {
+    kind: {"layers": "0", "params": "weight", "kind": kind, "action": "record", "tensors": True}
+    for kind in ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
+} | {"flow": {"layers": "0", "kind": "full_backward", "role": "grad_output", "action": "record", "tensors": True}}
+
+
+def make() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+
+
+def recorded(probe: Probe) -> dict[str, Tensor]:
+    return {row["hook"]: row["values"] for row in probe.sink.records("tensors")}
+
+
+def train(scaled: bool, factor: float = 1.0, fused: bool = False) -> tuple[Probe, nn.Module]:
+    model, batch = make()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
+    with instrument.attach(model, GRADIENTS, optimizer=optimizer, scaler=scaler) as probe:
+        loss = model(batch).square().mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        probe.end_step(loss=loss)
+    return probe, model
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_recorded_in_true_scale(fused: bool) -> None:
+    bare, scaled = recorded(train(False, fused=fused)[0]), recorded(train(True, fused=fused)[0])
+    assert bare.keys() == scaled.keys() == GRADIENTS.keys()
+    for hook, values in bare.items():
+        torch.testing.assert_close(scaled[hook], values, msg=hook)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
+    probe, model = train(True, factor=float("inf"), fused=fused)
+    assert [row["skipped"] for row in probe.sink.records("metrics")] == [True]
+    assert torch.equal(model[0].weight, make()[0][0].weight)
+    if not fused:  # a fused optimizer is called, and does nothing
+        causes = {row["hook"]: row["cause"] for row in probe.coverage()}
+        assert causes["parameter_grad"].startswith("the gradient scaler skipped the optimizer's step")
+
+
+def test_without_a_scaler_no_step_is_marked() -> None:
+    assert [row["skipped"] for row in train(False)[0].sink.records("metrics")] == [None]
+    assert [row["skipped"] for row in train(True)[0].sink.records("metrics")] == [False]
+
+
+def test_a_clip_is_of_the_true_gradient_under_a_fused_optimizer() -> None:
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    hook = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01}
+    with instrument.attach(model, {"tame": hook}, optimizer=optimizer, scaler=scaler) as probe:
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        probe.end_step()
+    moved = torch.cat([(now - old).flatten() for now, old in zip(model.parameters(), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_replaced_module_is_named() -> None:
+    model, batch = make()
+    with instrument.attach(model, {"seen": {"layers": "*", "kind": "forward", "action": "record"}}) as probe:
+        for step in range(3):
+            model(batch)
+            probe.end_step()
+            if step == 0:
+                model[1] = nn.ReLU()
+    (event,) = [event for event in probe.sink.records("events") if event["rule"] == "replaced"]
+    assert event["layer"] == "1"
+    ledger = {row["layer"]: row for row in probe.coverage()}
+    assert (ledger["1"]["fired"], ledger["1"]["expected"]) == (1, 3)
+    assert "not called" in ledger["1"]["cause"] or "replaced" in ledger["1"]["cause"]
+    assert ledger["0"]["fired"] == 3
+
+
+def test_a_replaced_parameter_gets_its_hooks_again() -> None:
+    model, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = {"layers": "0", "kind": "post_accumulate_grad", "action": "record"}
+    with instrument.attach(model, {"sums": hook}, optimizer=optimizer) as probe:
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            probe.end_step()
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        model(batch).square().mean().backward()
+        probe.end_step()
+    told = [event["message"] for event in probe.sink.records("events") if event["rule"] == "replaced"]
+    assert any("0.weight was replaced" in message for message in told)
+    fired = {row["path"]: row["fired"] for row in probe.coverage()}
+    assert fired == {"weight": 3, "bias": 3}
+    assert not model._load_state_dict_post_hooks

@@ -1,0 +1,102 @@
+"""The hooks in Hugging Face's Trainer: accumulation, clipping, evaluations, an exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from instrument.integrations.transformers import TransformersCallback  # noqa: E402
+
+RECORD = {"layers": "**", "action": "record"}
+HOOKS: dict[str, Any] = {
+    "used": {**RECORD, "kind": "parameter_grad"},
+    "sums": {**RECORD, "kind": "post_accumulate_grad"},
+    "outputs": {**RECORD, "layers": "transformer.h.*", "kind": "forward"},
+    "evaluated": {**RECORD, "layers": "transformer.h.*", "kind": "forward", "phase": "eval"},
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def model_of(fail_at: int | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    size = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1))
+    if fail_at is not None:
+        calls = iter(range(1000))
+
+        def fail(*_: object) -> None:
+            if next(calls) == fail_at:
+                raise ValueError("a bug of the user's")
+
+        model.register_forward_pre_hook(fail)
+    return model  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, folder: Path, callback: TransformersCallback | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(32, (16, 6), generator=generator)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.01,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callbacks = [] if callback is None else [callback]
+    transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
+
+
+def test_steps_micro_steps_clipping_and_evaluations_are_told_right(tmp_path: Path) -> None:
+    with TransformersCallback(HOOKS) as callback:
+        train(model_of(), tmp_path, callback)
+    stats = callback.probe.sink.frame("stats")
+    assert stats[stats.hook == "sums"].groupby("step").micro_step.unique().map(list).tolist() == [[0, 1]] * 3
+    norm = stats[stats.hook == "used"].groupby("step").l2.apply(lambda norms: (norms**2).sum() ** 0.5)
+    assert norm.tolist() == pytest.approx([0.01] * 3, rel=1e-2)  # the Trainer has clipped them
+    evaluated = stats[stats.hook == "evaluated"]
+    assert evaluated.step.unique().tolist() == [2, 3]  # every second step, and at the end
+    assert evaluated.micro_step.unique().tolist() == [0, 1]
+    assert not any(row["cause"] for row in callback.probe.coverage())
+
+
+def test_recording_changes_no_weight(tmp_path: Path) -> None:
+    bare, seen = model_of(), model_of()
+    train(bare, tmp_path, None)
+    with TransformersCallback(HOOKS) as callback:
+        train(seen, tmp_path, callback)
+    for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) -> None:
+    model = model_of(fail_at=4)
+    with (
+        pytest.raises(ValueError, match="a bug of the user's"),
+        TransformersCallback(HOOKS, out=tmp_path / "run") as hooks,
+    ):
+        train(model, tmp_path, hooks)
+    run = instrument.load(tmp_path / "run")
+    assert run.info["status"] == "failed"
+    assert run.metrics.step.tolist() == [0, 1]
+    assert not any(part._forward_hooks for part in model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

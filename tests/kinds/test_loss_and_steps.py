@@ -1,0 +1,177 @@
+"""Kinds loss, parameter_grad_micro and step_pre, and the order in which all that act on one gradient do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import Context, HookError, Probe
+
+
+class Loop:
+    """One linear layer, plain SGD, two micro-batches a step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches = [torch.randn(4, 3) for _ in range(2)]
+
+    def micro(self, batch: Tensor, probe: Probe | None) -> Tensor:
+        loss = self.model(batch).square().mean()
+        loss = loss if probe is None else probe.loss(loss)
+        loss.backward()
+        return loss
+
+    def step(self, probe: Probe | None) -> None:
+        self.optimizer.zero_grad()
+        for batch in self.batches:
+            self.micro(batch, probe)
+            if probe is not None:
+                probe.end_micro_step()
+        self.optimizer.step()
+        if probe is not None:
+            probe.end_step()
+
+
+def own_gradients(scale: float = 1.0) -> list[Tensor]:
+    loop = Loop()
+    found = []
+    for batch in loop.batches:
+        loop.optimizer.zero_grad()
+        (loop.micro(batch, None) * 0)  # the loss itself has been used
+        assert loop.model.weight.grad is not None
+        found.append(loop.model.weight.grad.clone() * scale)
+    return found
+
+
+def attached(loop: Loop, hooks: dict[str, Any]) -> Probe:
+    with instrument.attach(loop.model, hooks, optimizer=loop.optimizer) as probe:
+        loop.step(probe)
+    return probe
+
+
+def test_each_micro_batchs_own_gradient_and_the_sum_are_told_apart() -> None:
+    loop = Loop()
+    kinds = {
+        kind: {"layers": ".", "params": "weight", "kind": kind, "action": "record", "tensors": True}
+        for kind in ("parameter_grad_micro", "post_accumulate_grad", "parameter_grad")
+    }
+    probe = attached(loop, kinds)
+    seen = {(row["hook"], row["micro_step"]): row["values"] for row in probe.sink.records("tensors")}
+    first, second = own_gradients()
+    assert torch.equal(seen["parameter_grad_micro", 0], first)
+    assert torch.equal(seen["parameter_grad_micro", 1], second)
+    assert torch.equal(seen["post_accumulate_grad", 1], first + second)
+    assert torch.equal(seen["parameter_grad", 1], first + second)
+    assert not any(row["cause"] for row in probe.coverage())
+
+
+def test_a_micro_batchs_gradient_is_changed_before_it_is_added() -> None:
+    loop = Loop()
+    attached(
+        loop, {"x": {"layers": ".", "params": "weight", "kind": "parameter_grad_micro", "action": "scale", "factor": 3}}
+    )
+    first, second = own_gradients()
+    assert loop.model.weight.grad is not None
+    torch.testing.assert_close(loop.model.weight.grad, 3 * first + 3 * second)
+
+
+def test_the_loss_is_seen_and_scaled() -> None:
+    loop = Loop()
+    hooks = {
+        "seen": {"kind": "loss", "action": "record"},
+        "scaled": {"kind": "loss", "action": "scale", "factor": 2.0},
+        "after": {"kind": "loss", "action": "record"},
+    }
+    probe = attached(loop, hooks)
+    rows = probe.sink.records("stats")
+    seen, after = ([row["mean"] for row in rows if row["hook"] == name] for name in ("seen", "after"))
+    assert len(seen) == 2
+    assert after == pytest.approx([2 * loss for loss in seen])
+    first, second = own_gradients(2.0)
+    assert loop.model.weight.grad is not None
+    torch.testing.assert_close(loop.model.weight.grad, first + second)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_a_penalty_on_the_loss_has_the_gradient_that_its_hook_on_the_parameter_adds(norm: str) -> None:
+    by_loss, by_hook = Loop(), Loop()
+    penalty = {"layers": "**", "action": "modify", "fn": norm, "coefficient": 0.05}
+    attached(by_loss, {"p": {**penalty, "kind": "loss"}})
+    attached(by_hook, {"p": {**penalty, "kind": "parameter_grad_micro"}})
+    for ours, theirs in zip(by_loss.model.parameters(), by_hook.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_loss_that_is_not_handed_over_is_told() -> None:
+    loop = Loop()
+    with instrument.attach(loop.model, {"seen": {"kind": "loss", "action": "record"}}) as probe:
+        loop.micro(loop.batches[0], None)
+        probe.end_step()
+    assert [row["cause"] for row in probe.coverage()] == [
+        "the loss was not handed over: loss = probe.loss(loss) before loss.backward()"
+    ]
+
+
+def test_step_pre_sees_the_parameter_before_the_step_and_step_post_after_it() -> None:
+    loop = Loop()
+    before = loop.model.weight.detach().clone()
+    base = {"layers": ".", "params": "weight", "role": "param", "action": "record", "tensors": True}
+    probe = attached(loop, {"pre": {**base, "kind": "step_pre"}, "post": {**base, "kind": "step_post"}})
+    pre, post = (row["values"] for row in probe.sink.records("tensors"))
+    assert torch.equal(pre, before)
+    assert torch.equal(post, loop.model.weight)
+    assert not torch.equal(pre, post)
+
+
+def test_step_post_changes_the_optimizers_state() -> None:
+    loop = Loop()
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9)
+    hook = {"layers": "**", "kind": "step_post", "role": "state.momentum_buffer", "action": "modify", "fn": "zero"}
+    attached(loop, {"forget": hook})
+    assert all(not state["momentum_buffer"].any() for state in loop.optimizer.state.values())
+
+
+def failing(tensor: Tensor, context: Context) -> Tensor:
+    if context.path == "bias":
+        raise ValueError("no")
+    return tensor * 2
+
+
+def test_a_function_that_fails_on_the_way_leaves_no_gradient_half_changed() -> None:
+    loop = Loop()
+    function = {"_target_": f"{__name__}.failing"}
+    hook = {"layers": "**", "kind": "parameter_grad", "action": "modify", "fn": function}
+    weight = loop.model.weight.detach().clone()
+    with pytest.raises(HookError, match=r"hook 'mine' \(parameter_grad\) on layer '.', param_grad 'bias' at step 0"):
+        attached(loop, {"mine": hook})
+    first, second = own_gradients()
+    assert loop.model.weight.grad is not None
+    assert torch.equal(loop.model.weight.grad, first + second)
+    assert torch.equal(loop.model.weight, weight)
+
+
+@pytest.mark.parametrize(("prepend", "order"), [(False, ["theirs", "ours"]), (True, ["ours", "theirs"])])
+def test_prepend_puts_a_hook_before_those_that_are_there(prepend: bool, order: list[str]) -> None:
+    calls = []
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda *_: calls.append("theirs"))
+    model.register_forward_hook(lambda *_: None)
+    global note
+    note = lambda: calls.append("ours")  # noqa: E731
+    function = {"_target_": f"{__name__}.noting"}
+    hook = {"layers": ".", "kind": "forward", "prepend": prepend, "action": "modify", "fn": function}
+    with instrument.attach(model, {"ours": hook}) as probe:
+        model(torch.zeros(1, 2))
+        probe.end_step()
+    assert calls == order
+
+
+def noting(tensor: Tensor, context: Context) -> Tensor:
+    note()
+    return tensor.clone()

@@ -1,0 +1,113 @@
+"""Kinds around saving and loading: what they see, what they change, and that live weights stay as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument import Probe
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def stats(probe: Probe, hook: str) -> dict[str, float]:
+    probe.end_step()
+    rows = [row for row in probe.sink.records("stats") if row["hook"] == hook]
+    return {".".join([row["layer"], row["path"]]): row["mean"] for row in rows}
+
+
+@pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_every_entry_is_seen_with_its_value(kind: str) -> None:
+    model, _ = make()
+    hook = {"layers": "**", "kind": kind, "action": "record"}
+    with instrument.attach(model, {"seen": hook}) as probe:
+        model.load_state_dict(model.state_dict())
+        seen = stats(probe, "seen")
+    assert seen == pytest.approx({name: value.double().mean().item() for name, value in model.state_dict().items()})
+
+
+def scaled(kind: str, **more: Any) -> dict[str, Any]:
+    return {"s": {"layers": "0", "params": "weight", "kind": kind, "action": "scale", "factor": 2.0, **more}}
+
+
+def test_what_is_saved_is_changed_and_not_the_live_weights() -> None:
+    model, _ = make()
+    before = copy.deepcopy(model.state_dict())
+    with instrument.attach(model, scaled("state_dict_post")) as probe:
+        state = model.state_dict()
+        probe.end_step()
+    assert torch.equal(state["0.weight"], 2 * before["0.weight"])
+    assert torch.equal(state["0.bias"], before["0.bias"])
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert [row["factor"] for row in probe.sink.records("effects")] == [2.0]
+
+
+def test_what_is_loaded_is_changed_and_not_what_the_caller_passed() -> None:
+    model, _ = make()
+    state = copy.deepcopy(model.state_dict())
+    with instrument.attach(model, scaled("load_state_dict_pre")) as probe:
+        passed = dict(state)
+        model.load_state_dict(passed)
+        probe.end_step()
+    assert torch.equal(model[0].weight, 2 * state["0.weight"])
+    assert passed["0.weight"] is state["0.weight"]
+
+
+def test_the_optimizers_state_is_seen_saved_and_loaded() -> None:
+    model, optimizer = make()
+    live = optimizer.state[model[0].weight]["exp_avg"].clone()
+    hooks = {
+        "seen": {"layers": "**", "kind": "state_dict_pre", "role": "state.exp_avg", "action": "record"},
+        **scaled("state_dict_post", role="state.exp_avg"),
+    }
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        saved = optimizer.state_dict()
+        assert set(stats(probe, "seen")) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.equal(saved["state"][0]["exp_avg"], 2 * live)
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], live)
+    with instrument.attach(model, scaled("load_state_dict_pre", role="state.exp_avg"), optimizer=optimizer) as probe:
+        optimizer.load_state_dict(saved)
+        probe.end_step()
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], 4 * live)
+    assert torch.equal(saved["state"][0]["exp_avg"], 2 * live)
+
+
+def test_a_state_dict_that_was_never_made_is_told() -> None:
+    model, _ = make()
+    with instrument.attach(model, scaled("state_dict_post")) as probe:
+        probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"]) == (1, 0)
+    assert row["cause"] == "no state dict was made while it was due"
+
+
+def test_a_copy_of_the_model_saves_what_it_has() -> None:
+    model, _ = make()
+    with instrument.attach(model, scaled("state_dict_post")) as probe:
+        other = copy.deepcopy(model)
+        assert torch.equal(other.state_dict()["0.weight"], model[0].weight)
+        probe.end_step()
+
+
+def test_nothing_stays_behind() -> None:
+    model, optimizer = make()
+    hooks = {
+        kind: {"layers": "**", "kind": kind, "action": "record"} for kind in ("state_dict_post", "load_state_dict_pre")
+    }
+    with instrument.attach(model, hooks, optimizer=optimizer):
+        pass
+    for module in model.modules():
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks

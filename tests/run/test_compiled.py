@@ -1,0 +1,92 @@
+"""torch.compile: hooks fire whenever they were attached, and what cannot be is refused with what can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import Answer
+from torch import nn
+
+import instrument
+from instrument import ConfigError
+
+HOOKS = {
+    "seen": {"layers": "*", "kind": "forward", "action": "record"},
+    "flow": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_fire_on_a_compiled_model_whether_it_was_called_before(called_before: bool, in_place: bool) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    batch = torch.randn(3, 4)
+    bare = model(batch).detach()
+    compiled = model
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, backend="eager")
+    if called_before:
+        compiled(batch)
+    with instrument.attach(compiled, HOOKS) as probe:
+        for _ in range(2):
+            output = compiled(batch)
+            output.sum().backward()
+            probe.end_step()
+    assert torch.equal(output, bare)
+    assert {(row["hook"], row["layer"], row["fired"]) for row in probe.coverage()} == {
+        (hook, layer, 2) for hook in HOOKS for layer in "012"
+    }
+    assert torch.equal(compiled(batch), bare)
+
+
+def test_fullgraph_is_refused_with_the_kinds_that_can_be() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True)
+    with pytest.raises(ConfigError) as caught, instrument.attach(compiled, {"seen": {**HOOKS["seen"], "layers": "."}}):
+        pass
+    (mistake,) = caught.value.mistakes
+    assert mistake.where == "hooks.seen.kind"
+    assert "parameter_grad" in str(mistake.allowed)
+    sums = {"layers": ".", "kind": "post_accumulate_grad", "action": "record"}
+    with instrument.attach(compiled, {"sums": sums}) as probe:
+        compiled(torch.zeros(1, 2)).sum().backward()
+        probe.end_step()
+    assert [row["fired"] for row in probe.coverage()] == [1, 1]
+
+
+def test_the_runner_compiles_and_counts_what_breaks_the_graph(cli: Callable[..., Answer]) -> None:
+    hook = "+hooks.seen={layers:layers.*,kind:forward,action:record}"
+    size = ["model=mlp", "data=digits", "model.sizes=[64,8,10]", "train.steps=3", "hydra.run.dir=out"]
+    answer = cli(*size, "train.compile=true", hook)
+    assert answer.code == 0, answer.err
+    run = instrument.load("out")
+    assert run.coverage.fired.tolist() == [3, 3]
+    (message,) = run.events.query("rule == 'graph_break'").message
+    assert "graph breaks" in message
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_runner_trains_in_half_precision(cli: Callable[..., Answer], precision: str) -> None:
+    hooks = [
+        "+hooks.seen={layers:layers.*,kind:forward,action:record}",
+        "+hooks.g={layers:'**',kind:parameter_grad,action:record}",
+    ]
+    size = ["model=mlp", "data=digits", "model.sizes=[64,8,10]", "train.steps=3", "hydra.run.dir=out"]
+    answer = cli(*size, f"train.precision={precision}", *hooks)
+    assert answer.code == 0, answer.err
+    run = instrument.load("out")
+    assert not run.coverage.cause.any()
+    assert run.metrics.query("phase == 'train'").skipped.tolist() == (
+        [None] * 3 if precision == "bf16" else [False] * 3
+    )
