@@ -31,7 +31,7 @@ def mnist_root() -> Path | None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, with no data configured."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_DATA", raising=False)
@@ -39,7 +39,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cli(workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+def cli(workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     """`python -m instrument` with these arguments, in this process and in an empty working directory."""
     from instrument.__main__ import main
 

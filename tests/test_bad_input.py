@@ -381,7 +381,7 @@ def test_a_dataset_of_ones_own_whose_items_make_no_batch(cli: Cli) -> None:
     ],
     ids=lambda overrides: overrides[-1],
 )
-def test_what_can_be_known_without_torch_is_told_before_it_is_imported(workplace: Path, overrides: list[str]) -> None:
+def test_what_can_be_known_without_torch_is_told_before_it_is_imported(workdir: Path, overrides: list[str]) -> None:
     script = (
         "import sys\nfrom instrument.__main__ import main\ntry:\n    main()\n"
         "except SystemExit as stop:\n    print(stop.code, sorted({'torch', 'pandas', 'pyarrow'} & set(sys.modules)))\n"
@@ -462,7 +462,7 @@ def test_a_model_that_raises_in_the_middle_of_training_leaves_what_was_recorded(
     assert run.info["error"] == "RuntimeError: worn out"
 
 
-def test_ctrl_c_closes_the_files_and_ends_with_exit_code_130(workplace: Path) -> None:
+def test_ctrl_c_closes_the_files_and_ends_with_exit_code_130(workdir: Path) -> None:
     arguments = [*TINY, "train.steps=10000000", "hooks=activations", "sink.flush_seconds=0.2", "hydra.run.dir=out"]
     # Who starts the tests in the background has them ignore SIGINT, and their children too.
     script = (

@@ -226,7 +226,7 @@ class Unheard(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.behind_frozen = nn.Linear(4, 4)
         self.called_by_forward = nn.Linear(4, 4)
-        self.walked = nn.ModuleList([nn.Linear(4, 4)])
+        self.walked = nn.Sequential(nn.Linear(4, 4))
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.not_in_the_loss = nn.Parameter(torch.zeros(4))
 

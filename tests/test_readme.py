@@ -58,7 +58,7 @@ def test_every_make_command_of_the_readme_is_a_target() -> None:
 
 
 def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_files(
-    follow: Callable[[str], Answer], workplace: Path, monkeypatch: pytest.MonkeyPatch
+    follow: Callable[[str], Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "mymodule", raising=False)
     done = []
@@ -69,12 +69,12 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
                 assert answer.code == 0, (line, answer.out, answer.err)
                 done.append(line)
         elif named := re.search(r"^# (mymodule\.py|conf/exp/mine\.yaml)$", text, re.M):
-            file = workplace / named[1]
+            file = workdir / named[1]
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         elif language == "python":
-            newest = max((workplace / "runs" / "mnist_hooks").glob("2*"))
-            monkeypatch.syspath_prepend(str(workplace))
+            newest = max((workdir / "runs" / "mnist_hooks").glob("2*"))
+            monkeypatch.syspath_prepend(str(workdir))
             with contextlib.redirect_stdout(None):
                 exec(compile(text.replace(EXAMPLE_RUN, str(newest)), "README.md", "exec"), {})
     assert done == instrument_commands()

@@ -50,6 +50,11 @@ class Layer:
         """Its name, fit for print: the root is `.`."""
         return self.name or "."
 
+    @property
+    def is_holder(self) -> bool:
+        """Whether it only holds others (ModuleList, ModuleDict, ParameterList): without a forward it is never called."""
+        return type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
+
     def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """The parameters registered on this very module, by their own names."""
         yield from ((name, parameter) for name, parameter in self.module._parameters.items() if parameter is not None)

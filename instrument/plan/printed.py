@@ -173,6 +173,9 @@ def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tup
         yield "taken away by exclude", excluded
     if bare:
         yield "no parameter of its own", bare
+    holders = [layer for layer in rest if layer.is_holder and not of_parameters]
+    if holders:
+        yield "only holds others, and is never called", holders
 
 
 def _has_some_below_alone(spec: HookSpec, layer: Layer, seen: set[int]) -> bool:

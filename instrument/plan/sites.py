@@ -82,7 +82,10 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
 def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     selected = select_layers(spec, layers, where)
     if spec.definition.family == "module":
-        return [Site(spec, layer) for layer in selected]
+        called = [layer for layer in selected if not layer.is_holder]
+        if not called:
+            raise ConfigError(_only_holders(spec, selected, where))
+        return [Site(spec, layer) for layer in called]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
     if spec.tensor_role == "buffer":
@@ -90,6 +93,16 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     if spec.tensor_role == "entry":
         return _named_sites("entry in a state dict", _entries, spec, selected, where)
     return _parameter_sites(spec, selected, layers, where)
+
+
+def _only_holders(spec: HookSpec, selected: list[Layer], where: str) -> Mistake:
+    return Mistake(
+        f"{where}.layers",
+        "the modules matched only hold others, and are never called themselves",
+        written=list(spec.globs),
+        allowed=some([f"{layer.label} ({layer.type})" for layer in selected]),
+        nearest=[f"{layer.name}.*" for layer in selected[:3]],
+    )
 
 
 def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:

@@ -24,6 +24,9 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
         self.again = self.head
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.again(self.norm(self.embed(tokens)))
+
 
 def plan_of(model: nn.Module, **hooks: dict[str, Any]) -> HookPlan:
     return make_plan(parse_hooks({name: {"action": "record", **spec} for name, spec in hooks.items()}), model)
@@ -226,3 +229,31 @@ def test_a_frozen_parameter_is_no_obstacle_where_params_leaves_it_out() -> None:
     model.norm.weight.requires_grad_(False)
     assert labels(model, layers="norm", kind="parameter_grad", params="bias") == ["norm.bias"]
     assert "is frozen" in mistake(model, layers="norm", kind="parameter_grad", params="weight").problem
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2)])
+        self.named = nn.ModuleDict({"one": nn.Linear(2, 2)})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.named["one"](self.blocks[0](inputs)) * self.scales[0]
+
+
+def test_what_only_holds_others_is_no_site_of_kinds_that_wait_for_a_call() -> None:
+    hook = {"layers": "**", "kind": "forward", "action": "record"}
+    plan = make_plan(parse_hooks({"seen": hook}), Holding())
+    assert [site.label for site in plan.sites] == [".", "blocks.0", "named.one"]
+    parameters = make_plan(parse_hooks({"seen": {**hook, "kind": "parameter_grad"}}), Holding())
+    assert "scales.0" in [site.label for site in parameters.sites]
+
+
+def test_a_pattern_that_means_nothing_but_holders_is_told_what_to_write() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(parse_hooks({"seen": {"layers": "blocks", "kind": "forward", "action": "record"}}), Holding())
+    (mistake,) = caught.value.mistakes
+    assert mistake.where == "hooks.seen.layers"
+    assert "only hold others" in mistake.problem
+    assert list(mistake.nearest) == ["blocks.*"]

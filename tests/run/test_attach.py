@@ -90,11 +90,11 @@ def test_specs_are_taken_in_every_form(loop: Loop, form: str, tmp_path: Path) ->
     assert effects.groupby("step").norm_after.agg(lambda norms: (norms**2).sum() ** 0.5).max() < 0.01 * (1 + 1e-5)
 
 
-def test_in_memory_nothing_is_written(loop: Loop, workplace: Path) -> None:
+def test_in_memory_nothing_is_written(loop: Loop, workdir: Path) -> None:
     with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer) as probe:
         loop.run(probe)
     assert list(probe.sink.frame("metrics").step) == [0, 1, 2]
-    assert list(workplace.iterdir()) == []
+    assert list(workdir.iterdir()) == []
 
 
 def test_out_leaves_a_run_that_can_be_loaded(loop: Loop, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_function_of_ones_own_that_fails_is_named_with_hook_kind_layer_and_ste
         (3, "hooks: has to be a mapping"),
     ],
 )
-def test_a_mistake_leaves_no_hook_and_no_folder(loop: Loop, workplace: Path, specs: Any, told: str) -> None:
+def test_a_mistake_leaves_no_hook_and_no_folder(loop: Loop, workdir: Path, specs: Any, told: str) -> None:
     Path("bad.yaml").write_text("a: {")
     Path("words.yaml").write_text("words")
     with pytest.raises(ConfigError, match=told):
@@ -190,7 +190,7 @@ def test_a_mistake_leaves_no_hook_and_no_folder(loop: Loop, workplace: Path, spe
     assert not Path("run").exists()
 
 
-def test_a_missing_optimizer_is_told_and_leaves_no_folder_in_the_way(loop: Loop, workplace: Path) -> None:
+def test_a_missing_optimizer_is_told_and_leaves_no_folder_in_the_way(loop: Loop, workdir: Path) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: .*optimizer="):
         instrument.attach(loop.model, SPECS, out="run").__enter__()
     assert not Path("run").exists()
