@@ -89,6 +89,7 @@ class Probe:
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
         self._require_optimizer()
+        self._leave_out_what_is_not_optimized()
 
     # ------------------------------------------------------------------------------------------------ attaching
 
@@ -104,11 +105,12 @@ class Probe:
                 self._families.append(family)
             if any(isinstance(family, GradientHooks) for family in self._families):
                 self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
+            self.recorder.write("layers", layer_rows(self.plan))
+            self._retime()
         except BaseException:
             self._detach()
+            self.sink.close()
             raise
-        self.recorder.write("layers", layer_rows(self.plan))
-        self._retime()
         return self
 
     def __exit__(
@@ -136,6 +138,15 @@ class Probe:
             if needed and self.optimizer is None:
                 problem = f"kind {spec.kind} needs the optimizer for role {spec.tensor_role}: hand it over, optimizer="
                 raise ConfigError(Mistake(f"hooks.{name}.kind", problem))
+
+    def _leave_out_what_is_not_optimized(self) -> None:
+        """A parameter that the optimizer does not hold has no gradient that it will use."""
+        if self.optimizer is None:
+            return
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        for live in self.lives:
+            if live.site.spec.kind == "parameter_grad" and id(live.site.parameter) not in held:
+                live.optimized = False
 
     # ------------------------------------------------------------------------------------------------ time
 

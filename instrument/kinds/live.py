@@ -57,6 +57,7 @@ class LiveSite:
         "ever_due",
         "expected",
         "fired",
+        "optimized",
         "records",
         "rhythm",
         "site",
@@ -69,6 +70,7 @@ class LiveSite:
         self.records = isinstance(site.spec, RecordSpec)
         self.rhythm = site.spec.definition.rhythm
         self.absent = absent(site.spec.definition)
+        self.optimized = True
         self.due = False
         self.ever_due = False
         self.expected = 0

@@ -11,7 +11,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .causes import NO_PARAMETER_GRADIENT
+from .causes import NO_PARAMETER_GRADIENT, NOT_OPTIMIZED
 from .live import Clock, LiveSite, fire_all
 
 
@@ -99,7 +99,12 @@ class BoundaryHooks:
         if self.clock.closed:
             return
         for lives in self.by_spec.values():
-            pairs = [(live, live.current_parameter()) for live in lives if live.due]
+            due = [live for live in lives if live.due]
+            for live in due:
+                if not live.optimized and live.current_parameter().requires_grad:
+                    live.called()
+                    live.miss(NOT_OPTIMIZED)
+            pairs = [(live, live.current_parameter()) for live in due if live.optimized]
             for live, parameter in pairs:
                 if parameter.requires_grad:
                     live.called()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,10 +119,10 @@ class Layers:
             for attribute, value in vars(layer.module).items():
                 if attribute.startswith("_") and attribute in vars(nn.Module()):
                     continue
-                for key, item in _plain_items(value):
+                owner = f"{layer.name}.{attribute}" if layer.name else attribute
+                for place, item in _plain_items(value, owner):
                     if isinstance(item, nn.Module) and id(item) not in known:
-                        place = f"{layer.name}.{attribute}" if layer.name else attribute
-                        found.setdefault(id(item), (f"{place}[{key!r}]", item))
+                        found.setdefault(id(item), (place, item))
         return list(found.values())
 
     def hidden_messages(self) -> list[tuple[str, str]]:
@@ -137,12 +137,18 @@ class Layers:
         ]
 
 
-def _plain_items(value: object) -> list[tuple[object, object]]:
+def _plain_items(value: object, place: str, above: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
+    """Everything in a plain container, and in those that it holds, with the place where it is."""
+    if id(value) in above:
+        return
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(enumerate(value))
-    return []
+        items = value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = enumerate(value)
+    for key, item in items:
+        yield f"{place}[{key!r}]", item
+        yield from _plain_items(item, f"{place}[{key!r}]", above | {id(value)})
 
 
 def _walk(module: nn.Module, name: str, above: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -148,6 +148,7 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
+    known = {module: dict(module._buffers) for module in model.modules()}
     python, numpy = random.getstate(), np.random.get_state()
     model.train(training)
     try:
@@ -157,6 +158,10 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         with torch.no_grad():
+            for module, names in known.items():
+                for name in module._buffers.keys() - names.keys():
+                    del module._buffers[name]
+                module._buffers.update(names)
             for module, name, buffer, saved in buffers:
                 buffer.copy_(saved)
                 module._buffers[name] = buffer

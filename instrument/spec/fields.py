@@ -37,6 +37,10 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _spelled(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("has to be a number, not true or false")
@@ -45,6 +49,8 @@ def _no_bool(value: Any) -> Any:
 
 Glob = Annotated[str, AfterValidator(_glob)]
 Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+# The path of an item is a number to YAML, and a name to us.
+Path = Annotated[Glob, BeforeValidator(_spelled, json_schema_input_type=str | int)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 # Bounds stand beside the type, where the JSON Schema takes them from. Finite they are by the configuration of `Spec`.
 Number = Annotated[float, BeforeValidator(_no_bool)]

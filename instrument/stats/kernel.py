@@ -45,6 +45,8 @@ def measure(tensor: Tensor, names: Sequence[str]) -> Values:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements as one real vector, without a copy where the layout lets us."""
+    if tensor.is_nested:
+        return torch.cat([_flat(part) for part in tensor.unbind()])
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():

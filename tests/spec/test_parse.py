@@ -494,3 +494,9 @@ def test_mistakes_of_all_sections_are_told_at_once() -> None:
 def test_a_mistake_can_be_sent_to_another_process() -> None:
     error = ConfigError(*mistakes_in(parse_hooks, {"mine": {**RECORD, "evry": 2}}))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize("written", [1, "1"])
+def test_the_path_of_an_item_may_be_written_as_a_number(written: int | str) -> None:
+    hook = {"layers": "lstm", "kind": "forward", "action": "record", "path": written}
+    assert parse_hooks({"x": hook})["x"].path == "1"
