@@ -38,11 +38,10 @@ class ModuleBackwardHooks(Uncopied):
         """Register where a site is due and nothing is registered yet; remove where none is."""
         due = any(live.due for live in self.lives)
         if due and not self.handles:
-            self.handles = [
-                self.module.register_forward_hook(self.forward),
-                self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend),
-                self.module.register_full_backward_hook(self.backward, prepend=self.prepend),
-            ]
+            keep = self.handles.append  # one by one: PyTorch may refuse the next
+            keep(self.module.register_forward_hook(self.forward))
+            keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
+            keep(self.module.register_full_backward_hook(self.backward, prepend=self.prepend))
         elif not due:
             self.detach()
 

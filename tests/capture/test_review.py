@@ -1,0 +1,79 @@
+"""Mistakes that a review found, so that they stay mended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument.plan.modules import Layers
+from instrument.plan.trial import try_forward
+
+LOOK = {"layers": "**", "kind": "forward", "action": "record"}
+
+
+def test_no_hook_is_left_where_attaching_fails_at_its_end() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_backward_hook(lambda *_: None)
+    hooks = {"a": LOOK, "v": {**LOOK, "layers": "0", "kind": "full_backward", "via": "module"}}
+    with pytest.raises(RuntimeError, match="Cannot use both"), instrument.attach(model, hooks):
+        pass
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_nested_tensors_are_looked_at() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    inputs, mask = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])
+    with torch.no_grad():
+        bare = model(inputs, src_key_padding_mask=mask)
+        with instrument.attach(model, {"f": LOOK}) as probe:
+            assert torch.allclose(model(inputs, src_key_padding_mask=mask), bare, atol=1e-5)
+            probe.end_step()
+    assert all(row["nan_count"] == 0 for row in probe.sink.records("stats"))
+
+
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = [[nn.Linear(3, 3)]]
+        self.d = {"x": {"y": nn.ReLU()}}
+
+
+def test_modules_hidden_further_down_are_found() -> None:
+    assert [place for place, _ in Layers.of(Hiding()).hidden()] == ["b[0][0]", "d['x']['y']"]
+
+
+class FirstUse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean = inputs.mean(0)
+        return inputs - self.mean
+
+
+def test_a_trial_pass_leaves_no_buffer_that_it_was_the_first_to_set() -> None:
+    model = FirstUse()
+    try_forward(model, lambda: model(torch.ones(2, 3)), training=True)
+    assert model.mean is None
+
+
+def test_a_clip_is_of_what_the_optimizer_holds_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model["g"].parameters(), lr=0.1)
+    hook = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.1}
+    with instrument.attach(model, {"tame": hook}, optimizer=optimizer) as probe:
+        (model["d"](model["g"](torch.ones(4, 2))) * 100).sum().backward()
+        untouched = model["d"].weight.grad.clone()
+        optimizer.step()
+        probe.end_step()
+    assert torch.equal(model["d"].weight.grad, untouched)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model["g"].parameters() if p.grad is not None])
+    assert norm.item() == pytest.approx(0.1, rel=1e-3)
+    causes = {row["cause"] for row in probe.coverage() if row["layer"] == "d"}
+    assert causes == {"the optimizer does not hold this parameter"}
