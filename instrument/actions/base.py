@@ -14,6 +14,9 @@ from torch.nn.parameter import Parameter
 from ..errors import ConfigError, Mistake
 from ..stats.kernel import Values
 
+UNKNOWN_CALL = -1
+"""The `call` of a forward pass that is computed again where nothing tells which one it was."""
+
 
 class Moment(NamedTuple):
     """When a hook fires: the optimizer step from 0, the micro-batch in it, the epoch, and the phase."""
@@ -36,7 +39,8 @@ class Context:
         module: The module.
         path: Which tensor of a nested value; the parameter's own name for kinds that see parameters.
         moment: Step, micro-step, epoch and phase.
-        call: The n-th call of the module in the micro-step, from 0.
+        call: The n-th call of the module in the micro-step, from 0; -1 where that cannot be told, which happens only
+            where something else than torch.utils.checkpoint computes one of several calls again.
         recompute: Whether it happens while activation checkpointing computes a forward pass again.
         value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached.
         parameters: For a penalty on the loss: the parameters that it is on.
@@ -66,7 +70,15 @@ class Context:
 
         It depends on the run's seed, the hook, the layer, the tensor and the moment, and on nothing else: the global
         random state is neither read nor moved, and a forward pass that is computed again gets the same numbers.
+
+        Raises:
+            LookupError: It is computed again in a way that leaves open which of several calls this is.
         """
+        if self.call == UNKNOWN_CALL:
+            raise LookupError(
+                "the forward pass is computed again by other means than torch.utils.checkpoint, and the module was called "
+                "several times: which of the calls this is cannot be told, nor which random numbers it had"
+            )
         key = repr((self.seed, self.hook, self.layer, self.role, self.path, self.moment, self.call))
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import HookError, HookResultError, own_frame
+from ..errors import HookResultError
 from ..spec.kinds import KINDS
 from ..stats.kernel import measure
 from .base import Context, Effect, Rows
@@ -37,10 +37,7 @@ class Intervention:
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor:
         version = tensor._version
-        try:
-            new, factor = self.change(tensor, context)
-        except Exception as error:
-            raise HookError(f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}") from error
+        new, factor = self.change(tensor, context)
         if tensor._version != version:
             raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
         check_result(tensor, new, context)

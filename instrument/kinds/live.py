@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Action, Context, Moment
 from ..actions.intervention import describe
@@ -192,7 +192,7 @@ class LiveSite:
     def _act(self, tensor: Tensor, context: Context) -> Tensor:
         try:
             new = self.action(tensor, context)
-        except InstrumentError:
+        except (InstrumentError, _StopRecomputationError):  # the latter is how checkpointing ends what it repeats
             raise
         except Exception as error:
             message = f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}"
@@ -244,8 +244,3 @@ def fire_all(
     for live in lives:
         tensor = live.fire(tensor, path, call, recompute, value)
     return tensor
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a module that runs there is run again by checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..nested import map_leaves
+from .calls import Call, Calls
 from .causes import NO_TENSOR
-from .live import Clock, LiveSite, Uncopied, fire_all, in_backward
+from .live import Clock, LiveSite, Uncopied, fire_all
 from .tensor import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,9 +47,7 @@ class ModuleHooks(Uncopied):
         self.lives = lives
         self.clock = clock
         self.active = False
-        self.calls = 0  # of the module, in this turn
-        self.calls_again = 0  # of those, the ones that checkpointing makes inside the backward pass
-        self.turn = -1
+        self.calls = Calls(clock)
         self.pre: list[LiveSite] = []
         self.seen_input: list[LiveSite] = []
         self.output: list[LiveSite] = []
@@ -85,14 +84,14 @@ class ModuleHooks(Uncopied):
         """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active:
             return None
-        again, call = self._call()
+        call = self.calls.enter()
         given = new = _join(args, kwargs)
         if self.pre:
-            new = self._act(self.pre, new, call, again)
+            new = self._act(self.pre, new, call)
         if self.input_gradients.wanted:
-            new = self.input_gradients.bespeak(module, new, call, again)
+            new = self.input_gradients.bespeak(module, new, call)
         if self.output_gradients.lives:
-            self.output_gradients.note_inputs(new)
+            self.output_gradients.note_inputs(new, call)
         return None if new is given else _part(new, len(args))
 
     @outside_graphs
@@ -100,39 +99,29 @@ class ModuleHooks(Uncopied):
         """The forward hook: outputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active:
             return None
-        again, call = self._call()
-        new = self.input_gradients.forward_done(output)
+        if (call := self.calls.leave()) is None:
+            return None
+        new = output if call.given is None else call.given.done(output)
         if self.seen_input:
-            self._act(self.seen_input, _join(args, kwargs), call, again)
+            self._act(self.seen_input, _join(args, kwargs), call)
         if self.output:
-            new = self._act(self.output, new, call, again)
+            new = self._act(self.output, new, call)
         if self.output_gradients.lives:
-            new = self.output_gradients.bespeak(new, call, again)
-        if again:
-            self.calls_again += 1
-        else:
-            self.calls += 1
+            new = self.output_gradients.bespeak(new, call)
         return None if new is output else new
 
-    def _call(self) -> tuple[bool, int]:
-        """Whether this call is one that checkpointing makes again, and the number that it has."""
-        if self.turn != self.clock.turn:
-            self.turn, self.calls, self.calls_again = self.clock.turn, 0, 0
-        again = in_backward()
-        return again, self.calls_again if again else self.calls
-
-    def _act(self, lives: list[LiveSite], value: Any, call: int, again: bool) -> Any:
+    def _act(self, lives: list[LiveSite], value: Any, call: Call) -> Any:
         """Let sites act on every tensor of a value. Of a pass that is made again no rows are written twice."""
-        acting = [live for live in lives if not (again and live.records)]
+        acting = [live for live in lives if not (call.again and live.records)]
         fired: set[LiveSite] = set()
 
         def act(path: str, tensor: Tensor) -> Tensor:
             mine = [live for live in acting if live.takes(tensor, path)]
             fired.update(mine)
-            return fire_all(mine, tensor, path, call, again)
+            return fire_all(mine, tensor, path, call.number, call.again)
 
         new = map_leaves(value, act)
-        if not again:
+        if not call.again:
             for live in lives:
                 live.called()
                 live.hit() if live in fired else live.miss(NO_TENSOR)
@@ -142,7 +131,7 @@ class ModuleHooks(Uncopied):
         """Remove both hooks, the last one first, and those on tensors that outlive the graph."""
         while self.handles:
             self.handles.pop().remove()
-        self.input_gradients.release()
+        self.input_gradients.on_leaves.release()
 
 
 def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..actions.base import UNKNOWN_CALL
 from ..nested import leaves, map_leaves
+from .calls import Call, Calls
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 from .live import Clock, LiveSite, Uncopied, fire_all
 
@@ -30,8 +32,8 @@ class ModuleBackwardHooks(Uncopied):
         self.lives = lives
         self.clock = clock
         self.bare = True  # the output is a tensor, not a tuple of them
-        self.calls = self.returned = 0
-        self.turn = -1
+        self.calls = Calls(clock)
+        self.awaited: list[Call] = []  # whose gradients are to come: the last call's come first
         self.handles: list[RemovableHandle] = []
 
     def refresh(self) -> None:
@@ -39,21 +41,29 @@ class ModuleBackwardHooks(Uncopied):
         due = any(live.due for live in self.lives)
         if due and not self.handles:
             keep = self.handles.append  # one by one: PyTorch may refuse the next
+            keep(self.module.register_forward_pre_hook(self.entered, prepend=True))
             keep(self.module.register_forward_hook(self.forward))
             keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
             keep(self.module.register_full_backward_hook(self.backward, prepend=self.prepend))
         elif not due:
             self.detach()
 
-    def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        """Count the call, so that it is known how often gradients are expected, and by whom none can be."""
+    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        """Number the call."""
         if self.clock.closed:
             return
-        if self.turn != self.clock.turn:
-            self.turn, self.calls, self.returned = self.clock.turn, 0, 0
-        self.calls += 1
+        if self.calls.turn != self.clock.turn:
+            self.awaited.clear()
+        self.calls.enter()
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        """Count the call, so that it is known how often gradients are expected, and by whom none can be."""
+        if self.clock.closed or (call := self.calls.leave()) is None or call.seen_before:
+            return
         self.bare = isinstance(output, Tensor)
-        for live in self.lives:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in leaves(output)):
+            self.awaited.append(call)
+        for live in () if call.again else self.lives:
             if not live.due:
                 continue
             at_input = live.site.spec.tensor_role == "grad_input"
@@ -77,7 +87,8 @@ class ModuleBackwardHooks(Uncopied):
             return None
         self._act("full_backward", "grad_output", grad_output)
         new = self._act("full_backward", "grad_input", grad_input)
-        self.returned += 1
+        if self.awaited:
+            self.awaited.pop()
         return new
 
     def _act(self, kind: str, role: str, gradients: Any) -> Any:
@@ -88,14 +99,14 @@ class ModuleBackwardHooks(Uncopied):
         ]
         if not lives:
             return None
-        call = self.calls - 1 - self.returned  # gradients come back last call first
+        number, again = (self.awaited[-1].number, self.awaited[-1].again) if self.awaited else (UNKNOWN_CALL, False)
         fired: set[LiveSite] = set()
 
         def act(path: str, gradient: Tensor) -> Tensor:
             path = "" if role == "grad_output" and self.bare else path
             mine = [live for live in lives if live.takes(gradient, path)]
             fired.update(mine)
-            return fire_all(mine, gradient, path, call, recompute=False)
+            return fire_all(mine, gradient, path, number, again)
 
         new = map_leaves(gradients, act)
         for live in fired:
@@ -104,6 +115,7 @@ class ModuleBackwardHooks(Uncopied):
 
     def detach(self) -> None:
         """Remove all hooks, the last one first."""
+        self.awaited.clear()
         while self.handles:
             self.handles.pop().remove()
 

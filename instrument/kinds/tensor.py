@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
 from .awaited import Awaited, Hook, LeafHooks
+from .calls import Call
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 from .live import Clock, LiveSite, fire_all
 from .share import Edge, Share, edge_of, find_shares, next_number
@@ -30,10 +31,9 @@ from .share import Edge, Share, edge_of, find_shares, next_number
 class GradientCall:
     """The gradients of one call of a module, at one end of it, while they are awaited."""
 
-    def __init__(self, lives: Sequence[LiveSite], call: int, recompute: bool, clock: Clock) -> None:
-        self.lives = lives
+    def __init__(self, lives: Sequence[LiveSite], call: Call, clock: Clock) -> None:
+        self.lives = [live for live in lives if not live.records] if call.seen_before else lives
         self.call = call
-        self.recompute = recompute
         self.clock = clock
         self.seen = False
         self.awaited: set[str] = set()
@@ -63,7 +63,7 @@ class GradientCall:
             return None
         self.taken.update((live, id(value)) for live in lives)
         kept = value.detach().clone() if any(live.needs_value for live in lives) else None
-        fired, clock, call, recompute = self.fired, self.clock, self.call, self.recompute
+        fired, clock, number, again = self.fired, self.clock, self.call.number, self.call.again
 
         def deliver(gradient: Tensor) -> Tensor | None:
             if clock.closed:
@@ -72,7 +72,7 @@ class GradientCall:
                 if live not in fired:
                     fired.add(live)
                     live.hit()
-            new = fire_all(lives, gradient, path, call, recompute, kept)
+            new = fire_all(lives, gradient, path, number, again, kept)
             return None if new is gradient else new
 
         return deliver
@@ -90,7 +90,7 @@ class GradientCall:
     def bespoken(self, *, at_input: bool = False) -> None:
         """All tensors of the call have been gone through: settle which sites can still fire."""
         for live in self.lives:
-            if self.recompute:
+            if self.call.again:
                 continue
             if any(live.wants(path) for path in self.awaited):
                 live.called()
@@ -99,6 +99,30 @@ class GradientCall:
             else:
                 live.called()
                 live.miss(NO_GRAPH if self.seen else NO_TENSOR)
+
+
+class Given:
+    """What a module was given in one call: its inputs, where their gradients are awaited, until it has run."""
+
+    def __init__(self) -> None:
+        self.since = next_number()
+        self.aliases: list[tuple[Tensor, Awaited]] = []
+        self.shares: dict[Edge, tuple[Share, Tensor]] = {}
+
+    def done(self, output: Any) -> Any:
+        """The module has run: find its shares; where it wrote to an alias in place, or gave it away, look behind it too.
+
+        Returns:
+            The output; where it is an input itself, an alias of it, whose gradient is the module's share.
+        """
+        if self.shares:
+            output = _with_shares(output, self.shares, self.since)
+        if not self.aliases:
+            return output
+        given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
+        for alias, awaited in self.aliases:
+            awaited.settle(given.isdisjoint((id(alias), id(alias._base))))
+        return output
 
 
 class InputGradients:
@@ -110,24 +134,21 @@ class InputGradients:
         self.total: list[LiveSite] = []
         self.on_leaves = LeafHooks(clock)
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total
-        self.handed: list[tuple[Tensor, Awaited]] = []
-        self.shares: dict[Edge, tuple[Share, Tensor]] = {}
-        self.since = 0
 
     @property
     def wanted(self) -> bool:
         """Whether any site awaits such a gradient."""
         return bool(self.own or self.total)
 
-    def bespeak(self, module: nn.Module, value: Any, call: int, recompute: bool) -> Any:
+    def bespeak(self, module: nn.Module, value: Any, call: Call) -> Any:
         """Register for every tensor of the input; gives the input that the module is to be called with."""
-        own = GradientCall(self.own, call, recompute, self.clock)
-        total = GradientCall(self.total, call, recompute, self.clock)
+        own = GradientCall(self.own, call, self.clock)
+        total = GradientCall(self.total, call, self.clock)
         in_place = _writes_to_its_input(module)
-        looking = all(live.records for live in self.own)
-        self.handed, self.shares, self.since = [], {}, next_number()
+        looking = all(live.records for live in own.lives)
+        given = call.given = Given()
         for path, tensor in total.awaitable(value):
-            if recompute and tensor in self.hooked:  # checkpointing hands in the very tensor of the first pass
+            if call.again and tensor in self.hooked:  # checkpointing hands in the very tensor of the first pass
                 continue
             if (hook := total.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
@@ -138,44 +159,22 @@ class InputGradients:
             if in_place and not tensor._is_view():  # nobody but the module sees the tensor as it is now
                 tensor.register_hook(hook)
             elif looking and not in_place:  # one that writes in place takes its input once
-                self._share(tensor, hook)
+                given.shares[edge_of(tensor)] = self._share(tensor, hook), tensor
             else:
                 alias = own.alias(tensor)
-                self.handed.append((alias, Awaited(alias, hook)))
+                given.aliases.append((alias, Awaited(alias, hook)))
         own.bespoken(at_input=True)
         total.bespoken(at_input=True)
         return own.with_aliases(value)
 
-    def _share(self, tensor: Tensor, hook: Hook) -> None:
+    def _share(self, tensor: Tensor, hook: Hook) -> Share:
         """Await the module's share without a trace in the graph; it is whole when the tensor's gradient is."""
         share = Share(hook)
-        self.shares[edge_of(tensor)] = share, tensor
         if tensor.is_leaf:
             self.on_leaves.register(tensor, share.complete)
         else:
             Awaited(tensor, share.complete).settle()
-
-    def forward_done(self, output: Any) -> Any:
-        """The module has run: find its shares; where it wrote to an alias in place, or gave it away, look behind it too.
-
-        Returns:
-            The output; where it is an input itself, an alias of it, whose gradient is the module's share.
-        """
-        handed, self.handed = self.handed, []
-        shares, self.shares = self.shares, {}
-        if shares:
-            output = _with_shares(output, shares, self.since)
-        if not handed:
-            return output
-        given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
-        for alias, awaited in handed:
-            awaited.settle(given.isdisjoint((id(alias), id(alias._base))))
-        return output
-
-    def release(self) -> None:
-        """Let go of all that outlives a graph."""
-        self.handed, self.shares = [], {}
-        self.on_leaves.release()
+        return share
 
 
 class OutputGradients:
@@ -184,19 +183,17 @@ class OutputGradients:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.lives: list[LiveSite] = []
-        self.inputs: dict[int, int] = {}
 
-    def note_inputs(self, value: Any) -> None:
+    def note_inputs(self, value: Any, call: Call) -> None:
         """Remember which tensors went in, and at which version, to know an output that is the input itself."""
-        self.inputs = {id(tensor): tensor._version for _, tensor in leaves(value)}
+        call.versions = {id(tensor): tensor._version for _, tensor in leaves(value)}
 
-    def bespeak(self, output: Any, call: int, recompute: bool) -> Any:
+    def bespeak(self, output: Any, call: Call) -> Any:
         """Register for every tensor of the output; gives the output that the caller is to get."""
-        awaiting = GradientCall(self.lives, call, recompute, self.clock)
-        inputs, self.inputs = self.inputs, {}
+        awaiting = GradientCall(self.lives, call, self.clock)
         for path, tensor in awaiting.awaitable(output):
             if (hook := awaiting.hook(path, tensor)) is not None:
-                is_own = not tensor.is_leaf and inputs.get(id(tensor)) != tensor._version
+                is_own = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
                 Awaited(tensor if is_own else awaiting.alias(tensor), hook).settle()
         awaiting.bespoken()
         return awaiting.with_aliases(output)

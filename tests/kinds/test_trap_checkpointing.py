@@ -1,0 +1,271 @@
+"""Trap: activation checkpointing runs a forward pass again, inside the backward pass.
+
+Interventions have to do there what they did in the first pass, or the gradients are those of another function.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import instrument
+from instrument.errors import HookError
+
+VARIANTS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+NOISE = {"action": "modify", "fn": "noise", "std": 0.5}
+DROPOUT = {"action": "modify", "fn": "dropout", "p": 0.5}
+
+
+class Segments(nn.Module):
+    """One block, called in several segments, in one of them twice, inside another one, and outside of all."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.way = way
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+    def nested(self, x: Tensor) -> Tensor:
+        return self.block(self.way(self.twice, self.block(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.way(self.block, x)
+        x = self.way(self.twice, x)
+        x = self.block(x)
+        x = self.way(self.nested, x)
+        return self.way(self.block, x)
+
+
+CALLS = 1 + 2 + 1 + 4 + 1
+
+
+def plainly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
+    return lambda function, x: checkpoint(function, x, use_reentrant=reentrant)
+
+
+def train(model: nn.Module, specs: dict[str, Any], batch: Tensor, backwards: int = 1) -> tuple[list[Tensor], list[Any]]:
+    """Two steps; the gradients of the parameters and the batch at each, and the effects of the first pass."""
+    gradients = []
+    leaf = batch.clone().requires_grad_()
+    with instrument.attach(model, specs, seed=3) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            leaf.grad = None
+            loss = model(leaf).square().sum()
+            for i in range(backwards):
+                loss.backward(retain_graph=i < backwards - 1)
+            gradients += [part.grad.clone() for part in (*model.parameters(), leaf)]
+            probe.end_step()
+    effects = sorted(
+        (row["step"], row["layer"], row["call"], row["norm_before"], row["norm_after"])
+        for row in probe.sink.records("effects")
+    )
+    return gradients, effects
+
+
+def equal(mine: list[Tensor], wanted: list[Tensor], reentrant: bool = False) -> bool:
+    """To the bit; where a reentrant checkpoint sums a shared weight's gradient in another order, to float64's last digits."""
+    if not reentrant:
+        return len(mine) == len(wanted) and all(map(torch.equal, mine, wanted))
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(mine, wanted, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@VARIANTS
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
+@pytest.mark.parametrize("change", [NOISE, DROPOUT], ids=["noise", "dropout"])
+def test_a_module_in_several_segments_draws_in_each_what_it_drew_there_before(
+    change: dict[str, Any], kind: str, reentrant: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Segments(checkpointed(reentrant))
+    plain = copy.deepcopy(model)
+    plain.way = plainly
+    batch = torch.randn(4, 5)
+    specs = {"draw": {"layers": ["block.0", "block"], "kind": kind, **change}}
+    mine, effects = train(model, specs, batch)
+    wanted, plain_effects = train(plain, specs, batch)
+    assert equal(mine, wanted, reentrant)
+    assert effects == plain_effects
+    assert len(effects) == 2 * 2 * CALLS
+    assert {call for _, _, call, *_ in effects} == set(range(CALLS))
+    assert not equal(mine, train(copy.deepcopy(plain), {}, batch)[0])
+
+
+def test_a_second_backward_pass_repeats_the_same_calls() -> None:
+    torch.manual_seed(0)
+    model = Segments(checkpointed(reentrant=False))
+    plain = copy.deepcopy(model)
+    plain.way = plainly
+    batch = torch.randn(4, 5)
+    specs = {"draw": {"layers": "block.0", "kind": "forward", **NOISE}}
+    mine, wanted = (train(each, specs, batch, backwards=2)[0] for each in (model, plain))
+    assert equal(mine, wanted)
+
+
+@VARIANTS
+def test_checkpoint_sequential_with_one_activation_for_all_layers(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    shared = nn.Tanh()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(5, 5), shared)]
+    body = nn.Sequential(*layers)
+    batch = torch.randn(4, 5)
+    specs = {"draw": {"layers": "1", "kind": "forward", **NOISE}}
+    wanted, plain_effects = train(copy.deepcopy(body), specs, batch)
+    body.forward = lambda x: checkpoint_sequential(layers, 3, x, use_reentrant=reentrant)
+    mine, effects = train(body, specs, batch)
+    assert equal(mine, wanted, reentrant)
+    assert effects == plain_effects
+
+
+@VARIANTS
+def test_a_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> None:
+    class Recursive(nn.Module):
+        def __init__(self, way: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+            self.way = way
+            self.depth = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x).tanh()
+            if self.depth == 2:
+                return x
+            self.depth += 1
+            try:
+                return self.way(self, x) * 2
+            finally:
+                self.depth -= 1
+
+    torch.manual_seed(0)
+    # Checkpointing repeats a function of its argument: the depth is the argument's here, not the module's.
+    plain = Recursive(plainly)
+
+    def deeper(module: Recursive, x: Tensor) -> Tensor:
+        depth = module.depth
+
+        def at_depth(x: Tensor) -> Tensor:
+            before, module.depth = module.depth, depth
+            try:
+                return module(x)
+            finally:
+                module.depth = before
+
+        return checkpoint(at_depth, x, use_reentrant=reentrant)
+
+    model = copy.deepcopy(plain)
+    model.way = deeper
+    batch = torch.randn(4, 5)
+    specs = {"draw": {"layers": ".", "kind": "forward", **NOISE}}
+    mine, effects = train(model, specs, batch)
+    wanted, plain_effects = train(plain, specs, batch)
+    assert equal(mine, wanted, reentrant)
+    assert effects == plain_effects
+
+
+class Again(torch.autograd.Function):
+    """Checkpointing as some libraries write it themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(gradients[0])
+        return None, x.grad
+
+
+def test_checkpointing_of_another_make_is_right_where_the_call_is_known_and_named_where_it_is_not() -> None:
+    torch.manual_seed(0)
+    block = nn.Linear(5, 5)
+    model = nn.Sequential(block)
+    plain = copy.deepcopy(model)
+    batch = torch.randn(4, 5)
+    specs = {"draw": {"layers": "0", "kind": "forward", **NOISE}}
+    wanted, _ = train(plain, specs, batch)
+    model.forward = lambda x: Again.apply(block, x)
+    assert equal(train(model, specs, batch)[0], wanted)
+    model.forward = lambda x: Again.apply(block, Again.apply(block, x))
+    with pytest.raises(HookError, match=r"'draw' \(forward\) on layer '0' at step 0.*which of the calls"):
+        train(model, specs, batch)
+
+
+@VARIANTS
+def test_records_write_each_call_once_and_recompute_says_which_pass(reentrant: bool) -> None:
+    model = Segments(checkpointed(reentrant))
+    kinds = {"forward": False, "forward_pre": False, "full_backward": reentrant, "tensor": reentrant}
+    specs = {kind: {"layers": "block.0", "kind": kind, "action": "record"} for kind in kinds}
+    batch = torch.randn(4, 5, requires_grad=True)
+    with instrument.attach(model, specs) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    table = probe.sink.frame("stats")
+    for kind, inside in kinds.items():
+        rows = table[table.kind == kind]
+        assert sorted(rows.call) == list(range(CALLS))
+        assert rows.recompute.sum() == (CALLS - 1 if inside else 0)
+    assert not probe.warnings
+    assert all(row["fired"] == row["expected"] for row in probe.coverage())
+
+
+@VARIANTS
+def test_pytorchs_own_backward_hooks_count_each_call_once_too(reentrant: bool) -> None:
+    model = Segments(checkpointed(reentrant))
+    specs = {"own": {"layers": "block.0", "kind": "full_backward", "via": "module", "action": "record"}}
+    with instrument.attach(model, specs) as probe:
+        model(torch.randn(4, 5, requires_grad=True)).sum().backward()
+        probe.end_step()
+    table = probe.sink.frame("stats")
+    assert sorted(table.call) == list(range(CALLS))
+    assert table.recompute.sum() == (CALLS - 1 if reentrant else 0)
+    assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(CALLS, CALLS)]
+    assert not probe.warnings
+
+
+def test_what_checkpointing_frees_is_freed_while_hooked() -> None:
+    """A broken-off repetition leaves calls that never return; nothing of its graph is kept for them."""
+    specs = {
+        "own": {"layers": "**", "kind": "full_backward", "action": "record"},
+        "flow": {"layers": "**", "kind": "tensor", "action": "record"},
+    }
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(weakref.ref(x))  # the graph saves it: it lives as long as the graph does
+            return x.sin()
+
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Sine())
+    with instrument.attach(model, specs) as probe:
+        batch = torch.randn(4, 5, requires_grad=True)
+        checkpoint(model, batch, use_reentrant=False).sum().backward()
+        gc.collect()
+        assert [tensor() for tensor in kept] == [None, None]
+        probe.end_step()
