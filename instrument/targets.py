@@ -55,6 +55,7 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         ConfigError: The target is not there, or the call fails.
     """
     locate(target.target, where)
+    _locate_within(target.model_extra, where)
     try:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except InstantiationException as error:
@@ -62,6 +63,18 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         raise ConfigError(
             Mistake(where, f"{target.target} could not be built: {_reason(cause or error)}", written=_arguments(target))
         ) from error
+
+
+def _locate_within(value: Any, where: str) -> None:
+    """Locate the targets among a target's arguments, however deep, so that a mistake is told at its own key."""
+    if isinstance(value, dict):
+        if isinstance(path := value.get("_target_"), str):
+            locate(path, f"{where}._target_")
+        for key, item in value.items():
+            _locate_within(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _locate_within(item, f"{where}[{i}]")
 
 
 def _arguments(target: Target) -> str:

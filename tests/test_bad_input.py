@@ -91,6 +91,14 @@ def test_a_right_configuration_is_not_refused(cli: Cli) -> None:
         ([*HOOKS, "+apply.off={layers:decoder.**,action:freeze}"], ["hooks.tame.layers:", "frozen", "written  decoder.**"]),
         ([*HOOKS, "model._target_=nope.Nope"], ["model:", "no module 'nope'", "written  nope.Nope"]),
         ([*HOOKS, "model._target_=torch.nn.Lineer"], ["model:", "torch.nn has no 'Lineer'", "nearest  torch.nn.Linear"]),
+        (
+            [*TINY, "+data.dataset.transform={_target_:torch.nn.Flattn}"],
+            ["data.dataset.transform._target_:", "torch.nn has no 'Flattn'", "nearest  torch.nn.Flatten"],
+        ),
+        (
+            [*TINY, "+model.layers=[{_target_:torch.nn.ReLU},{_target_:torch.nn.Lineer}]"],
+            ["model.layers[1]._target_:", "nearest  torch.nn.Linear"],
+        ),
         ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
         ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
         ([*HOOKS, "+model.wdth=3"], ["model:", "unexpected keyword argument 'wdth'", "wdth: 3"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import duckdb
 import pandas as pd
 import polars
 import pytest
+from conftest import REPOSITORY
 
 import instrument
 
@@ -129,7 +132,7 @@ def test_the_plan_is_printed_and_nothing_is_run_or_left(cli: Cli) -> None:
     for told in (
         "MnistCNN",
         "Conv2d  144 parameters  activations, gradients",
-        "Linear  650 parameters  gradients, tame",
+        "Linear  650 parameters  gradients → tame",
     ):
         assert told in answer.out
     rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}
@@ -139,6 +142,29 @@ def test_the_plan_is_printed_and_nothing_is_run_or_left(cli: Cli) -> None:
     assert rows["in"][-1] in ("kB", "MB")
     assert "Not matched" in answer.out
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_plans_of_a_sweep_are_printed_and_nothing_is_left(cli: Cli) -> None:
+    answer = cli("-m", *SHORT, "plan=true", "hooks.tame.norm=1,2")
+    assert answer.code == 0, answer.err
+    assert "clip norm 1" in answer.out
+    assert "clip norm 2" in answer.out
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints(workdir: Path) -> None:
+    command = [sys.executable, "-m", "instrument", *SHORT, "train.steps=12", "hydra.run.dir=out"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"mnist_hooks")
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    run = instrument.load("out")
+    assert run.info["status"] == "done"
+    assert run.metrics.step.max() == 12
 
 
 def test_the_plan_foretells_the_rows_that_the_run_writes(cli: Cli) -> None:

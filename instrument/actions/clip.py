@@ -91,6 +91,14 @@ class Clip:
         self.spec = spec
         self.total_factor: Tensor | None = None
 
+    @property
+    def entrywise(self) -> bool:
+        """A bound that a zero keeps to, or a norm that does not ask where the zeros are."""
+        spec = self.spec
+        if spec.norm is not None:
+            return spec.norm_scope != "sample"
+        return spec.quantile is None and spec.ratio is None and (spec.min or 0.0) <= 0.0 <= (spec.max or 0.0)
+
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Form the one factor for all of them, where the norm is of all of them."""
         if self.spec.norm is not None and self.spec.norm_scope == "all":

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import HookResultError
+from ..errors import HookError, HookResultError
 from ..spec.kinds import KINDS
 from ..stats.kernel import measure
 from .base import Context, Effect, Rows
@@ -16,6 +16,10 @@ from .base import Context, Effect, Rows
 
 class Change(Protocol):
     """What an intervention does to a tensor."""
+
+    @property
+    def entrywise(self) -> bool:
+        """Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and places do not matter."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """All tensors of the spec that are about to be changed one by one, where they are at hand together."""
@@ -32,17 +36,37 @@ class Intervention:
         self.rows = rows
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Hand them on to the change."""
-        self.change.prepare(tensors)
+        """Hand them on to the change, the entries of those that are sparse."""
+        self.change.prepare([tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors])
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor:
+        """The tensor that takes the other's place; of a sparse one (an embedding's gradient) the entries are changed.
+
+        Raises:
+            HookError: The tensor is sparse, and the change asks for a dense one.
+            HookResultError: What came of it cannot take the tensor's place, or it was written to.
+        """
+        if not tensor.is_sparse:
+            return self._change(tensor, context, tensor.numel())
+        if not self.change.entrywise:
+            raise HookError(
+                f"{describe(context)} needs a dense tensor, and this one is sparse: make the layer with sparse=False, or "
+                "clip it by value or norm, scale it by a number, or take its sign"
+            )
+        entries = tensor.coalesce()
+        changed = self._change(entries.values(), context, tensor.numel())
+        return torch.sparse_coo_tensor(
+            entries.indices(), changed, tensor.shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
         version = tensor._version
         new, factor = self.change(tensor, context)
         if tensor._version != version:
             raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
         check_result(tensor, new, context)
         if not (context.recompute and KINDS[context.kind].repeats):
-            self.rows.add_effect(context, effect_of(tensor, new, factor))
+            self.rows.add_effect(context, effect_of(tensor, new, factor, numel))
         return new
 
 
@@ -74,12 +98,12 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
 
 
 @torch.no_grad()
-def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None) -> Effect:
-    """How many elements changed, and the norms before and after; NaN that stayed NaN has not changed."""
+def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: int) -> Effect:
+    """How many elements of `numel` changed, and the norms before and after; NaN that stayed NaN has not changed."""
     before, after = old.detach(), new.detach()
     changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
     factor = factor.detach() if isinstance(factor, Tensor) else factor
     norm_before, norm_after = (measure(tensor, ("l2",)) for tensor in (before, after))
     if isinstance(norm_before, Tensor) and isinstance(norm_after, Tensor):
-        return Effect(before.numel(), torch.cat([changed.view(1), norm_before, norm_after]), factor)
-    return Effect(before.numel(), [changed.item(), *norm_before, *norm_after], factor)
+        return Effect(numel, torch.cat([changed.view(1), norm_before, norm_after]), factor)
+    return Effect(numel, [changed.item(), *norm_before, *norm_after], factor)

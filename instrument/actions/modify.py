@@ -45,6 +45,7 @@ class Modify:
 
     def __init__(self, spec: ModifySpec, archive: Archive) -> None:
         self.straight_through = spec.straight_through
+        self.entrywise = isinstance(spec, ZeroSpec | SignSpec | QuantizeSpec)
         if isinstance(spec, FunctionSpec):
             self.function = _own_function(spec.fn, f"hooks.{spec.name}.fn")
         elif isinstance(spec, RecordedSpec):

@@ -65,6 +65,11 @@ class Scale:
     def __init__(self, spec: ScaleSpec) -> None:
         self.spec = spec
 
+    @property
+    def entrywise(self) -> bool:
+        """One number for all."""
+        return not isinstance(self.spec.factor, tuple)
+
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Nothing: each tensor is changed for itself."""
 

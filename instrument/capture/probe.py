@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..actions.base import Archive, Moment, NoArchive
 from ..actions.registry import make_action
-from ..errors import AlreadyAttachedError, ConfigError, HookError, Mistake
+from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attaching import attach_sites
 from ..kinds.causes import SKIPPED_STEP
 from ..kinds.live import Clock, Family, LiveSite
@@ -24,10 +24,11 @@ from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..plan.sites import HookPlan
 from .coverage import coverage_rows, coverage_warnings
+from .optimized import leave_out_what_is_not_optimized, require_optimizer
 from .recorder import RANK, Recorder, fetch
 from .rows import layer_rows
 from .sink import Sink
-from .watch import LoadWatch, ModuleWatch, ScalerWatch
+from .watch import LoadWatch, ModuleWatch, RateWatch, ScalerWatch
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
 
@@ -55,8 +56,8 @@ class Probe:
             the forward and backward pass are in the closure that the optimizer is called with.
 
     Raises:
-        ConfigError: A kind needs the optimizer, and there is none; a function of the user's is not there; or there is
-            no archive, and a spec needs one.
+        ConfigError: A kind needs the optimizer, and there is none, or one that keeps no such state; a function of the
+            user's is not there; or there is no archive, and a spec needs one.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class Probe:
         self._families: list[Family] = []
         self._scaling: ScalerWatch | None = None
         self._loading: LoadWatch | None = None
+        self._rate: RateWatch | None = None
         self._modules = ModuleWatch(plan.layers.model, self.lives)
         self.warnings: list[str] = []
         self._entered = False
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
-        self._require_optimizer()
-        self._leave_out_what_is_not_optimized()
+        require_optimizer(plan, optimizer)
+        if optimizer is not None:
+            leave_out_what_is_not_optimized(self.lives, optimizer)
 
     # ------------------------------------------------------------------------------------------------ attaching
 
@@ -101,6 +104,8 @@ class Probe:
             if self.scaler is not None and self.scaler.is_enabled():
                 self._scaling = ScalerWatch(self.scaler, self.optimizer)
                 self.clock.amp_scale = self._scaling.scale
+            if self.optimizer is not None:
+                self._rate = RateWatch(self.optimizer)
             for family in attach_sites(self.lives, self.optimizer, self.clock, by_loop=self.steps_by_loop):
                 self._families.append(family)
             if any(isinstance(family, GradientHooks) for family in self._families):
@@ -128,25 +133,9 @@ class Probe:
     def _detach(self) -> None:
         while self._families:
             self._families.pop().detach()
-        for watch in (self._scaling, self._loading):
+        for watch in (self._scaling, self._loading, self._rate):
             if watch is not None:
                 watch.detach()
-
-    def _require_optimizer(self) -> None:
-        for name, spec in self.plan.specs.items():
-            needed = spec.definition.rhythm == "step" or spec.tensor_role.startswith("state.")
-            if needed and self.optimizer is None:
-                problem = f"kind {spec.kind} needs the optimizer for role {spec.tensor_role}: hand it over, optimizer="
-                raise ConfigError(Mistake(f"hooks.{name}.kind", problem))
-
-    def _leave_out_what_is_not_optimized(self) -> None:
-        """A parameter that the optimizer does not hold has no gradient that it will use."""
-        if self.optimizer is None:
-            return
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        for live in self.lives:
-            if live.site.spec.kind == "parameter_grad" and id(live.site.parameter) not in held:
-                live.optimized = False
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -208,7 +197,7 @@ class Probe:
         """The gradients are all there, and the optimizer is about to use them: for loops that say so themselves."""
         for family in self._families:
             if isinstance(family, BoundaryHooks | StepHooks):
-                family.before_step(family.optimizer, (), {})
+                family.before_step()
 
     def end_micro_step(self) -> None:
         """A micro-batch's forward and backward are done, or a batch of an evaluation: the next one has the next number.
@@ -258,8 +247,8 @@ class Probe:
     ) -> dict[str, float | None]:
         """A row of the metrics table for this step and phase; tensors are read here, all at once."""
         metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
-        if metrics.get("lr") is None and self.optimizer is not None and self.phase == "train":
-            metrics["lr"] = self.optimizer.param_groups[0]["lr"]
+        if metrics.get("lr") is None and self._rate is not None and self.phase == "train":
+            metrics["lr"] = self._rate.take()
         fetched = fetch([value for value in metrics.values() if isinstance(value, Tensor)])
         row: dict[str, float | None] = dict.fromkeys((*METRICS, "skipped"))
         row |= {name: next(fetched)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}

@@ -49,6 +49,29 @@ class ScalerWatch:
             self.handle.remove()
 
 
+class RateWatch:
+    """Knows the learning rate that the optimizer's last step was made with, whatever a scheduler has set since."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.used: Tensor | float | None = None
+        self.handle = optimizer.register_step_pre_hook(self.before_step)
+
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        """The optimizer is about to use it."""
+        rate = optimizer.param_groups[0]["lr"]
+        self.used = rate.clone() if isinstance(rate, Tensor) else rate
+
+    def take(self) -> Tensor | float:
+        """Of the first parameter group, in the step that has just ended; what is set now where none was made."""
+        used, self.used = self.used, None
+        return self.optimizer.param_groups[0]["lr"] if used is None else used
+
+    def detach(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()
+
+
 class ModuleWatch:
     """Notices modules that hooks are on and that stand in the model no more."""
 

@@ -9,6 +9,7 @@ REPLACED = "the module was replaced by another one during the run, which has no 
 NO_TENSOR = "no tensor was there that the hook could take, or none at the path asked for"
 NO_GRAPH = "the tensor needs no gradient: no_grad, frozen parameters, or an input that nothing trains"
 NO_INPUT_GRAPH = "its input needs no gradient: it is data, or comes out of frozen layers"
+TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors no hook can take along"
 NO_GRADIENT = "no gradient arrived: the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = "the parameter had no gradient: the loss does not depend on it"
 NO_STEP = "the optimizer made no step"

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..nested import map_leaves
 from .calls import Call, Calls
-from .causes import NO_TENSOR
+from .causes import NO_TENSOR, TRANSFORMED
 from .live import Clock, LiveSite, Uncopied, fire_all
 from .tensor import InputGradients, OutputGradients
 
@@ -84,6 +84,12 @@ class ModuleHooks(Uncopied):
         """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active:
             return None
+        if _is_transformed():
+            for live in self.lives:
+                if live.due:
+                    live.called()
+                    live.miss(TRANSFORMED)
+            return None
         call = self.calls.enter()
         given = new = _join(args, kwargs)
         if self.pre:
@@ -97,7 +103,7 @@ class ModuleHooks(Uncopied):
     @outside_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ARG002
         """The forward hook: outputs are seen and changed, and their gradients bespoken."""
-        if self.clock.closed or not self.active:
+        if self.clock.closed or not self.active or _is_transformed():
             return None
         if (call := self.calls.leave()) is None:
             return None
@@ -132,6 +138,11 @@ class ModuleHooks(Uncopied):
         while self.handles:
             self.handles.pop().remove()
         self.input_gradients.on_leaves.release()
+
+
+def _is_transformed() -> bool:
+    """Whether this code runs inside a transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import UNKNOWN_CALL
+from ..errors import ConfigError, Mistake
 from ..nested import leaves, map_leaves
 from .calls import Call, Calls
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
@@ -24,9 +25,20 @@ IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an 
 
 
 class ModuleBackwardHooks(Uncopied):
-    """The `via: module` sites at one module."""
+    """The `via: module` sites at one module.
+
+    Raises:
+        ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow beside these.
+    """
 
     def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock, *, prepend: bool = False) -> None:
+        if module._is_full_backward_hook is False:
+            site = lives[0].site
+            problem = (
+                f"module {site.label!r} has a hook of PyTorch's deprecated kind (register_backward_hook), beside which "
+                "PyTorch allows no full backward hook; leave 'via' out"
+            )
+            raise ConfigError(Mistake(f"hooks.{site.spec.name}.via", problem, written="module"))
         self.module = module
         self.prepend = prepend
         self.lives = lives

@@ -4,12 +4,14 @@ buffers and the optimizer's state."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .causes import NO_PARAMETER_GRADIENT, NO_STATE
+from .closure import Arguments, when_gradients_are_there
 from .live import Clock, LiveSite
 
 
@@ -27,16 +29,29 @@ class StepHooks:
         self.before: dict[LiveSite, Tensor] = {}
         self.handles = [optimizer.register_step_post_hook(self.after_step)]
         if not by_loop:
-            self.handles.append(optimizer.register_step_pre_hook(self.before_step))
+            self.handles.append(optimizer.register_step_pre_hook(self.in_step))
 
     def refresh(self) -> None:
         """Nothing is kept: what is due is asked at each step."""
 
-    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Act at step_pre, then keep what the parameters are before they are updated."""
+    def in_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
+        """PyTorch's hook in front of the step: act on what is there, and on gradients when they are."""
         if self.clock.closed:
-            return
-        self._act(self.pre, optimizer)
+            return None
+        self._act([live for live in self.pre if not _is_gradient(live)])
+        self._keep()
+        return when_gradients_are_there(args, kwargs, self._on_gradients)
+
+    def before_step(self) -> None:
+        """All is there, and the optimizer is about to use it: act at step_pre, then keep what is to be updated."""
+        self._act(self.pre)
+        self._keep()
+
+    def _on_gradients(self, call: int) -> None:
+        self._act([live for live in self.pre if _is_gradient(live)], call)
+
+    def _keep(self) -> None:
+        """Keep what the parameters are before they are updated."""
         self.before = {
             live: live.current_parameter().detach().clone()
             for live in self.post
@@ -46,26 +61,26 @@ class StepHooks:
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Act at step_post."""
         if not self.clock.closed:
-            self._act(self.post, optimizer)
+            self._act(self.post)
         self.before = {}
 
     @torch.no_grad()
-    def _act(self, lives: Sequence[LiveSite], optimizer: Optimizer) -> None:
+    def _act(self, lives: Sequence[LiveSite], call: int = 0) -> None:
         for live in lives:
             if not live.due:
                 continue
             live.called()
-            tensor = self._tensor(live, optimizer)
+            tensor = self._tensor(live)
             if tensor is None:
                 live.miss(NO_PARAMETER_GRADIENT if live.site.spec.tensor_role == "param_grad" else NO_STATE)
                 continue
             live.hit()
             live.action.prepare([tensor])
-            new = live.fire(tensor, live.site.own_name)
+            new = live.fire(tensor, live.site.own_name, call)
             if new is not tensor:
                 tensor.copy_(new)
 
-    def _tensor(self, live: LiveSite, optimizer: Optimizer) -> Tensor | None:
+    def _tensor(self, live: LiveSite) -> Tensor | None:
         role = live.site.spec.tensor_role
         if role == "buffer":
             return live.site.layer.module._buffers[live.site.own_name]
@@ -77,10 +92,14 @@ class StepHooks:
                 return parameter.grad
             case "update":
                 return parameter.detach() - self.before[live]
-        state = optimizer.state.get(parameter, {}).get(role.removeprefix("state."))
+        state = self.optimizer.state.get(parameter, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
     def detach(self) -> None:
         """Remove both hooks, the last one first."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _is_gradient(live: LiveSite) -> bool:
+    return live.site.spec.tensor_role == "param_grad"

@@ -4,6 +4,7 @@ parameter_grad when it is used."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .causes import NO_PARAMETER_GRADIENT, NOT_OPTIMIZED
+from .closure import Arguments, when_gradients_are_there
 from .live import Clock, LiveSite, fire_all
 
 
@@ -79,8 +81,9 @@ class GradientHooks:
 class BoundaryHooks:
     """The parameter_grad sites of all specs, served by one hook in front of `optimizer.step`.
 
-    Where the loop hands its forward and backward pass to the optimizer as a closure (Lightning), that hook would come
-    before them: then the loop itself says when (`by_loop`).
+    Where the optimizer is given a closure (LBFGS), the gradients that it uses are those that the closure leaves: then
+    the sites act behind it, each time that the optimizer calls it. A loop that does more in its closure, and says
+    itself when the gradients are there (Lightning), has no hook on its optimizer (`by_loop`).
     """
 
     def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock, *, by_loop: bool = False) -> None:
@@ -89,13 +92,21 @@ class BoundaryHooks:
         self.by_spec: dict[str, list[LiveSite]] = {}
         for live in lives:
             self.by_spec.setdefault(live.site.spec.name, []).append(live)
-        self.handle = None if by_loop else optimizer.register_step_pre_hook(self.before_step)
+        self.handle = None if by_loop else optimizer.register_step_pre_hook(self.in_step)
 
     def refresh(self) -> None:
         """Nothing is kept: what is due is asked at each step."""
 
-    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Spec by spec in the order written, each seeing the gradients that the one before left."""
+    def in_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
+        """PyTorch's hook in front of the step."""
+        return when_gradients_are_there(args, kwargs, self.before_step)
+
+    def before_step(self, call: int = 0) -> None:
+        """Spec by spec in the order written, each seeing the gradients that the one before left.
+
+        Args:
+            call: How often the optimizer has had gradients in this step before.
+        """
         if self.clock.closed:
             return
         for lives in self.by_spec.values():
@@ -112,14 +123,14 @@ class BoundaryHooks:
             ready = [(live, parameter, parameter.grad) for live, parameter in pairs if parameter.grad is not None]
             if ready:
                 # An optimizer that unscales by itself (fused) is given scaled gradients, and says by what.
-                self._act(ready, getattr(optimizer, "grad_scale", None))
+                self._act(ready, getattr(self.optimizer, "grad_scale", None), call)
 
     @torch.no_grad()
-    def _act(self, ready: list[tuple[LiveSite, Parameter, Tensor]], scale: Tensor | None) -> None:
+    def _act(self, ready: list[tuple[LiveSite, Parameter, Tensor]], scale: Tensor | None, call: int) -> None:
         gradients = [gradient for _, _, gradient in ready]
         true = gradients if scale is None else [gradient / scale.to(gradient.device) for gradient in gradients]
         ready[0][0].action.prepare(true)
-        changed = [live.fire(old, live.site.own_name, value=p, amp_scale=scale) for live, p, old in ready]
+        changed = [live.fire(old, live.site.own_name, call, value=p, amp_scale=scale) for live, p, old in ready]
         for gradient, new in zip(gradients, changed, strict=True):  # all of them, or none where a function fails
             if new is not gradient:
                 _deliver(gradient, new)

@@ -26,6 +26,8 @@ def plan_view(plan: HookPlan, trials: Mapping[str, Trial], cost: Mapping[str, Co
     """The whole plan, to be printed by rich."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
     parts: list[RenderableType] = [module_tree(plan, colours), Text(), cost_table(plan, cost, steps, colours)]
+    if any(len(names) > 1 for layer in plan.layers for names in acting_order(plan, layer)):
+        parts.insert(1, Text("a → b: at the same tensor, b sees what a returned", style="dim"))
     notes = list(plan_notes(plan, trials))
     if notes:
         parts += [Text(), Text("Not matched, or not to be seen:", style="bold"), *(Text(f"  {note}") for note in notes)]
@@ -46,7 +48,7 @@ def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
 
 
 def _module_label(plan: HookPlan, layer: Layer, colours: Mapping[str, str]) -> Text:
-    hooks = list(dict.fromkeys(site.spec.name for site in plan.at(layer)))
+    hooks = acting_order(plan, layer)
     own = layer.name.rpartition(".")[2] or "."
     label = Text.assemble((own, "" if hooks else "dim"), " ", (layer.type, "dim"))
     count = sum(parameter.numel() for _, parameter in layer.own_parameters())
@@ -54,10 +56,21 @@ def _module_label(plan: HookPlan, layer: Layer, colours: Mapping[str, str]) -> T
         label.append(f"  {count:,} parameters", "dim")
     if layer.aliases:
         label.append(f"  also {', '.join(layer.aliases)}", "dim")
-    for i, hook in enumerate(hooks):
-        label.append("  " if i == 0 else ", ")
-        label.append(hook, colours[hook])
+    for i, names in enumerate(hooks):
+        for j, hook in enumerate(names):
+            label.append(" → " if j else ", " if i else "  ")
+            label.append(hook, colours[hook])
     return label
+
+
+def acting_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
+    """The specs at a layer; those that share a kind and a role act one after the other, in the order written."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for site in plan.at(layer):
+        names = places.setdefault((site.spec.kind, site.spec.tensor_role), [])
+        if site.spec.name not in names:
+            names.append(site.spec.name)
+    return list(places.values())
 
 
 def cost_table(plan: HookPlan, cost: Mapping[str, Cost], steps: int, colours: Mapping[str, str]) -> Table:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -17,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, InstrumentError, Mistake
@@ -62,6 +63,8 @@ class OwnConf(SearchPathPlugin):
 class Guard(Callback):
     """Stops before Hydra makes a folder: at a mistake in the configuration, or when only the plan is asked for."""
 
+    scratch: TemporaryDirectory[str] | None = None
+
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A single run is about to start."""
         try:
@@ -74,7 +77,13 @@ class Guard(Callback):
             raise SystemExit(complain(error)) from None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """A sweep is about to start."""
+        """A sweep is about to start; where only the plans are asked for, Hydra gets a folder that will not stay."""
+        if config.get("plan"):
+            self.scratch = TemporaryDirectory(prefix="instrument-plan-")
+            with flag_override(config, "readonly", False):
+                config.hydra.sweep.dir = self.scratch.name
+                config.hydra.overrides.hydra.append(f"hydra.sweep.dir={self.scratch.name}")
+            return
         try:
             folder = Path(config.hydra.sweep.dir)
             if (folder / "multirun.yaml").exists():
@@ -91,9 +100,12 @@ class Guard(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """All jobs of a sweep are over."""
+        if self.scratch is not None:
+            self.scratch.cleanup()
+            return
         folder = Path(config.hydra.sweep.dir)
         jobs = len(list(folder.glob("*/run.json")))
-        if not jobs and not config.get("plan"):
+        if not jobs:
             raise SystemExit(
                 complain(
                     ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,15 @@ WIDTH_IN_A_PIPE = 120
 LINES_IN_A_PIPE = 10  # how often progress is told where nobody looks at a screen
 
 
+class PatientConsole(Console):
+    """A console that falls silent where nobody listens any more (`| head`), and lets the run go on."""
+
+    def on_broken_pipe(self) -> None:
+        """What rich calls; its own way out ends the process."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Terminal:
     """One run's voice.
 
@@ -33,7 +44,7 @@ class Terminal:
     def __init__(self, *, quiet: bool = False, brief: bool = False) -> None:
         self.quiet = quiet
         self.brief = brief
-        self.console = Console(highlight=False)
+        self.console = PatientConsole(highlight=False)
         if not self.console.is_terminal:
             self.console.width = WIDTH_IN_A_PIPE
 

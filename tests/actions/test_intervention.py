@@ -135,7 +135,7 @@ def test_an_evaluation_is_named_in_the_message() -> None:
 def test_an_effect_of_a_tensor_that_needs_gradients_holds_no_graph() -> None:
     before = torch.ones(3, requires_grad=True)
     factor = (before.sum() / 6).reshape(())
-    effect = effect_of(before, before * factor, factor)
+    effect = effect_of(before, before * factor, factor, before.numel())
     assert isinstance(effect.factor, Tensor)
     assert effect.factor.grad_fn is None
     assert list(effect.measures) == pytest.approx([3, 3**0.5, 0.75**0.5])

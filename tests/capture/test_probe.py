@@ -391,3 +391,19 @@ def test_the_same_module_in_two_hooks_is_called_once_and_counted_for_both() -> N
         probe.end_step()
     assert len(calls) == 1
     assert [row["fired"] for row in probe.coverage()] == [1, 1]
+
+
+def test_the_learning_rate_is_the_one_that_the_step_was_made_with() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    with instrument.attach(
+        model, {"h": {"layers": ".", "kind": "forward", "action": "record"}}, optimizer=optimizer
+    ) as probe:
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            probe.end_step()
+    assert [row["lr"] for row in probe.sink.records("metrics")] == [0.5, 0.25, 0.125]
+    assert not optimizer._optimizer_step_pre_hooks

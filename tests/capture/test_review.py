@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import instrument
+from instrument.errors import ConfigError
 from instrument.plan.modules import Layers
 from instrument.plan.trial import try_forward
 
@@ -17,7 +18,10 @@ def test_no_hook_is_left_where_attaching_fails_at_its_end() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_backward_hook(lambda *_: None)
     hooks = {"a": LOOK, "v": {**LOOK, "layers": "0", "kind": "full_backward", "via": "module"}}
-    with pytest.raises(RuntimeError, match="Cannot use both"), instrument.attach(model, hooks):
+    with (
+        pytest.raises(ConfigError, match=r"hooks.v.via: module .0. has a hook of PyTorch.s deprecated kind"),
+        instrument.attach(model, hooks),
+    ):
         pass
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 

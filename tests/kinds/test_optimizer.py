@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import instrument
+from instrument.errors import ConfigError
+from instrument.kinds.causes import NO_STATE
 
 RECORD = {"kind": "step_post", "action": "record", "stats": "none", "tensors": True}
 
@@ -95,15 +97,61 @@ def test_specs_at_the_step_act_in_the_order_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "cause"),
-    [("state.momentum_buffer", "keeps no such state"), ("state.nonsense", "keeps no such state")],
+    ("make", "role", "allowed"),
+    [
+        (torch.optim.SGD, "state.momentum_buffer", "none"),
+        (torch.optim.Adam, "state.exp_average", "state.exp_avg, state.exp_avg_sq, state.step"),
+        (torch.optim.Adam, "state.max_exp_avg_sq", "state.exp_avg, state.exp_avg_sq, state.step"),
+        (torch.optim.Muon, "state.momentum", "state.momentum_buffer"),
+    ],
 )
-def test_a_state_that_the_optimizer_does_not_keep_is_told(role: str, cause: str) -> None:
+def test_a_state_that_the_optimizer_does_not_keep_is_refused_before_step_0(make: Any, role: str, allowed: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    random_state = torch.get_rng_state()
+    optimizer = make(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(ConfigError) as refused,
+        instrument.attach(model, {"h": {"layers": "0", "role": role, **RECORD}}, optimizer=optimizer),
+    ):
+        pass
+    assert f"hooks.h.role: {make.__name__} keeps no such state as it is set up" in str(refused.value)
+    assert f"written  {role}" in str(refused.value)
+    assert f"allowed  {allowed}" in str(refused.value)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("make", "role"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "max_exp_avg_sq"),
+        (torch.optim.RMSprop, "square_avg"),
+        (torch.optim.Adagrad, "sum"),
+        (torch.optim.NAdam, "mu_product"),
+        (torch.optim.Rprop, "prev"),
+        (torch.optim.ASGD, "eta"),
+    ],
+)
+def test_any_optimizers_state_is_seen(make: Any, role: str) -> None:
     model = net()
-    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), {"h": {"layers": "0", "role": role, **RECORD}})
-    for row in probe.coverage():
-        assert (row["expected"], row["fired"]) == (2, 0)
-        assert cause in row["cause"]
+    optimizer = make(model.parameters())
+    probe = train(
+        model, optimizer, {"h": {"layers": "0", "params": "weight", "role": f"state.{role}", **RECORD}}, steps=1
+    )
+    (row,) = probe.sink.records("tensors")
+    assert torch.equal(row["values"].double().view(-1), optimizer.state[model[0].weight][role].double().view(-1))
+
+
+def test_a_parameter_without_a_gradient_has_no_state_and_coverage_says_so() -> None:
+    model = net()
+    unused = nn.Linear(2, 2)
+    model.register_module("unused", unused)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    optimizer = torch.optim.Adam(model.parameters())
+    probe = train(model, optimizer, {"h": {"layers": ["0", "unused"], "role": "state.exp_avg", **RECORD}})
+    ledger = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert ledger == {"0": (2, 2, ""), "unused": (2, 0, NO_STATE)}
 
 
 def test_frozen_parameters_have_values_and_no_gradient() -> None:

@@ -65,14 +65,26 @@ def test_every_module_stands_with_its_type_parameters_names_and_specs() -> None:
     lines = shown(**SPECS)
     assert lines[0].strip() == ". Small  5 parameters  all"
     assert line_with(lines, "encoder") == "encoder Sequential  all"
-    assert line_with(lines, "0 Sequential") == "0 Sequential  all, maps"
+    assert line_with(lines, "0 Sequential") == "0 Sequential  all → maps"
     assert line_with(lines, "0 Conv2d") == "0 Conv2d  20 parameters  all"
     assert line_with(lines, "1 ReLU") == "1 ReLU  all"
-    assert line_with(lines, "1 Flatten") == "1 Flatten  all, maps"
+    assert line_with(lines, "1 Flatten") == "1 Flatten  all → maps"
     assert line_with(lines, "head") == "head Linear  27 parameters  also again  all, tame"
     assert line_with(lines, "unused") == "unused Tanh  all"
     assert line_with(lines, "frozen") == "frozen Linear  12 parameters  all"
     assert sum(line.startswith(("├", "│", "└", "    ")) for line in lines) == len(list(Small().modules())) - 1
+
+
+def test_specs_at_one_place_stand_in_the_order_in_which_they_act() -> None:
+    legend = "a → b: at the same tensor, b sees what a returned"
+    first = {"layers": "head", "kind": "forward", "action": "scale", "factor": 2.0}
+    other = {"layers": "head", "kind": "full_backward", "action": "record"}
+    lines = shown(double=first, other=other, seen={**LOOK, "layers": "head"})
+    assert line_with(lines, "head").endswith("double → seen, other")
+    assert legend in lines
+    lines = shown(seen={**LOOK, "layers": "head"}, other=other, double=first)
+    assert line_with(lines, "head").endswith("seen → double, other")
+    assert legend not in shown(other=other, double=first)
 
 
 def test_the_tree_is_as_deep_as_the_model() -> None:
