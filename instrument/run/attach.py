@@ -24,7 +24,7 @@ from ..sinks.parquet import ParquetSink
 from ..spec.base import HookBase
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_hooks
-from .compiled import meet_compiled
+from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import RunFolder, config_hash
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
@@ -87,7 +87,10 @@ def attach(
                 probe.event("compiled", notice, severity="info")
             for layer, message in plan.layers.hidden_messages():
                 probe.event("hidden_module", message, layer=layer)
+            breaks = graph_breaks()
             yield probe
+            if message := broken_graphs(breaks):
+                probe.event("graph_break", message, severity="info")
     finally:
         for message in attached.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from ..errors import ConfigError, Mistake
 from ..plan.sites import HookPlan
+from ..spec.kinds import KINDS
 
 
 def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
@@ -30,7 +31,7 @@ def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     whole = any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled)
     on_modules = [name for name, spec in plan.specs.items() if spec.definition.family == "module"]
     if whole and on_modules:
-        kinds = "parameter_grad, parameter_grad_micro, post_accumulate_grad, step_pre, step_post, loss and the state-dict kinds"
+        kinds = ", ".join(name for name, kind in KINDS.items() if kind.family != "module")
         problem = (
             f"kind {plan.specs[on_modules[0]].kind} breaks the graph, and the model is compiled with fullgraph=True"
         )
@@ -39,8 +40,13 @@ def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     return "the model was compiled before: it will be compiled again, so that the hooks fire"
 
 
-def broken_graphs() -> str:
-    """How often compiled graphs were broken since the last reset, and why; empty where they were not."""
-    breaks: Mapping[str, int] = counters["graph_break"]
+def graph_breaks() -> Counter[str]:
+    """How often compiled graphs of this process were broken, by the reason that the compiler gives."""
+    return Counter(counters["graph_break"])
+
+
+def broken_graphs(before: Counter[str]) -> str:
+    """How often compiled graphs were broken since `before`, and why; empty where they were not."""
+    breaks = graph_breaks() - before
     reasons = [f"{count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items()]
-    return f"{sum(breaks.values())} graph breaks: {'; '.join(reasons)}" if reasons else ""
+    return f"{breaks.total()} graph breaks: {'; '.join(reasons)}" if reasons else ""

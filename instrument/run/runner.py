@@ -11,7 +11,7 @@ from ..analysis.archive import RunArchive
 from ..capture.probe import Probe
 from ..sinks.parquet import ParquetSink
 from ..spec.config import RunConfig
-from .compiled import broken_graphs
+from .compiled import broken_graphs, graph_breaks
 from .device import process_state
 from .experiment import Experiment, prepare
 from .folder import RunFolder, config_hash
@@ -79,7 +79,8 @@ def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str
             probe.event("fallback", experiment.data.fallback)
         for place, message in experiment.plan.layers.hidden_messages():
             probe.event("hidden_module", message, layer=place)
+        breaks = graph_breaks()
         metrics = train(experiment, probe, show)
-        if config.train.compile and (message := broken_graphs()):
+        if message := broken_graphs(breaks):
             probe.event("graph_break", message, severity="info")
         return metrics
