@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 from conftest import REPOSITORY
 
+from instrument.spec.kinds import KINDS
+
 
 def load_make() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_make", REPOSITORY / "docs" / "make.py")
@@ -33,7 +35,9 @@ def test_generated_tables_have_every_kind_action_and_statistic() -> None:
         assert f"`{name}" in text or f"{name}`" in text, name
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/tables.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/hooks.md", "docs/tables.md"]
+)
 def test_links_lead_to_files(name: str) -> None:
     page = REPOSITORY / name
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
@@ -45,3 +49,18 @@ def test_the_house_in_the_docs_has_every_folder_of_the_package() -> None:
     folders = [folder.name for folder in (REPOSITORY / "instrument").iterdir() if (folder / "__init__.py").exists()]
     assert len(folders) >= 9
     assert [name for name in folders if f"{name}/" not in text] == []
+
+
+HOOKS_PAGE = (REPOSITORY / "docs" / "hooks.md").read_text()
+
+
+def test_the_page_of_hooks_has_a_section_for_every_kind() -> None:
+    sections = re.findall(r"^## `(\w+)`$", HOOKS_PAGE, re.M)
+    assert sorted(sections) == sorted([*KINDS, "backward"])
+
+
+def test_every_trap_names_a_test_that_is_there() -> None:
+    named = re.findall(r"\[(\w+)\]\(\.\./(tests/[\w/]+\.py)\)", HOOKS_PAGE)
+    assert len(named) == HOOKS_PAGE.count("](../tests/") > 50
+    missing = [(path, name) for name, path in named if f"def test_{name}(" not in (REPOSITORY / path).read_text()]
+    assert not missing

@@ -500,3 +500,11 @@ def test_a_mistake_can_be_sent_to_another_process() -> None:
 def test_the_path_of_an_item_may_be_written_as_a_number(written: int | str) -> None:
     hook = {"layers": "lstm", "kind": "forward", "action": "record", "path": written}
     assert parse_hooks({"x": hook})["x"].path == "1"
+
+
+def test_the_deprecated_backward_kind_is_refused_with_the_right_name() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_hooks({"old": {"layers": "**", "kind": "backward", "action": "record"}})
+    (mistake,) = refused.value.mistakes
+    assert "deprecated in PyTorch: it sees wrong gradients of modules with several operations" in str(mistake)
+    assert "nearest  full_backward" in str(mistake)
