@@ -56,6 +56,25 @@ class Awaited:
         return self.hook(gradient) if self.written and not self.delivered else None
 
 
+class Part(NamedTuple):
+    """Which part of another tensor a view is."""
+
+    whole: Geometry
+    part: Geometry
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """The view's part of the whole tensor's gradient."""
+        return gradient if self.whole == self.part else self._laid_out(gradient).as_strided(*self.part).clone()
+
+    def put(self, gradient: Tensor, part: Tensor) -> Tensor:
+        """The whole tensor's gradient with another part for the view."""
+        return part if self.whole == self.part else self._laid_out(gradient).as_strided_scatter(part, *self.part)
+
+    def _laid_out(self, gradient: Tensor) -> Tensor:
+        shape, strides, _ = self.whole
+        return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
 class Behind(NamedTuple):
     """Where in the graph the tensor comes from that another one is a view of, and which part of it the view is.
 
@@ -64,8 +83,7 @@ class Behind(NamedTuple):
 
     node: Any
     output: int
-    whole: Geometry
-    part: Geometry
+    part: Part
 
     @classmethod
     def of(cls, view: Tensor) -> Behind | None:
@@ -75,23 +93,18 @@ class Behind(NamedTuple):
             return None
         offset = int(view.storage_offset()) - int(base.storage_offset())
         part = (tuple(view.shape), view.stride(), offset)
-        return cls(base.grad_fn, base.output_nr, (tuple(base.shape), base.stride(), 0), part)
+        return cls(base.grad_fn, base.output_nr, Part((tuple(base.shape), base.stride(), 0), part))
 
     def register(self, hook: Hook) -> None:
         """Let the hook have the view's part of the gradient that arrives there, and change it."""
-        _, output, whole, part = self
+        _, output, part = self
 
         def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
             gradient = gradients[output]
-            if gradient is None:
+            new = None if gradient is None else hook(part.of(gradient))
+            if gradient is None or new is None:
                 return None
-            if whole == part:
-                new = hook(gradient)
-            else:
-                copied = torch.empty_strided(*whole[:2], dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-                change = hook(copied.as_strided(*part).clone())
-                new = None if change is None else copied.as_strided_scatter(change, *part)
-            return None if new is None else (*gradients[:output], new, *gradients[output + 1 :])
+            return (*gradients[:output], part.put(gradient, new), *gradients[output + 1 :])
 
         self.node.register_prehook(before_node)
 

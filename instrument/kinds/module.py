@@ -107,11 +107,11 @@ class ModuleHooks(Uncopied):
             return None
         if (call := self.calls.leave()) is None:
             return None
-        new = output if call.given is None else call.given.done(output)
+        if call.given is not None:
+            call.given.done(output)
         if self.seen_input:
             self._act(self.seen_input, _join(args, kwargs), call)
-        if self.output:
-            new = self._act(self.output, new, call)
+        new = self._act(self.output, output, call) if self.output else output
         if self.output_gradients.lives:
             new = self.output_gradients.bespeak(new, call)
         return None if new is output else new
@@ -138,6 +138,7 @@ class ModuleHooks(Uncopied):
         while self.handles:
             self.handles.pop().remove()
         self.input_gradients.on_leaves.release()
+        self.output_gradients.on_leaves.release()
 
 
 def _is_transformed() -> bool:

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from .awaited import Awaited, Hook
+from .awaited import Hook, Part
 
 Edge = tuple[Any, int]
 """A node of the graph, and which of its outputs."""
+
+
+IN_PLACE_ON_VIEW = "CopySlices"
+"""What PyTorch calls the node of an operation that writes to a view; its first input is what the view is a view of."""
 
 
 class Share:
@@ -26,7 +30,7 @@ class Share:
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
-        self.nodes = 0  # of the module's that take the tensor
+        self.passed_on = False
         self.sent: list[Tensor] = []
         self.witness: Tensor | None = None
         self.version = 0
@@ -38,15 +42,15 @@ class Share:
             self.sent += [gradient for i in inputs if (gradient := sent[i]) is not None]
 
         node.register_hook(after_node)
-        self.nodes += 1
 
-    def pass_on(self, alias: Tensor) -> None:
-        """Take what comes back to an alias of the tensor that the module gave out as it is."""
-        Awaited(alias, self.add if self.nodes else self.hook).settle()
+    def take_part(self, node: Any, part: Part) -> None:
+        """Take what a node of the module's sends back that writes in place to the tensor, a view: the view's part."""
 
-    def add(self, gradient: Tensor) -> None:
-        """One more part of it is there."""
-        self.sent.append(gradient)
+        def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
+            if sent[0] is not None:
+                self.sent.append(part.of(sent[0]))
+
+        node.register_hook(after_node)
 
     def given_away(self, tensor: Tensor) -> None:
         """The module gave out a view of the tensor: where that is written to, the module's nodes drop out of the graph."""
@@ -55,7 +59,9 @@ class Share:
     def complete(self, gradient: Tensor) -> None:
         """The tensor's whole gradient is there, and so is the share: a hook on the tensor."""
         sent, self.sent = self.sent, []
-        if sent:
+        if self.passed_on:
+            self.hook(gradient)
+        elif sent:
             self.hook(sum(sent[1:], start=sent[0]))
         elif self.witness is not None and self.witness._version != self.version:
             self.hook(gradient)
@@ -67,12 +73,15 @@ def edge_of(tensor: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def find_shares(outputs: Iterable[Tensor], shares: dict[Edge, Share], since: int) -> None:
+def find_shares(
+    outputs: Iterable[Tensor], shares: dict[Edge, Share], views: dict[Edge, list[tuple[Share, Part]]], since: int
+) -> None:
     """Go back from a module's outputs to what it was given, and let each share take from the nodes on the way.
 
     Args:
         outputs: The module's outputs.
         shares: What it was given, by the edge at which the gradient arrives.
+        views: What it was given that are views, by the edge of the tensor that they are views of.
         since: The number that nodes have at least that came into being while the module ran.
     """
     waiting = [edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad]
@@ -90,6 +99,9 @@ def find_shares(outputs: Iterable[Tensor], shares: dict[Edge, Share], since: int
                 waiting.append(edge[0])
         for share, inputs in taken.items():
             share.take(node, inputs)
+        if node.name().endswith(IN_PLACE_ON_VIEW):
+            for share, part in views.get(node.next_functions[0], ()):
+                share.take_part(node, part)
 
 
 def next_number() -> int:

@@ -4,8 +4,11 @@ They give the values that PyTorch's module hooks give, to the bit, and unlike th
 on the module's input or output (`instrument.kinds.awaited`).
 
 A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module: to look at it,
-it is read off the graph (`instrument.kinds.share`); to change it, the module is handed an alias of its own. The
-gradient of an output that is the input itself (`nn.Identity`, dropout in eval), or a parameter, is that of an alias too.
+it is read off the graph (`instrument.kinds.share`); to change it, the module is handed an alias of its own.
+
+An output that is the input itself (`nn.Identity`, dropout that is off), or a parameter, is one tensor with one gradient,
+from all who use it. To look at it, that is what there is: an alias would tell apart what came by way of the module, and
+change the order of the sum, and with it the last bit of the weights. To change it, the caller is handed an alias.
 
 No hook holds a tensor that belongs to a graph: the graph holds the hook, and neither would ever be freed.
 """
@@ -21,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
-from .awaited import Awaited, Hook, LeafHooks
+from .awaited import Awaited, Behind, Hook, LeafHooks, Part
 from .calls import Call
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 from .live import Clock, LiveSite, fire_all
@@ -108,21 +111,32 @@ class Given:
         self.since = next_number()
         self.aliases: list[tuple[Tensor, Awaited]] = []
         self.shares: dict[Edge, tuple[Share, Tensor]] = {}
+        self.views: dict[Edge, list[tuple[Share, Part]]] = {}
 
-    def done(self, output: Any) -> Any:
-        """The module has run: find its shares; where it wrote to an alias in place, or gave it away, look behind it too.
+    def add_share(self, share: Share, tensor: Tensor) -> None:
+        """The module's share of an input's gradient is asked for."""
+        self.shares[edge_of(tensor)] = share, tensor
+        if (behind := Behind.of(tensor)) is not None:
+            self.views.setdefault((behind.node, behind.output), []).append((share, behind.part))
 
-        Returns:
-            The output; where it is an input itself, an alias of it, whose gradient is the module's share.
-        """
+    def done(self, output: Any) -> None:
+        """The module has run: find its shares; where it wrote to an alias in place, or gave it away, look behind it too."""
         if self.shares:
-            output = _with_shares(output, self.shares, self.since)
-        if not self.aliases:
-            return output
+            self._find_shares(output)
         given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
         for alias, awaited in self.aliases:
             awaited.settle(given.isdisjoint((id(alias), id(alias._base))))
-        return output
+
+    def _find_shares(self, output: Any) -> None:
+        outputs = [tensor for _, tensor in leaves(output)]
+        find_shares(outputs, {edge: share for edge, (share, _) in self.shares.items()}, self.views, self.since)
+        bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
+        for share, tensor in self.shares.values():
+            if not bases.isdisjoint((id(tensor), id(tensor._base))):
+                share.given_away(tensor)
+        for tensor in outputs:
+            if tensor.requires_grad and (found := self.shares.get(edge_of(tensor))) is not None:
+                found[0].passed_on = True
 
 
 class InputGradients:
@@ -159,7 +173,7 @@ class InputGradients:
             if in_place and not tensor._is_view():  # nobody but the module sees the tensor as it is now
                 tensor.register_hook(hook)
             elif looking and not in_place:  # one that writes in place takes its input once
-                given.shares[edge_of(tensor)] = self._share(tensor, hook), tensor
+                given.add_share(self._share(tensor, hook), tensor)
             else:
                 alias = own.alias(tensor)
                 given.aliases.append((alias, Awaited(alias, hook)))
@@ -183,6 +197,7 @@ class OutputGradients:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.lives: list[LiveSite] = []
+        self.on_leaves = LeafHooks(clock)
 
     def note_inputs(self, value: Any, call: Call) -> None:
         """Remember which tensors went in, and at which version, to know an output that is the input itself."""
@@ -191,34 +206,18 @@ class OutputGradients:
     def bespeak(self, output: Any, call: Call) -> Any:
         """Register for every tensor of the output; gives the output that the caller is to get."""
         awaiting = GradientCall(self.lives, call, self.clock)
+        looking = all(live.records for live in awaiting.lives)
         for path, tensor in awaiting.awaitable(output):
             if (hook := awaiting.hook(path, tensor)) is not None:
                 is_own = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
-                Awaited(tensor if is_own else awaiting.alias(tensor), hook).settle()
+                if is_own or (looking and not tensor.is_leaf):
+                    Awaited(tensor, hook).settle()
+                elif looking:
+                    self.on_leaves.register(tensor, hook)
+                else:
+                    Awaited(awaiting.alias(tensor), hook).settle()
         awaiting.bespoken()
         return awaiting.with_aliases(output)
-
-
-def _with_shares(output: Any, shares: dict[Edge, tuple[Share, Tensor]], since: int) -> Any:
-    """Let every share of a module be found. What it gave out as it was given is given out as an alias."""
-    outputs = [tensor for _, tensor in leaves(output)]
-    find_shares(outputs, {edge: share for edge, (share, _) in shares.items()}, since)
-    bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
-    for share, tensor in shares.values():
-        if not bases.isdisjoint((id(tensor), id(tensor._base))):
-            share.given_away(tensor)
-    aliases: dict[Edge, Tensor] = {}
-
-    def apart(path: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
-        edge = edge_of(tensor) if tensor.requires_grad else None
-        if edge is None or edge not in shares:
-            return tensor
-        if edge not in aliases:
-            aliases[edge] = tensor.view_as(tensor)
-            shares[edge][0].pass_on(aliases[edge])
-        return aliases[edge]
-
-    return map_leaves(output, apart)
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:

@@ -270,23 +270,89 @@ def test_the_query_of_self_attention_has_the_gradient_of_all_three() -> None:
     assert torch.equal(row["values"], x.grad)
 
 
-def test_in_place_dropout_that_is_off_has_its_own_share_too() -> None:
-    class Off(nn.Module):
+class Passing(nn.Module):
+    """Gives out what it was given, which is used beside it too."""
+
+    def __init__(self, off: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.off = nn.Linear(64, 64), off
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        first = hidden * 0.3
+        same = self.off(hidden)
+        return first + same.sin() + 3 * hidden + same.exp()
+
+
+OFF = pytest.mark.parametrize(
+    "off", [nn.Identity(), nn.Dropout(0.5, inplace=True).eval(), nn.Dropout().eval()], ids=str
+)
+
+
+@OFF
+def test_a_module_that_gives_out_its_input_is_looked_at_without_a_trace(off: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = Passing(off)
+    batch = torch.randn(32, 64)
+    bare = copy.deepcopy(model)
+    bare(batch).sum().backward()
+    with instrument.attach(model, RECORDS) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    for mine, wanted in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(mine.grad, wanted.grad)
+    rows = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
+    whole = rows["grad_output", "linear"]
+    for hook in RECORDS:
+        assert torch.equal(rows[hook, "off"], whole), "one tensor has one gradient"
+
+
+@OFF
+@pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
+def test_a_module_that_gives_out_its_input_is_changed_by_itself(off: nn.Module, kind: str) -> None:
+    model = Passing(off)
+    batch = torch.randn(2, 64)
+    with instrument.attach(model, {"h": {"layers": "off", "kind": kind, "action": "scale", "factor": 5.0}}) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    hidden = model.linear(batch).detach().requires_grad_()
+    (hidden * 0.3 + 5 * hidden.sin() + 3 * hidden + 5 * hidden.exp()).sum().backward()
+    assert torch.allclose(model.linear.bias.grad, hidden.grad.sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(2, 8), lambda x: x[:, :5], lambda x: x.t()], ids=["all", "part", "turned"]
+)
+def test_a_share_is_found_where_a_module_writes_to_a_view_that_it_was_given(view: Any) -> None:
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2.0
+            x.mul_(3.0)
+            return y.sum() + (x * x).sum()
+
+    class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.drop = nn.Dropout(0.5, inplace=True)
+            self.linear, self.writing = nn.Linear(4, 8), Writing()
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = x * 1.0
-            return 2 * self.drop(hidden) + 3 * hidden
+            hidden = self.linear(x)
+            before = hidden * 0.5
+            return self.writing(view(hidden)) + before.sum()
 
-    model = Off().eval()
-    spec = {"layers": "drop", "kind": "full_backward", "action": "record", "tensors": True}
-    with instrument.attach(model, {"h": spec}) as probe:
-        model(torch.ones(2, requires_grad=True)).sum().backward()
+    model = Around()
+    batch = torch.randn(2, 4)
+    bare = copy.deepcopy(model)
+    bare(batch).backward()
+    with instrument.attach(model, {"share": RECORDS["grad_input"]}) as probe:
+        model(batch).backward()
         probe.end_step()
-    (row,) = probe.sink.records("tensors")
-    assert row["values"].tolist() == [2.0, 2.0]
+    given = view(model.linear(batch)).detach().requires_grad_()
+    (2 * given + (3 * given).square()).sum().backward()
+    (values,) = [row["values"] for row in probe.sink.records("tensors") if row["layer"] == "writing"]
+    assert torch.allclose(values, given.grad, rtol=1e-6)
+    for mine, wanted in zip(model.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(mine.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])

@@ -1,0 +1,120 @@
+"""The architectures that suites run over: every classification model of torchvision, and small ones of timm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+CLASSES = 10
+TORCHVISION = torchvision.models.list_models(module=torchvision.models)
+TIMM = (
+    "cait_xxs24_224",
+    "coat_lite_tiny",
+    "convnext_atto",
+    "convnextv2_atto",
+    "cspresnet50",
+    "deit_tiny_distilled_patch16_224",
+    "dla46_c",
+    "dpn48b",
+    "edgenext_xx_small",
+    "efficientformer_l1",
+    "fastvit_t8",
+    "fbnetc_100",
+    "gernet_s",
+    "ghostnet_050",
+    "hardcorenas_a",
+    "hgnetv2_b0",
+    "inception_next_atto",
+    "lcnet_050",
+    "levit_128s",
+    "mambaout_femto",
+    "mixer_s32_224",
+    "mnasnet_050",
+    "mobilenetv2_050",
+    "mobilenetv3_small_050",
+    "mobilenetv4_conv_small_050",
+    "mobileone_s0",
+    "mobilevit_xxs",
+    "nf_regnet_b0",
+    "pit_ti_224",
+    "poolformer_s12",
+    "regnetx_002",
+    "regnety_002",
+    "repvgg_a0",
+    "res2net50_14w_8s",
+    "resnest14d",
+    "resnet10t",
+    "resnetv2_18",
+    "rexnet_100",
+    "selecsls42b",
+    "semnasnet_050",
+    "skresnet18",
+    "starnet_s050",
+    "test_efficientnet",
+    "test_maxvit",
+    "test_nfnet",
+    "test_resnet",
+    "test_vit",
+    "tf_efficientnet_lite0",
+    "tinynet_e",
+    "tiny_vit_5m_224",
+    "vgg11_bn",
+    "vit_tiny_patch16_224",
+    "xception41",
+    "xcit_nano_12_p16_224",
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of a library, at the smallest input that it takes."""
+
+    library: str
+    name: str
+    size: int = 64
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.library} {self.name}"
+
+    def make(self) -> nn.Module:
+        """A new model in training mode, the same each time."""
+        torch.manual_seed(0)
+        if self.library == "timm":
+            import timm
+
+            return timm.create_model(self.name, num_classes=CLASSES, **self.arguments).train()
+        builder = torchvision.models.get_model_builder(self.name)
+        return builder(weights=None, num_classes=CLASSES, **self.arguments).train()
+
+    def images(self, count: int = 2) -> torch.Tensor:
+        """Images of noise, the same each time: [count, 3, size, size]."""
+        return torch.randn(count, 3, self.size, self.size, generator=torch.Generator().manual_seed(1))
+
+
+def of_torchvision(name: str) -> Architecture:
+    """A classification model of torchvision."""
+    if name.startswith("vit_"):
+        patch = int(name.rpartition("_")[2])
+        return Architecture("torchvision", name, 2 * patch, {"image_size": 2 * patch})
+    if name == "inception_v3":  # its auxiliary classifier needs the size that it was made for
+        return Architecture("torchvision", name, 299, {"init_weights": False})
+    if name == "googlenet":
+        return Architecture("torchvision", name, 64, {"init_weights": False})
+    return Architecture("torchvision", name, 224 if name == "maxvit_t" else 64)
+
+
+def of_timm(name: str) -> Architecture:
+    """A model of timm; those that are made for one size are given theirs."""
+    sized = {"cait_xxs24_224", "deit_tiny_distilled_patch16_224", "mixer_s32_224", "vit_tiny_patch16_224"}
+    if name in sized:
+        return Architecture("timm", name, 64, {"img_size": 64})
+    fixed = {"coat_lite_tiny", "levit_128s", "pit_ti_224", "tiny_vit_5m_224", "efficientformer_l1"}
+    if name in fixed:
+        return Architecture("timm", name, 224)
+    own = {"test_maxvit": 160, "test_vit": 160}
+    return Architecture("timm", name, own.get(name, 64))

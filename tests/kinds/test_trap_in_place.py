@@ -1,0 +1,148 @@
+"""Trap: operations in place after or inside a hooked module: `ReLU(inplace=True)`, `out += identity`.
+
+PyTorch's own backward hooks fail there. Here every module of an architecture has hooks of every kind that sees
+gradients; the model trains as it does without them, and what they record is what they record on the same model with
+every operation in place taken out of it: all of that to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from architectures import CLASSES, Architecture
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from instrument import Probe
+from instrument.capture.tables import TABLES
+from instrument.plan.sites import make_plan
+from instrument.spec.parse import parse_hooks
+
+KINDS = [
+    ("full_backward_pre", "grad_output"),
+    ("full_backward", "grad_input"),
+    ("full_backward", "grad_output"),
+    ("tensor", "output"),
+    ("tensor", "input"),
+]
+HOOKS = {
+    f"{kind}_{role}": {"layers": "**", "kind": kind, "role": role, "action": "record", "stats": "none", "tensors": True}
+    for kind, role in KINDS
+}
+STEPS = 2
+Digest = bytes
+
+
+class DigestSink:
+    """Keeps of each recorded tensor a digest of its bits: whole models' gradients do not fit in memory."""
+
+    def __init__(self) -> None:
+        self.digests: dict[tuple[Any, ...], Digest] = {}
+
+    def write(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        for row in rows if table == "tensors" else ():
+            told = dict(zip(TABLES[table].names, row, strict=True))
+            key = tuple(told[name] for name in ("step", "hook", "layer", "path", "call"))
+            assert key not in self.digests
+            self.digests[key] = digest(told["values"])
+
+    def end_step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OutOfPlace(TorchFunctionMode):
+    """Whatever operation in place is about to be done to a tensor with a gradient is done beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
+            beside = _beside(func)
+            if beside is not None:
+                self.replaced += 1
+                return beside(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _beside(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`relu` for `relu_`, `+` for `+=`; None for what is not in place."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__"):
+        return getattr(Tensor, f"__{name[3:]}", None)
+    if not name.endswith("_") or name.endswith("__") or name in ("requires_grad_", "retain_grad_"):
+        return None
+    places = (torch._C._nn, torch, torch._C._VariableFunctions, Tensor)
+    return next((getattr(place, name[:-1]) for place in places if hasattr(place, name[:-1])), None)
+
+
+def digest(tensor: Tensor) -> Digest:
+    plain = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(plain.numpy(), digest_size=16).digest()
+
+
+def logits_of(output: Any) -> list[Tensor]:
+    """The outputs that a loss is formed of: auxiliary ones and distilled ones too."""
+    return [output] if isinstance(output, Tensor) else [part for part in output if isinstance(part, Tensor)]
+
+
+def train(model: nn.Module, images: Tensor, probe: Probe | None = None) -> list[Digest]:
+    """Two steps; digests of the losses, of all gradients at each, and of the weights and buffers at the end."""
+    targets = torch.arange(len(images)) % CLASSES
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    digests = []
+    torch.manual_seed(2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([nn.functional.cross_entropy(part, targets) for part in logits_of(model(images))]).sum()
+        loss.backward()
+        digests.append(digest(loss))
+        digests += [digest(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        if probe is not None:
+            probe.end_step()
+    return digests + [digest(value) for value in model.state_dict().values()]
+
+
+def instrumented(model: nn.Module, images: Tensor) -> tuple[list[Digest], dict[tuple[Any, ...], Digest]]:
+    sink = DigestSink()
+    with Probe(make_plan(parse_hooks(HOOKS), model), sink) as probe:
+        trained = train(model, images, probe)
+    return trained, sink.digests
+
+
+def check(architecture: Architecture) -> tuple[int, int]:
+    """Train bare, hooked, and hooked with nothing in place.
+
+    Returns:
+        How many gradients were recorded, and how many operations in place were taken out.
+    """
+    model = architecture.make()
+    start = copy.deepcopy(model.state_dict())
+    images = architecture.images()
+    bare = train(model, images)
+    model.load_state_dict(start)
+    hooked, recorded = instrumented(model, images)
+    assert hooked == bare
+    assert len(recorded) > STEPS * len(KINDS)
+    model.load_state_dict(start)
+    in_place = [module for module in model.modules() if getattr(module, "inplace", False) is True]
+    for module in in_place:
+        module.inplace = False
+    with OutOfPlace() as beside:
+        apart, wanted = instrumented(model, images)
+    assert apart == bare
+    assert recorded.keys() == wanted.keys()
+    different = [key for key, value in wanted.items() if recorded[key] != value]
+    assert not different, different[:5]
+    return len(recorded), len(in_place) + beside.replaced
