@@ -5,16 +5,19 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs clean
+.PHONY: help demo test test-all check format docs clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify
 	$(BIN)/python -m instrument +exp=mnist_hooks
 
 test: $(DEV_STAMP)  ## run the tests
 	$(BIN)/python -m pytest
+
+test-all: $(DEV_STAMP)  ## run the tests, with those that take long
+	$(BIN)/python -m pytest -m ""
 
 check: $(DEV_STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torchvision
+from _pytest.mark import ParameterSet
 from torch import nn
 
 CLASSES = 10
@@ -69,6 +72,20 @@ TIMM = (
 )
 
 
+_QUICK = """
+    convnext_tiny densenet121 efficientnet_b0 googlenet mnasnet0_5 mobilenet_v2 mobilenet_v3_small regnet_x_400mf
+    regnet_y_400mf resnet18 resnet50 shufflenet_v2_x0_5 squeezenet1_1 swin_t
+
+    convnext_atto convnextv2_atto deit_tiny_distilled_patch16_224 dla46_c edgenext_xx_small fbnetc_100 gernet_s
+    ghostnet_050 hardcorenas_a hgnetv2_b0 inception_next_atto lcnet_050 mambaout_femto mnasnet_050 mobilenetv2_050
+    mobilenetv3_small_050 mobilenetv4_conv_small_050 mobilevit_xxs nf_regnet_b0 regnetx_002 regnety_002
+    repvgg_a0 resnest14d resnet10t resnetv2_18 semnasnet_050 skresnet18 starnet_s050 test_efficientnet test_nfnet
+    test_resnet test_vit tinynet_e
+"""
+QUICK = frozenset(_QUICK.split())
+"""Those that train two steps in about a second each; `make test-all` has the others too."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model of a library, at the smallest input that it takes."""
@@ -80,6 +97,11 @@ class Architecture:
 
     def __str__(self) -> str:
         return f"{self.library} {self.name}"
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it belongs into every run of the tests."""
+        return self.name in QUICK
 
     def make(self) -> nn.Module:
         """A new model in training mode, the same each time."""
@@ -94,6 +116,11 @@ class Architecture:
     def images(self, count: int = 2) -> torch.Tensor:
         """Images of noise, the same each time: [count, 3, size, size]."""
         return torch.randn(count, 3, self.size, self.size, generator=torch.Generator().manual_seed(1))
+
+
+def parameters(architectures: Iterable[Architecture]) -> list[ParameterSet]:
+    """For `pytest.mark.parametrize`: those that take long are marked so."""
+    return [pytest.param(each, id=str(each), marks=() if each.is_quick else pytest.mark.slow) for each in architectures]
 
 
 def of_torchvision(name: str) -> Architecture:

@@ -12,8 +12,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
-from architectures import CLASSES, Architecture
+import torchvision
+from architectures import CLASSES, QUICK, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision, parameters
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +36,7 @@ HOOKS = {
     for kind, role in KINDS
 }
 STEPS = 2
+ARCHITECTURES = [*map(of_torchvision, TORCHVISION), *map(of_timm, TIMM)]
 Digest = bytes
 
 
@@ -67,12 +70,16 @@ class OutOfPlace(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
+            if kwargs.get("inplace"):  # of torch.nn.functional
+                self.replaced += 1
+                return func(*args, **{**kwargs, "inplace": False})
             beside = _beside(func)
             if beside is not None:
                 self.replaced += 1
-                return beside(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return beside(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _beside(func: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -146,3 +153,29 @@ def check(architecture: Architecture) -> tuple[int, int]:
     different = [key for key, value in wanted.items() if recorded[key] != value]
     assert not different, different[:5]
     return len(recorded), len(in_place) + beside.replaced
+
+
+@pytest.mark.parametrize("architecture", parameters(ARCHITECTURES))
+def test_gradients_are_those_of_the_model_without_operations_in_place(architecture: Architecture) -> None:
+    check(architecture)
+
+
+def test_so_many_architectures_and_the_most_of_them_work_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    count = {library: sum(each.library == library for each in ARCHITECTURES) for library in ("torchvision", "timm")}
+    quick = {library: sum(each.library == library and each.is_quick for each in ARCHITECTURES) for library in count}
+    with capsys.disabled():
+        print(
+            f"\nin place: {count['torchvision']} architectures of torchvision and {count['timm']} of timm, of which quick: {quick}"
+        )
+    assert count["torchvision"] == len(torchvision.models.list_models(module=torchvision.models)) >= 80
+    assert quick["timm"] >= 25
+    assert sum(quick.values()) == len(QUICK)
+
+
+def test_the_model_without_operations_in_place_has_none() -> None:
+    """What the architectures are held against is what it says: in the residual blocks of ResNet the sums too."""
+    model, images = of_torchvision("resnet18").make(), torch.randn(2, 3, 64, 64)
+    with OutOfPlace() as beside:
+        train(model, images)
+    # relu after each block's first convolution, `out +=` and relu after it, and the stem's relu; in each of two steps
+    assert beside.replaced == STEPS * (1 + 8 * 3)

@@ -1,0 +1,215 @@
+"""Trap: modules that give more than a tensor: tuples, dicts, dataclasses, model outputs, None; and take only keywords.
+
+What is recorded at each path is what plain PyTorch sees there, to the bit: values by hooks of its own, gradients by
+`retain_grad` on a copy of the model that has none of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import instrument
+
+KEEP = {"layers": "**", "action": "record", "stats": "none", "tensors": True}
+HOOKS = {
+    "output": {**KEEP, "kind": "forward"},
+    "input": {**KEEP, "kind": "forward_pre"},
+    "grad_output": {**KEEP, "kind": "tensor"},
+    "grad_input": {**KEEP, "kind": "tensor", "role": "input"},
+    "own_grad_output": {**KEEP, "kind": "full_backward_pre"},
+}
+Key = tuple[str, str, str, int]  # hook, layer, path, call
+Parts = Iterator[tuple[str, Tensor]]
+
+
+@dataclass
+class Pair:
+    """A dataclass of one's own, with a nested value and nothing in it."""
+
+    mean: Tensor
+    rest: dict[str, Any]
+    nothing: None = None
+
+
+class Mixed(nn.Module):
+    """Everything at once; its parts take keywords only."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, *, values: dict[str, Tensor], scale: float) -> Pair:
+            hidden = self.linear(values["x"]) * scale
+            return Pair(hidden.mean(0), {"deep": [hidden.sin(), None, (hidden.cos(),)], "count": 3})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = self.Part()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None, dict[str, Tensor]]:
+        pair = self.part(values={"x": x, "unused": torch.ones(2)}, scale=2.0)
+        deep = pair.rest["deep"]
+        return pair.mean + deep[0].sum(0), None, {"cos": deep[2][0] * 3}
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Any:
+        memory = self.linear(memory)
+        return self.attention(x, memory, value=memory * 2, need_weights=True)
+
+
+def text(name: str, **more: Any) -> Callable[[], nn.Module]:
+    """A tiny model of transformers, from its configuration alone."""
+
+    def make() -> nn.Module:
+        sizes = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
+        model_class = getattr(transformers, name)
+        return model_class(model_class.config_class(**sizes, **more))
+
+    return make
+
+
+WIDE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKENS = torch.arange(12).view(2, 6) + 2
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
+    "LSTM": (lambda: nn.LSTM(5, 6, 2, bidirectional=True), lambda: {"input": torch.randn(7, 2, 5)}),
+    "GRU": (lambda: nn.GRU(5, 6), lambda: {"input": torch.randn(7, 2, 5), "hx": torch.randn(1, 2, 6)}),
+    "LSTMCell": (lambda: nn.LSTMCell(5, 6), lambda: {"input": torch.randn(2, 5)}),
+    "MultiheadAttention": (Attending, lambda: {"x": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}),
+    "dataclass": (Mixed, lambda: {"x": torch.randn(3, 4)}),
+    "GPT-2": (
+        text("GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16),
+        lambda: {"input_ids": TOKENS, "labels": TOKENS, "output_hidden_states": True, "use_cache": False},
+    ),
+    "Llama": (text("LlamaForCausalLM", **WIDE), lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}),
+    "BERT": (
+        text("BertForSequenceClassification", attn_implementation="eager", **WIDE),
+        lambda: {"input_ids": TOKENS, "labels": torch.tensor([0, 1]), "output_attentions": True},
+    ),
+    "T5": (
+        text("T5ForConditionalGeneration", d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+        lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False},
+    ),
+}
+PATHS = {  # some that have to be there: hook, layer, path
+    "LSTM": [("output", "", "1.0"), ("output", "", "1.1"), ("grad_output", "", "1.1")],
+    "GRU": [("output", "", "1"), ("input", "", "hx")],
+    "LSTMCell": [("output", "", "0"), ("grad_output", "", "1")],
+    "MultiheadAttention": [
+        ("output", "attention", "1"),
+        ("input", "attention", "value"),
+        ("grad_input", "attention", "value"),
+    ],
+    "dataclass": [
+        ("output", "part", "rest.deep.2.0"),
+        ("input", "part", "values.unused"),
+        ("grad_output", "part", "mean"),
+    ],
+    "GPT-2": [("output", "", "logits"), ("output", "", "hidden_states.2"), ("grad_output", "transformer.h.0", "")],
+    "Llama": [("output", "", "logits"), ("grad_input", "model.layers.1.self_attn", "hidden_states")],
+    "BERT": [("output", "", "attentions.1"), ("grad_output", "bert", "pooler_output")],
+    "T5": [("output", "", "encoder_last_hidden_state"), ("grad_output", "encoder", "last_hidden_state")],
+}
+
+
+def parts(value: Any, path: str = "") -> Parts:
+    """The tensors of a value; written anew here, so that the product's own walk is held against another."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, tuple | list):
+        children = {str(i): item for i, item in enumerate(value)}.items()
+    elif isinstance(value, Pair):
+        children = vars(value).items()
+    else:
+        children = {}.items()
+    for key, child in children:
+        yield from parts(child, f"{path}.{key}" if path else key)
+
+
+def step(model: nn.Module, given: dict[str, Any]) -> None:
+    """A forward and a backward pass from everything that comes out."""
+    torch.manual_seed(1)
+    output = model(**given)
+    sum(part.float().square().sum() for _, part in parts(output) if part.requires_grad).backward()
+
+
+def reference(model: nn.Module, given: dict[str, Any]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+    """What plain hooks see, and the gradients that the very same tensors have afterwards."""
+    values: dict[Key, Tensor] = {}
+    kept: dict[Key, Tensor] = {}
+    calls: dict[str, int] = {}
+
+    def keep(hook: str, name: str, value: Any, call: int) -> None:
+        met: set[int] = set()  # one tensor at two paths has one gradient, which stands at the first of them
+        for path, part in parts(value):
+            values[hook, name, path, call] = part.detach().clone()
+            if part.requires_grad and id(part) not in met:
+                met.add(id(part))
+                part.retain_grad()
+                kept[f"grad_{hook}", name, path, call] = part
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: keep(
+            "input", name, {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}, calls.get(name, 0)
+        )
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            keep("output", name, output, calls.get(name, 0))
+            calls[name] = calls.get(name, 0) + 1
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(before(name), with_kwargs=True)
+        module.register_forward_hook(after(name))
+    step(model, given)
+    return values, {key: part.grad.clone() for key, part in kept.items() if part.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_part_is_seen_with_its_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model = make().train()
+    given = inputs()
+    values, gradients = reference(copy.deepcopy(model), given)
+    with instrument.attach(model, HOOKS) as probe:
+        step(model, given)
+        probe.end_step()
+    seen = {
+        (row["hook"], row["layer"], row["path"], row["call"]): row["values"] for row in probe.sink.records("tensors")
+    }
+    own = {key: seen.pop(key) for key in list(seen) if key[0] == "own_grad_output"}
+    assert seen.keys() == values.keys() | gradients.keys()
+    for key, wanted in (values | gradients).items():
+        assert torch.equal(seen[key], wanted), key
+    # A module's own output has one gradient, however it is asked for.
+    assert own.keys() == {("own_grad_output", *key[1:]) for key in gradients if key[0] == "grad_output"}
+    assert all(torch.equal(value, gradients["grad_output", *key[1:]]) for key, value in own.items())
+    for hook, layer, path in PATHS[name]:
+        assert (hook, layer, path, 0) in seen
+
+
+def test_so_many_models_give_nested_values(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nnested outputs: {len(MODELS)} models, of transformers GPT-2, Llama, BERT, T5")
+    assert MODELS.keys() == PATHS.keys() >= {"LSTM", "MultiheadAttention", "GPT-2", "Llama", "BERT", "T5"}
