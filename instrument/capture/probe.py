@@ -22,6 +22,7 @@ from ..kinds.loss import LossHooks
 from ..kinds.module_backward import IN_PLACE_ERROR
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
+from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
 from .coverage import coverage_rows, coverage_warnings
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
@@ -111,6 +112,8 @@ class Probe:
             if any(isinstance(family, GradientHooks) for family in self._families):
                 self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
             self.recorder.write("layers", layer_rows(self.plan))
+            for remark in remarks(self.plan):
+                self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
             self._retime()
         except BaseException:
             self._detach()

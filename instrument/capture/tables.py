@@ -186,7 +186,7 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, fallback, hidden_module, replaced, no_end_step, compiled, graph_break, error, interrupted",
+                    "kind: coverage, fallback, hidden_module, fast_path, replaced, no_end_step, compiled, graph_break, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),

@@ -34,6 +34,7 @@ class Call:
         segment: The innermost segment of checkpointing that it is in; None outside of all.
         given: What the module was given, where gradients of it are awaited.
         versions: The tensors that went in, by identity, and their versions.
+        on_data: Whether no gradient can be asked of it: what went in needs none, and there is no parameter.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Call:
     segment: object | None
     given: Given | None = None
     versions: dict[int, int] = field(default_factory=dict)
+    on_data: bool = False
 
     @property
     def seen_before(self) -> bool:

@@ -97,7 +97,7 @@ class ModuleHooks(Uncopied):
         if self.input_gradients.wanted:
             new = self.input_gradients.bespeak(module, new, call)
         if self.output_gradients.lives:
-            self.output_gradients.note_inputs(new, call)
+            self.output_gradients.note_inputs(module, new, call)
         return None if new is given else _part(new, len(args))
 
     @outside_graphs

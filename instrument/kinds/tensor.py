@@ -90,14 +90,18 @@ class GradientCall:
             return value
         return map_leaves(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
 
-    def bespoken(self, *, at_input: bool = False) -> None:
-        """All tensors of the call have been gone through: settle which sites can still fire."""
+    def bespoken(self, *, no_fault: bool) -> None:
+        """All tensors of the call have been gone through: settle which sites can still fire.
+
+        Args:
+            no_fault: Where no tensor needs a gradient, that is the nature of the place: it is data.
+        """
         for live in self.lives:
             if self.call.again:
                 continue
             if any(live.wants(path) for path in self.awaited):
                 live.called()
-            elif at_input and self.seen and live.records and torch.is_grad_enabled():
+            elif no_fault and self.seen and live.records and torch.is_grad_enabled():
                 live.excuse(NO_INPUT_GRAPH)
             else:
                 live.called()
@@ -177,8 +181,8 @@ class InputGradients:
             else:
                 alias = own.alias(tensor)
                 given.aliases.append((alias, Awaited(alias, hook)))
-        own.bespoken(at_input=True)
-        total.bespoken(at_input=True)
+        own.bespoken(no_fault=True)
+        total.bespoken(no_fault=True)
         return own.with_aliases(value)
 
     def _share(self, tensor: Tensor, hook: Hook) -> Share:
@@ -199,9 +203,11 @@ class OutputGradients:
         self.lives: list[LiveSite] = []
         self.on_leaves = LeafHooks(clock)
 
-    def note_inputs(self, value: Any, call: Call) -> None:
+    def note_inputs(self, module: nn.Module, value: Any, call: Call) -> None:
         """Remember which tensors went in, and at which version, to know an output that is the input itself."""
-        call.versions = {id(tensor): tensor._version for _, tensor in leaves(value)}
+        inputs = [tensor for _, tensor in leaves(value)]
+        call.versions = {id(tensor): tensor._version for tensor in inputs}
+        call.on_data = not any(tensor.requires_grad for tensor in inputs) and next(module.parameters(), None) is None
 
     def bespeak(self, output: Any, call: Call) -> Any:
         """Register for every tensor of the output; gives the output that the caller is to get."""
@@ -216,7 +222,7 @@ class OutputGradients:
                     self.on_leaves.register(tensor, hook)
                 else:
                     Awaited(awaiting.alias(tensor), hook).settle()
-        awaiting.bespoken()
+        awaiting.bespoken(no_fault=call.on_data)
         return awaiting.with_aliases(output)
 
 

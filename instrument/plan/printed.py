@@ -15,6 +15,7 @@ from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from .cost import Cost
 from .modules import Layer
+from .remarks import remarks
 from .select import some
 from .sites import HookPlan
 from .trial import Trial
@@ -168,7 +169,7 @@ def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:
             silent = [site.label for site in sites if id(site.layer.module) not in trials[spec.phase]]
             if silent:
                 yield f"{name}: not called in a trial forward pass: {some(silent, 4)}"
-    yield from (message for _, message in plan.layers.hidden_messages())
+    yield from (remark.message for remark in remarks(plan))
 
 
 def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tuple[str, list[Layer]]]:

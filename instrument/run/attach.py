@@ -85,8 +85,6 @@ def attach(
         with place, attached as probe:
             if notice is not None:
                 probe.event("compiled", notice, severity="info")
-            for layer, message in plan.layers.hidden_messages():
-                probe.event("hidden_module", message, layer=layer)
             breaks = graph_breaks()
             yield probe
             if message := broken_graphs(breaks):

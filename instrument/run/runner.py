@@ -77,8 +77,6 @@ def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str
     with probe, terminal.progress(experiment.steps) as show:
         if experiment.data.fallback:
             probe.event("fallback", experiment.data.fallback)
-        for place, message in experiment.plan.layers.hidden_messages():
-            probe.event("hidden_module", message, layer=place)
         breaks = graph_breaks()
         metrics = train(experiment, probe, show)
         if message := broken_graphs(breaks):

@@ -1,0 +1,53 @@
+"""What there is to be said about a model and a plan, though nothing is wrong with the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from .select import some
+from .sites import HookPlan
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One remark; it is printed with the plan, and becomes a row of `events`.
+
+    Attributes:
+        rule: What it is about: hidden_module, fast_path.
+        layer: Where; None where it is several places.
+        message: In words.
+        severity: As in `events`.
+    """
+
+    rule: str
+    layer: str | None
+    message: str
+    severity: Literal["info", "warning"]
+
+
+def remarks(plan: HookPlan) -> Iterator[Remark]:
+    """Modules that PyTorch cannot see, and fast paths that hooks switch off."""
+    for place, message in plan.layers.hidden_messages():
+        yield Remark("hidden_module", place, message, "warning")
+    slowed = fast_paths(plan)
+    if slowed:
+        message = (
+            f"hooks inside {some(slowed, 4)} switch off the fast path that PyTorch takes there in an evaluation without "
+            "gradients: the values are the same but for rounding"
+        )
+        yield Remark("fast_path", slowed[0] if len(slowed) == 1 else None, message, "info")
+
+
+def fast_paths(plan: HookPlan) -> list[str]:
+    """The transformer encoder layers that have hooks on modules inside them: PyTorch looks for such and goes the long way."""
+    hooked = {id(site.layer.module) for site in plan.sites if site.spec.definition.family == "module"}
+    return [
+        layer.label
+        for layer in plan.layers
+        if isinstance(layer.module, nn.TransformerEncoderLayer)
+        and any(id(module) in hooked for module in layer.module.modules())
+    ]

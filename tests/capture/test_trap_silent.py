@@ -1,0 +1,337 @@
+"""Trap: a hook that never fires says nothing. Here each says why, and a model where all is well says nothing at all.
+
+Silent cases: whatever keeps a hook from firing is a row of `coverage` with its cause, and a warning at the end. Clean
+models: ordinary networks with hooks of all kinds on all of their modules give no cause and no warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+import transformers
+from torch import Tensor, nn
+
+import instrument
+from instrument import InstrumentWarning, Probe
+from instrument.capture.coverage import NEVER_DUE
+from instrument.kinds import causes
+
+LOOK = {"action": "record", "stats": ["l2"]}
+Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    """A forward pass, a backward pass, and the optimizer's step."""
+    optimizer.zero_grad()
+    loss = model(torch.randn(3, 2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def forward_only(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    with torch.no_grad():
+        model(torch.randn(3, 2, 4))
+
+
+def only_evaluated(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    with probe.evaluating(), torch.no_grad():
+        model(torch.randn(3, 2, 4))
+
+
+def replaced(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    whole(model, optimizer, probe)
+    model.used = nn.Linear(4, 4)
+
+
+def per_sample(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    torch.func.vmap(model)(torch.randn(3, 1, 2, 4))
+
+
+class Net(nn.Module):
+    """Each child is a way for a hook to stay silent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.never_called = nn.Linear(4, 4)
+        self.dead_end = nn.Linear(4, 4)
+        self.without_graph = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.bypassed = nn.Linear(4, 4)
+        self.functional = nn.Linear(4, 4)
+        self.walked = nn.ModuleDict({"0": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.counting = Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dead_end(x)
+        with torch.no_grad():
+            self.without_graph(x)
+        x = self.used(self.frozen(x))
+        self.counting(x)
+        x = self.bypassed.forward(x)
+        x = nn.functional.linear(x, self.functional.weight, self.functional.bias)
+        x = self.walked["0"](x)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Counting(nn.Module):
+    """Gives integers, and no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.number = Whole(), Number()
+
+    def forward(self, x: Tensor) -> None:
+        self.number(self.whole(x))
+
+
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach().long()
+
+
+class Number(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return int(x.sum())
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A hook that cannot fire.
+
+    Attributes:
+        spec: The hook.
+        cause: Why, in the words of `coverage`.
+        step: What the loop does.
+        model: The model.
+        expected: How often it should have fired.
+        optimized: The part of the model that the optimizer holds.
+    """
+
+    spec: dict[str, Any]
+    cause: str
+    step: Step = whole
+    model: Callable[[], nn.Module] = Net
+    expected: int = 1
+    optimized: str = ""
+
+
+def hook(layers: str, kind: str, **more: Any) -> dict[str, Any]:
+    return {"layers": layers, "kind": kind, **LOOK, **more}
+
+
+SILENT = {
+    "a module that nothing calls": Silent(hook("never_called", "forward"), causes.NOT_CALLED),
+    "its gradients": Silent(hook("never_called", "full_backward"), causes.NOT_CALLED),
+    "its parameters' gradients": Silent(hook("never_called", "post_accumulate_grad"), causes.NO_PARAMETER_GRADIENT),
+    ".forward() called directly": Silent(hook("bypassed", "forward"), causes.NOT_CALLED),
+    "weights used functionally": Silent(hook("functional", "tensor"), causes.NOT_CALLED),
+    "attention's projection": Silent(hook("attention.out_proj", "forward"), causes.NOT_CALLED),
+    "an entry that a walk leaves out": Silent(hook("walked.spare", "forward_pre"), causes.NOT_CALLED),
+    "an output that the loss does not depend on": Silent(hook("dead_end", "full_backward_pre"), causes.NO_GRADIENT),
+    "a parameter that the loss does not depend on": Silent(
+        hook("dead_end", "parameter_grad_micro"), causes.NO_PARAMETER_GRADIENT
+    ),
+    "under no_grad": Silent(hook("without_graph", "full_backward_pre"), causes.NO_GRAPH),
+    "a whole pass under no_grad": Silent(hook("used", "tensor"), causes.NO_GRAPH, step=forward_only),
+    "a backward pass that never comes": Silent(
+        hook("used", "post_accumulate_grad"), causes.NO_PARAMETER_GRADIENT, step=forward_only
+    ),
+    "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), causes.NO_GRAPH),
+    "an input that needs no gradient, to be changed": Silent(
+        {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, causes.NO_GRAPH
+    ),
+    "integers have no gradient": Silent(hook("counting.whole", "full_backward_pre"), causes.NO_GRAPH),
+    "an output that is no tensor": Silent(hook("counting.number", "forward"), causes.NO_TENSOR),
+    "a path that is not there": Silent(hook("attention", "forward", path="7"), causes.NO_TENSOR),
+    "a parameter that the optimizer does not hold": Silent(
+        hook("walked.0", "parameter_grad", params="weight"), causes.NOT_OPTIMIZED, optimized="used"
+    ),
+    "an optimizer that makes no step": Silent(hook("used", "step_post"), causes.NO_STEP, step=forward_only),
+    "a state that a parameter without a gradient has not": Silent(
+        hook("never_called", "step_post", role="state.momentum_buffer"), causes.NO_STATE
+    ),
+    "a loss that is not handed over": Silent(hook(".", "loss"), causes.NO_LOSS),
+    "a state dict that nobody makes": Silent(hook("used", "state_dict_post"), causes.NOT_SAVED),
+    "a state dict that nobody loads": Silent(hook("used", "load_state_dict_pre"), causes.NOT_LOADED),
+    "a transform of torch.func": Silent(
+        hook("0", "forward"), causes.TRANSFORMED, step=per_sample, model=lambda: nn.Sequential(nn.Linear(4, 4))
+    ),
+    "a schedule without a step": Silent(hook("used", "forward", start=5), NEVER_DUE, expected=0),
+    "a phase that never is": Silent(hook("used", "forward", phase="eval"), NEVER_DUE, expected=0),
+    "training hooks in an evaluation": Silent(hook("used", "forward"), causes.NOT_CALLED, step=only_evaluated),
+    "another module in its place": Silent(hook("used", "forward"), causes.REPLACED, step=replaced, expected=2),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_silent_hook_is_named_with_its_cause(name: str) -> None:
+    case = SILENT[name]
+    torch.manual_seed(0)
+    model = case.model()
+    held = model.get_submodule(case.optimized)
+    optimizer = torch.optim.SGD(held.parameters(), lr=0.01, momentum=0.9)
+    with (
+        pytest.warns(InstrumentWarning) as told,
+        instrument.attach(model, {"mine": case.spec}, optimizer=optimizer) as probe,
+    ):
+        for _ in range(max(1, case.expected)):
+            case.step(model, optimizer, probe)
+            probe.end_step()
+    rows = probe.sink.records("coverage")
+    assert rows
+    assert {row["cause"] for row in rows} == {case.cause}
+    assert {row["expected"] for row in rows} == {case.expected}
+    assert all(row["fired"] == max(0, case.expected - 1) for row in rows)
+    assert any("hook 'mine'" in str(one.message) and case.cause in str(one.message) for one in told)
+
+
+def image(size: int = 32) -> Callable[[], dict[str, Any]]:
+    return lambda: {"": torch.randn(4, 3, size, size)}
+
+
+def features(*shape: int) -> Callable[[], dict[str, Any]]:
+    return lambda: {"": torch.randn(*shape)}
+
+
+def tokens() -> dict[str, Any]:
+    return {"input_ids": torch.randint(2, 40, (2, 6)), "use_cache": False}
+
+
+def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = getattr(transformers, name)
+        return model(model.config_class(vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=0, **sizes))
+
+    return make
+
+
+def vision(name: str, **more: Any) -> Callable[[], nn.Module]:
+    return lambda: torchvision.models.get_model(name, weights=None, num_classes=5, **more)
+
+
+WIDE = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+WIDE |= {"attn_implementation": "eager"}
+CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
+    "linear": (lambda: nn.Linear(4, 2), features(3, 4)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), features(3, 4)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5, inplace=True), nn.Linear(8, 2)), features(3, 4)),
+    "normed": (lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)), features(3, 4)),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(3600, 2)
+        ),
+        image(),
+    ),
+    "shared": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 3), features(3, 4)),
+    "identity": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Tanh()), features(3, 4)),
+    "lstm": (lambda: nn.LSTM(4, 5), features(6, 2, 4)),
+    "gru": (lambda: nn.GRU(4, 5, bidirectional=True), features(6, 2, 4)),
+    "data made flat": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 2)), features(3, 4)),
+    "resnet18": (vision("resnet18"), image()),
+    "mobilenet_v3_small": (vision("mobilenet_v3_small"), image(64)),
+    "densenet121": (vision("densenet121"), image()),
+    "squeezenet1_1": (vision("squeezenet1_1"), image(64)),
+    "mnasnet0_5": (vision("mnasnet0_5"), image(64)),
+    "mobilenet_v2": (vision("mobilenet_v2"), image(64)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        features(3, 2, 4),
+    ),
+    "regnet_x_400mf": (vision("regnet_x_400mf"), image(64)),
+    "convnext_tiny": (vision("convnext_tiny"), image(64)),
+    "gpt2": (
+        of_transformers("GPT2LMHeadModel", n_embd=8, n_layer=1, n_head=2, n_positions=16, attn_implementation="eager"),
+        tokens,
+    ),
+    "llama": (of_transformers("LlamaForCausalLM", **WIDE), tokens),
+    "bert": (of_transformers("BertLMHeadModel", is_decoder=True, **WIDE), tokens),
+}
+NEVER_CALLED = {  # used functionally, or for the type of their input alone: silent, and named, as they should be
+    "encoder": ["self_attn.out_proj"],
+    "gpt2": ["**.attn_dropout"],
+    "llama": ["**.rotary_emb"],
+    "bert": ["**.self.dropout"],
+}
+EVERYWHERE = {
+    "before": hook("**", "forward_pre"),
+    "after": hook("**", "forward"),
+    "own": hook("**", "full_backward"),
+    "inwards": hook("**", "full_backward_pre"),
+    "whole": hook("**", "tensor"),
+    "micro": hook("**", "parameter_grad_micro"),
+    "sums": hook("**", "post_accumulate_grad"),
+    "used": hook("**", "parameter_grad"),
+    "state": hook("**", "step_post", role="state.exp_avg"),
+    "update": hook("**", "step_post", role="update"),
+    "loss": hook(".", "loss"),
+    "saved": hook("**", "state_dict_post"),
+}
+
+
+def total(output: Any) -> Tensor:
+    """A loss that depends on everything that comes out."""
+    if isinstance(output, Tensor):
+        return output.float().square().mean()
+    found = output.values() if isinstance(output, dict) else output
+    return torch.stack([total(part) for part in found if isinstance(part, Tensor | tuple | dict)]).sum()
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_model_gives_no_false_alarm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make, inputs = CLEAN[name]
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstrumentWarning)
+        hooks = {key: {**spec, "exclude": NEVER_CALLED.get(name, [])} for key, spec in EVERYWHERE.items()}
+        hooks["loss"] = EVERYWHERE["loss"]
+        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+            for _ in range(2):
+                optimizer.zero_grad()
+                given = inputs()
+                probe.loss(total(model(given.pop("")) if "" in given else model(**given))).backward()
+                optimizer.step()
+                probe.end_step()
+            model.state_dict()
+    assert not probe.warnings
+    assert not [row for row in probe.sink.records("events") if row["severity"] == "warning"]
+    silent = [row for row in probe.sink.records("coverage") if row["fired"] != row["expected"]]
+    assert not silent
+    assert set(probe.sink.frame("stats").hook) >= set(EVERYWHERE) - {"own"}  # one that has data alone has no own
+
+
+def test_a_fast_path_that_hooks_switch_off_is_told_and_they_fire() -> None:
+    """An encoder in eval runs one fused kernel, unless PyTorch finds hooks on any module inside it."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2).eval()
+    batch = torch.randn(3, 2, 4)
+    with torch.no_grad():
+        bare = model(batch)
+        with instrument.attach(model, {"seen": hook("layers.0.linear1", "forward")}) as probe:
+            assert torch.allclose(model(batch), bare, atol=1e-6)
+            probe.end_step()
+    assert [(row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(1, "")]
+    (event,) = probe.sink.records("events")
+    assert (event["rule"], event["severity"], event["layer"]) == ("fast_path", "info", "layers.0")
+    assert "switch off the fast path" in event["message"]
+    with torch.no_grad(), instrument.attach(model, {"seen": hook(".", "forward")}) as probe:
+        assert torch.equal(model(batch), bare)  # from outside it is left as it is
+        probe.end_step()
+    assert not probe.sink.records("events")
+
+
+def test_so_many_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nsilent hooks: {len(SILENT)} cases, all of them named; clean models: {len(CLEAN)}, no false alarm")
+    assert len(SILENT) >= 15
+    assert len(CLEAN) >= 20
