@@ -10,6 +10,9 @@ An output that is the input itself (`nn.Identity`, dropout that is off), or a pa
 from all who use it. To look at it, that is what there is: an alias would tell apart what came by way of the module, and
 change the order of the sum, and with it the last bit of the weights. To change it, the caller is handed an alias.
 
+So it is where `full_backward_pre` changes a gradient. Operations that save their output (tanh, softmax) depend on it a
+second time in a double backward pass, and that is inside the module: it is to pass by the hook, as it does with PyTorch's.
+
 No hook holds a tensor that belongs to a graph: the graph holds the hook, and neither would ever be freed.
 """
 
@@ -213,10 +216,11 @@ class OutputGradients:
         """Register for every tensor of the output; gives the output that the caller is to get."""
         awaiting = GradientCall(self.lives, call, self.clock)
         looking = all(live.records for live in awaiting.lives)
+        apart = any(not live.records and live.site.spec.kind == "full_backward_pre" for live in awaiting.lives)
         for path, tensor in awaiting.awaitable(output):
             if (hook := awaiting.hook(path, tensor)) is not None:
                 is_own = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
-                if is_own or (looking and not tensor.is_leaf):
+                if (is_own and not apart) or (looking and not tensor.is_leaf):
                     Awaited(tensor, hook).settle()
                 elif looking:
                     self.on_leaves.register(tensor, hook)

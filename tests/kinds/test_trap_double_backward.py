@@ -1,0 +1,173 @@
+"""Trap: gradients of gradients: a penalty on a gradient, and `torch.autograd.grad` in the middle of a step.
+
+A hook on a gradient is then part of a function that is differentiated itself: looking at it must leave no trace in
+either pass, and a change must have the derivative that the changed function has.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+
+KINDS = [
+    ("full_backward_pre", "grad_output"),
+    ("full_backward", "grad_input"),
+    ("full_backward", "grad_output"),
+    ("tensor", "output"),
+    ("tensor", "input"),
+]
+KEEP = {"action": "record", "stats": "none", "tensors": True}
+RECORDS: dict[str, Any] = {
+    f"{kind}_{role}": {"layers": "**", "kind": kind, "role": role, **KEEP} for kind, role in KINDS
+}
+RECORDS |= {
+    "forward": {"layers": "**", "kind": "forward", **KEEP},
+    "micro": {"layers": "**", "kind": "parameter_grad_micro", **KEEP},
+    "sums": {"layers": "**", "kind": "post_accumulate_grad", **KEEP},
+}
+
+
+def critic() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.Tanh(), nn.Identity(), nn.Linear(16, 8), nn.ELU(inplace=True), nn.Linear(8, 1)
+    )
+
+
+def points() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(5, 4, requires_grad=True)
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """The gradient penalty of Gulrajani et al. 2017: how far the norm of the slope is from 1."""
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_recording_leaves_no_trace_in_the_second_derivative() -> None:
+    bare = critic()
+    penalty(bare, points()).backward()
+    for hooks in (RECORDS, *({name: spec} for name, spec in RECORDS.items())):
+        model = critic()
+        with instrument.attach(model, hooks) as probe:
+            penalty(model, points()).backward()
+            probe.end_step()
+        mine, wanted = gradients(model), gradients(bare)
+        assert len(mine) == len(wanted) > 0
+        assert all(map(torch.equal, mine, wanted)), list(hooks)
+
+
+def test_both_passes_are_seen_first_the_slope_and_then_the_gradient_of_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    plain = copy.deepcopy(model)
+    hidden = plain[0](points())
+    (slope,) = torch.autograd.grad(plain[1](hidden).sum(), hidden, create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), hidden)
+    with instrument.attach(model, {"flow": {"layers": "0", "kind": "tensor", **KEEP}}) as probe:
+        x = points()
+        out = model[0](x)
+        (mine,) = torch.autograd.grad(model[1](out).sum(), out, create_graph=True)
+        mine.square().sum().backward()
+        probe.end_step()
+    first, then = [row["values"] for row in probe.sink.records("tensors")]
+    assert torch.equal(first, slope.detach())
+    assert torch.equal(then, second)
+    assert not probe.warnings
+
+
+@pytest.mark.parametrize("factor", [3.0, -0.5])
+@pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
+def test_a_change_has_the_derivative_of_the_changed_function(kind: str, factor: float) -> None:
+    """Scaling what flows through a layer scales it in both passes, as a function with that derivative does.
+
+    A hook of kind tensor is on the tensor itself, as `Tensor.register_hook` is: what comes back to it because tanh saved
+    its output passes the hook too.
+    """
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * factor
+
+    def changed(model: nn.Sequential, x: Tensor) -> Tensor:
+        x = model[0](x)
+        x = Scaled.apply(x) if kind == "full_backward" else x
+        x = model[1](x)
+        if kind == "tensor":
+            x.register_hook(lambda gradient: gradient * factor)
+        return model[2](Scaled.apply(x) if kind == "full_backward_pre" else x)
+
+    def smooth() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    x = points().detach().double().requires_grad_()
+    model, wanted = smooth(), smooth()
+    (slope,) = torch.autograd.grad(changed(wanted, x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    with instrument.attach(model, {"h": {"layers": "1", "kind": kind, "action": "scale", "factor": factor}}) as probe:
+        (mine,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        mine.square().sum().backward()
+        probe.end_step()
+    assert torch.equal(mine, slope)
+    for parameter, same in zip(model.parameters(), wanted.parameters(), strict=True):
+        if same.grad is not None:
+            assert torch.allclose(parameter.grad, same.grad, rtol=1e-12, atol=0)
+    bare = smooth()
+    (slope,) = torch.autograd.grad(bare(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert not torch.allclose(bare[0].weight.grad, model[0].weight.grad)
+
+
+def test_autograd_grad_gives_what_it_gives_and_fills_no_parameter() -> None:
+    """It asks for some gradients only: hooks on the way are called, and those on parameters' sums are not."""
+    bare, model = critic(), critic()
+    x = points()
+    wanted = torch.autograd.grad(bare(x).sum(), [x, *bare.parameters()])
+    with instrument.attach(model, RECORDS) as probe:
+        given = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+        probe.end_step()
+    assert all(map(torch.equal, given, wanted))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    seen = probe.sink.frame("tensors").groupby("hook").size()
+    assert seen["micro"] == len(list(model.parameters()))
+    assert "sums" not in seen
+    assert seen["tensor_output"] == len(list(model.modules()))
+    assert any("post_accumulate_grad" in message for message in probe.warnings)
+
+
+def test_a_step_of_a_penalised_critic_trains_the_same_weights() -> None:
+    """The whole of it: scores, penalty, accumulation of both, and the optimizer's step, twice."""
+
+    def train(model: nn.Module, probe: Any = None) -> list[Tensor]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = points()
+            (model(x).mean() - model(x.detach() * 0.5).mean()).backward()
+            (10.0 * penalty(model, x)).backward()
+            optimizer.step()
+            if probe is not None:
+                probe.end_step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    wanted = train(critic())
+    model = critic()
+    with instrument.attach(model, RECORDS) as probe:
+        mine = train(model, probe)
+    assert all(map(torch.equal, mine, wanted))
