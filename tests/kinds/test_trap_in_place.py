@@ -121,9 +121,11 @@ def train(model: nn.Module, images: Tensor, probe: Probe | None = None) -> list[
     return digests + [digest(value) for value in model.state_dict().values()]
 
 
-def instrumented(model: nn.Module, images: Tensor) -> tuple[list[Digest], dict[tuple[Any, ...], Digest]]:
+def instrumented(
+    model: nn.Module, images: Tensor, hooks: dict[str, Any] = HOOKS
+) -> tuple[list[Digest], dict[tuple[Any, ...], Digest]]:
     sink = DigestSink()
-    with Probe(make_plan(parse_hooks(HOOKS), model), sink) as probe:
+    with Probe(make_plan(parse_hooks(hooks), model), sink) as probe:
         trained = train(model, images, probe)
     return trained, sink.digests
 
@@ -158,6 +160,25 @@ def check(architecture: Architecture) -> tuple[int, int]:
 @pytest.mark.parametrize("architecture", parameters(ARCHITECTURES))
 def test_gradients_are_those_of_the_model_without_operations_in_place(architecture: Architecture) -> None:
     check(architecture)
+
+
+@pytest.mark.parametrize(("kind", "role"), [place for place in KINDS if place != ("full_backward", "grad_output")])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
+def test_changes_are_those_of_the_model_without_operations_in_place(name: str, kind: str, role: str) -> None:
+    architecture = of_torchvision(name)
+    model, images = architecture.make(), architecture.images()
+    start = copy.deepcopy(model.state_dict())
+    halve = {"halve": {"layers": "**", "kind": kind, "role": role, "action": "scale", "factor": 0.5}}
+    changed, _ = instrumented(model, images, halve)
+    model.load_state_dict(start)
+    for module in model.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False
+    with OutOfPlace():
+        wanted, _ = instrumented(model, images, halve)
+    assert changed == wanted
+    model.load_state_dict(start)
+    assert changed != train(model, images)
 
 
 def test_so_many_architectures_and_the_most_of_them_work_in_place(capsys: pytest.CaptureFixture[str]) -> None:
