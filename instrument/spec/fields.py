@@ -23,9 +23,23 @@ class Target(BaseModel):
 
     target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_its_path(cls, value: Any) -> Any:
+        """In Python the function or class itself may stand for a target without arguments."""
+        return {"_target_": _dotted_path(value)} if callable(value) else value
+
     def to_config(self) -> dict[str, Any]:
         """The mapping that `hydra.utils.instantiate` takes."""
         return {"_target_": self.target, **(self.model_extra or {})}
+
+
+def _dotted_path(function: Any) -> str:
+    """Where a function or class can be imported from, so that a record of the spec says which one it was."""
+    path = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
+    if "<" in path or "None" in path.split("."):
+        raise ValueError("a function has to have a name at the top of its module: no lambda, none inside another one")
+    return path
 
 
 def _glob(pattern: str) -> str:

@@ -138,7 +138,7 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     if action != "modify":
         return hook_specs.ACTIONS[action]
     fn = value.get("fn")
-    if isinstance(fn, Mapping):
+    if isinstance(fn, Mapping) or callable(fn):
         return FunctionSpec
     return FUNCTIONS[_choice(value, "fn", FUNCTIONS, where, "or {_target_: package.function}")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from typing import Any
@@ -508,3 +509,24 @@ def test_the_deprecated_backward_kind_is_refused_with_the_right_name() -> None:
     (mistake,) = refused.value.mistakes
     assert "deprecated in PyTorch: it sees wrong gradients of modules with several operations" in str(mistake)
     assert "nearest  full_backward" in str(mistake)
+
+
+def own_function(tensor: Any, context: Any) -> Any:
+    return tensor
+
+
+@pytest.mark.parametrize("function", [own_function, Mistake], ids=["function", "class"])
+def test_in_python_a_function_may_stand_for_its_own_path(function: Any) -> None:
+    spec = {"layers": "**", "kind": "forward", "action": "modify", "fn": function}
+    found = parse_hooks({"mine": spec})["mine"]
+    path = f"{function.__module__}.{function.__name__}"
+    assert found == parse_hooks({"mine": {**spec, "fn": {"_target_": path}}})["mine"]
+    assert found.model_dump(by_alias=True)["fn"] == {"_target_": path}
+
+
+@pytest.mark.parametrize(
+    "function", [lambda tensor, context: tensor, functools.partial(own_function)], ids=["lambda", "partial"]
+)
+def test_a_function_without_a_path_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"hooks\.mine\.fn.*name at the top of its module"):
+        parse_hooks({"mine": {"layers": "**", "kind": "forward", "action": "modify", "fn": function}})
