@@ -84,8 +84,8 @@ def l1(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
 
 
 def l2(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
-    """The gradient of loss + coefficient / 2 * sum(value^2): what optimizers call weight decay."""
-    return gradient + coefficient * value.to(gradient.dtype)
+    """The gradient of loss + coefficient / 2 * sum(value^2): what optimizers call weight decay, in the very operation."""
+    return gradient.add(value.to(gradient.dtype), alpha=coefficient)
 
 
 def penalise(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, norm: Literal["l1", "l2"]) -> Tensor:

@@ -1,0 +1,292 @@
+"""Every example is run as its first line says, and what it prints or leaves is held against plain PyTorch."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from conftest import REPOSITORY, Answer
+from torch import nn
+from torchvision.models import resnet50, squeezenet1_1
+from torchvision.models.feature_extraction import create_feature_extractor
+
+import instrument
+from instrument.spec.kinds import KINDS
+
+EXAMPLES = REPOSITORY / "examples"
+Script = Callable[..., list[str]]
+Experiment = Callable[..., instrument.Run]
+
+
+@pytest.fixture
+def folder(cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the folder to work in, as its README says."""
+    shutil.copytree(EXAMPLES, workdir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    monkeypatch.setattr(sys, "path", [str(workdir), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return workdir
+
+
+@pytest.fixture
+def script(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Script:
+    """The lines that a script prints."""
+
+    def run(name: str, *arguments: str) -> list[str]:
+        assert (folder / name).read_text().splitlines()[0] == f"# python {name}"
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        capfd.readouterr()
+        runpy.run_path(name, run_name="__main__")
+        return capfd.readouterr().out.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def experiment(folder: Path, cli: Callable[..., Answer]) -> Experiment:
+    """What an experiment left."""
+
+    def run(name: str, *overrides: str) -> instrument.Run:
+        lines = (folder / "conf" / "exp" / f"{name}.yaml").read_text().splitlines()
+        assert lines[1] == f"# python -m instrument +exp={name}"
+        answer = cli(f"+exp={name}", *overrides)
+        assert answer.code == 0, answer.err
+        return instrument.load(f"runs/{name}")
+
+    return run
+
+
+def test_the_list_has_every_example_with_its_command() -> None:
+    rows = re.findall(r"^\| .+ \| \[(\S+)\]\((\S+)\) \| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.M)
+    files = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("conf/exp/*.yaml")]
+    assert sorted(path for _, path, _ in rows) == sorted(
+        str(file.relative_to(EXAMPLES)) for file in files if file.name != "mine.py"
+    )
+    for name, path, command in rows:
+        assert path.endswith(name)
+        assert f"# {command}" in (EXAMPLES / path).read_text().splitlines()[:2]
+    tested = Path(__file__).read_text()
+    assert [name for name, _, _ in rows if f'("{name.removesuffix(".yaml")}"' not in tested] == []
+
+
+def test_shapes_are_printed_as_the_forward_pass_goes(script: Script) -> None:
+    lines = script("shapes.py")
+    wanted: list[str] = []
+    model = squeezenet1_1(weights=None).eval()
+    for name, module in model.named_modules():
+        label = f"{name or 'the model'}: {type(module).__name__}"
+        module.register_forward_pre_hook(lambda m, args, at=label: wanted.append(f"{at} {list(args[0].shape)}"))
+        module.register_forward_hook(lambda m, args, out, at=label: wanted.append(f"-> {at} {list(out.shape)}"))
+    model(torch.zeros(1, 3, 224, 224))
+    assert [line.strip() for line in lines] == wanted
+    assert len(lines) == 2 * len(list(model.modules()))
+
+
+def test_features_are_what_the_layers_give(script: Script) -> None:
+    lines = script("features.py")
+    run = instrument.load("runs/features")
+    torch.manual_seed(0)
+    model = resnet50(weights=None).eval()
+    images = torch.randn(4, 3, 224, 224)
+    with torch.no_grad():
+        wanted = create_feature_extractor(model, ["layer4", "avgpool"])(images)
+    for layer, shape in (("layer4", (4, 2048, 7, 7)), ("avgpool", (4, 2048, 1, 1))):
+        values = run.tensors(layer=layer)["values"][0]
+        assert values.shape == shape
+        assert np.array_equal(values, wanted[layer].numpy())
+        zeros = (values == 0).mean()
+        assert f"{layer}: {shape}, mean {values.mean():.4f}, {zeros:.0%} zeros" in lines
+
+
+@pytest.fixture
+def with_mnist(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if mnist_root is not None:
+        monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
+    return mnist_root is not None
+
+
+def test_maps_of_the_first_digit(folder: Path, with_mnist: bool, experiment: Experiment) -> None:
+    run = experiment("digit_maps", *([] if with_mnist else ["data.dataset.download=false"]))
+    maps = {row.hook: row["values"] for _, row in run.tensors().iterrows()}
+    assert {name: value.shape for name, value in maps.items()} == {
+        "input": (1, 16, 14, 14),
+        "output": (1, 32, 7, 7),
+        "gradient": (1, 32, 7, 7),
+    }
+    assert (maps["output"] >= 0).all()  # the block ends in a ReLU and a maximum
+    assert np.abs(maps["gradient"]).sum() > 0
+    if with_mnist:
+        assert run.info["data"]["dataset"].endswith("mnist")
+        assert run.info["data"]["train_samples"] == 1
+
+
+def test_hooks_of_all_kinds_in_their_order(script: Script) -> None:
+    lines = script("order.py")
+    fired = [line.split() for line in lines]
+    assert [int(number) for number, *_ in fired] == list(range(1, len(fired) + 1))
+    assert {kind for _, kind, *_ in fired} == {name for name, kind in KINDS.items() if kind.changes}
+    first = {kind: i for i, (_, kind, *_) in reversed(list(enumerate(fired)))}
+    order = [
+        "forward_pre",
+        "forward",
+        "loss",
+        "full_backward_pre",
+        "parameter_grad_micro",
+        "post_accumulate_grad",
+        "parameter_grad",
+        "step_pre",
+        "step_post",
+        "state_dict_post",
+        "load_state_dict_pre",
+    ]
+    assert sorted(order, key=first.__getitem__) == order
+    backward = [layer for _, kind, _, layer in fired if kind == "full_backward_pre"]
+    assert backward == ["2", "1", "0"]
+
+
+def test_a_tensor_hook_doubles_a_gradient_and_all_that_comes_before_it(script: Script) -> None:
+    rows = [line.split() for line in script("double_gradient.py")[1:]]
+    assert [(row[0], row[-1]) for row in rows] == [("0.weight", "2"), ("2.weight", "2"), ("4.weight", "1")]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    model(torch.randn(16, 8)).sum().backward()
+    norms = [f"{model[i].weight.grad.norm():.3f}" for i in (0, 2, 4)]
+    assert [row[1] for row in rows] == norms
+
+
+def test_no_gradient_is_larger_than_a_hundredth(experiment: Experiment) -> None:
+    stats = experiment("clip_gradients").stats
+    before, after = (stats[stats.hook == hook].abs_max for hook in ("before", "after"))
+    assert len(before) == len(after) == 20 * 4
+    assert before.max() > 0.011
+    assert after.max() == np.float32(0.01)
+    assert (after.to_numpy() == np.minimum(before.to_numpy(), np.float32(0.01))).all()
+
+
+def test_l2_by_hook_is_weight_decay(script: Script) -> None:
+    lines = script("weight_decay.py")
+    assert lines[0] == "L2 by hook and weight_decay: equal to the last bit"
+    assert float(lines[1].split()[-1]) < 1e-6
+    assert float(lines[2].split()[-1]) > 1e-3
+
+
+def test_weights_filled_with_one(experiment: Experiment) -> None:
+    stats = experiment("ones").stats
+    first = stats[stats.step == 0]
+    assert len(first) == 2
+    assert (first["mean"] == 1).all()
+    assert (first["std"] == 0).all()
+    assert (stats[stats.step == 2]["std"] > 0).all()
+
+
+def test_functions_made_linear_with_a_bias_that_trains(experiment: Experiment) -> None:
+    run = experiment("linear_functions")
+    tensors = run.tensors()
+    before, after = (tensors[tensors.hook == hook]["values"].iloc[0] for hook in ("before", "after"))
+    assert np.array_equal(after, 2 * before + np.float32(0.5))
+    biases = [float(value) for value in tensors[tensors.hook == "biases"]["values"]]
+    assert len(biases) == 10
+    assert len(set(biases)) == 10
+    assert 0.5 not in biases
+
+
+def test_parameter_buffer_and_plain_tensor(script: Script) -> None:
+    assert [re.split(r"\s{2,}", line) for line in script("tensors.py")] == [
+        ["weight", "parameter", "trains: True", "hooks: gradient, param, saved"],
+        ["offset", "buffer", "trains: False", "hooks: buffer, saved"],
+        ["plain", "plain tensor", "trains: False", "hooks: none can see it"],
+    ]
+
+
+def test_custom_gradients(script: Script) -> None:
+    found = {}
+    for line in script("custom_gradient.py"):
+        name, output, gradient = re.fullmatch(r"(.+?)\s+output (\[.*\])\s+gradient (\[.*\])", line).groups()
+        found[name] = yaml.safe_load(output), yaml.safe_load(gradient)
+    x, weight = torch.tensor([-1.5, -0.2, 0.3, 1.1]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert list(found) == ["nothing", "sign", "sign, straight-through", "reversal"]
+    assert found["nothing"][1] == weight.tolist()
+    assert found["sign"] == (x.sign().tolist(), [0.0] * 4)
+    assert found["sign, straight-through"] == (x.sign().tolist(), weight.tolist())
+    assert found["reversal"][0] == found["nothing"][0]
+    assert found["reversal"][1] == (-0.5 * weight).tolist()
+
+
+def test_hooks_around_the_optimizers_step(script: Script) -> None:
+    _, _, *lines = script("optimizer_steps.py")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step, line in enumerate(lines):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        (model(torch.randn(32, 4)) - 1).square().mean().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        after = model.weight.detach()
+        seen = [before, model.weight.grad, after - before, after, state["exp_avg"], state["exp_avg_sq"]]
+        assert [float(cell) for cell in line.split()] == [step, *(round(tensor.norm().item(), 4) for tensor in seen)]
+    assert len(lines) == 4
+
+
+def test_what_is_saved_and_loaded_is_changed_and_nothing_that_lives(script: Script) -> None:
+    answers = dict(line.split(": ") for line in script("state_dict.py"))
+    assert [answer for answer in answers.values() if answer in ("True", "False")] == ["True"] * 3
+    kept, all_of_them = map(int, answers["different values in the file"].split(" of "))
+    assert kept <= 255 < all_of_them
+    torch.manual_seed(0)
+    largest = nn.Linear(64, 64).weight.abs().max().item()
+    assert 0 < float(answers["largest rounding"]) <= round(largest / 127 / 2, 4)
+
+
+def test_a_module_inside_another_one(experiment: Experiment) -> None:
+    run = experiment("wrapped")
+    stats = run.stats
+    inner, outer = (stats[(stats.hook == hook) & (stats.step == 0)] for hook in ("inner", "outer"))
+    assert inner.layer.tolist() == ["layers.1.inner"]
+    assert (inner.module_type.item(), outer.module_type.item()) == ("Sequential", "Residual")
+    assert (inner.numel.item(), outer.numel.item()) == (64 * 32, 64 * 32)
+    shares = [float(value) for value in run.tensors(hook="share")["values"]]
+    assert len(shares) == 20
+    assert shares[0] != 0.0
+
+
+def test_the_penalty_of_wgan_gp_is_swept(script: Script) -> None:
+    lines = script("wgan_penalty.py", "train.steps=20")
+    run = instrument.load("runs/wgan_penalty")
+    rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines[-3:]}
+    assert list(rows) == ["0", "1", "10"]
+    losses = pd.DataFrame(run.metrics).query("phase == 'train' and step == 19").set_index("task.penalty").loss
+    for penalty, (loss, spread, gradient) in rows.items():
+        assert loss == pytest.approx(losses[int(penalty)], abs=6e-4)
+        assert spread > 0
+        assert gradient > 0
+    assert len({tuple(row) for row in rows.values()}) == 3
+    assert not run.events.severity.isin(["warning", "error"]).any()
+
+
+def test_patching_tells_the_effect_of_each_layer(script: Script) -> None:
+    first, *lines = script("patching.py")
+    clean, damaged = (float(number) for number in re.findall(r"[\d.]+", first))
+    assert clean < 0.1
+    assert damaged > 1
+    mended = {int(line.split()[1]): line for line in lines if line.startswith("layer")}
+    assert list(mended) == [0, 1, 2, 3, 4]
+    losses = {layer: float(re.search(r"loss ([\d.]+)", line).group(1)) for layer, line in mended.items()}
+    assert all(clean < loss < damaged for loss in losses.values())
+    assert losses[0] == losses[1]  # half of the units patched before the ReLU or after it is the same
+    assert losses[2] == losses[3]
+    table = dict(line.split() for line in lines[lines.index("run") + 1 :])
+    assert {int(layer): float(loss) for layer, loss in table.items()} == losses
+    patched = instrument.load("runs/patching_b").effects
+    assert (patched.changed_fraction > 0).all()
+    assert set(patched.layer) == {"0", "1", "2", "3", "4"}
