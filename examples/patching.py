@@ -47,7 +47,7 @@ for layer in layers:
         "run": "runs/patching_a",
         "slice": half,
     }
-    mended = loss_with({"patch": patch}, noisy, out=f"runs/patching_b/{layer}")
+    mended = loss_with({"patch": {**patch, "slice": half}}, noisy, out=f"runs/patching_b/{layer}")
     print(
         f"layer {layer} {type(model[int(layer)]).__name__:<7} {half:<8} loss {mended:.4f}, mends {(damaged - mended) / (damaged - clean):.0%}"
     )

@@ -36,7 +36,8 @@ def test_generated_tables_have_every_kind_action_and_statistic() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/hooks.md", "docs/tables.md"]
+    "name",
+    ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/hooks.md", "docs/tables.md", "examples/README.md"],
 )
 def test_links_lead_to_files(name: str) -> None:
     page = REPOSITORY / name
