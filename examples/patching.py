@@ -48,9 +48,8 @@ for layer in layers:
         "slice": half,
     }
     mended = loss_with({"patch": {**patch, "slice": half}}, noisy, out=f"runs/patching_b/{layer}")
-    print(
-        f"layer {layer} {type(model[int(layer)]).__name__:<7} {half:<8} loss {mended:.4f}, mends {(damaged - mended) / (damaged - clean):.0%}"
-    )
+    name, share = type(model[int(layer)]).__name__, (damaged - mended) / (damaged - clean)
+    print(f"layer {layer} {name:<7} {half:<8} loss {mended:.4f}, mends {share:.0%}")
 
 effects = instrument.load("runs/patching_b")  # all of run B at once, in pandas
 print(effects.metrics.set_index("run").loss.round(4).to_string())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import CLASSES, QUICK, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
+from architectures import CLASSES, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
 from conftest import Answer
 
 from instrument.actions.record import Record
@@ -76,7 +76,13 @@ MODELS: dict[str, Callable[[], dict[str, Any]]] = {
     **{str(each): partial(of_library, each) for each in VISION},
     **{f"transformers {name}": partial(hugging_face, name, **sizes) for name, sizes in LANGUAGE.items()},
 }
-QUICK_ONES = [name for name in MODELS if name.split()[1] in QUICK or name.startswith("transformers")]
+QUICK = """
+    densenet121 mnasnet0_5 mobilenet_v3_small resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin_t
+
+    convnext_atto dla46_c edgenext_xx_small ghostnet_050 hgnetv2_b0 lcnet_050 mambaout_femto regnetx_002 resnet10t
+    resnetv2_18 starnet_s050 test_efficientnet test_nfnet test_resnet tinynet_e
+"""
+QUICK_ONES = [name for name in MODELS if name.split()[1] in QUICK.split() or name.startswith("transformers")]
 
 
 def config_of(model: dict[str, Any], hooks: dict[str, Any] = HOOKS, steps: int = 2) -> dict[str, Any]:
