@@ -61,7 +61,12 @@ IDENTITY = (
     Column("kind", _LABEL, "", "kind of the hook"),
     Column("role", _LABEL, "", "which of the kind's tensors"),
     Column("path", _LABEL, "", "which tensor of a nested value; the own name of a parameter or buffer"),
-    Column("call", pa.int32(), "call", "n-th call of the module in the micro-step, from 0"),
+    Column(
+        "call",
+        pa.int32(),
+        "call",
+        "n-th call of the module in the micro-step, from 0; -1 where nothing tells which one is repeated",
+    ),
     Column("recompute", pa.bool_(), "", "seen while activation checkpointing ran the forward pass again"),
 )
 _UNITS = {"count": "elements", "fraction": "fraction of the finite values", "value": "the tensor's own"}
@@ -135,13 +140,9 @@ TABLES: dict[str, Table] = {
             "coverage",
             "one (spec, layer, parameter)",
             (
-                Column("hook", _LABEL, "", "name of the spec"),
-                Column("layer", _LABEL, "", "name of the module; empty for the root"),
-                Column("module_type", _LABEL, "", "short name of the module's class"),
-                Column("kind", _LABEL, "", "kind of the hook"),
-                Column("role", _LABEL, "", "which of the kind's tensors"),
+                *(column for column in IDENTITY if column.name in ("hook", "layer", "module_type", "kind", "role")),
                 Column("path", _LABEL, "", "own name of a parameter or buffer; else empty"),
-                Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
+                *(column for column in IDENTITY if column.name == "rank"),
                 Column(
                     "expected",
                     pa.int64(),

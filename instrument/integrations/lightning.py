@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,12 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..capture.probe import Probe
 from ..errors import ConfigError, Mistake
-from ..run.attach import Specs, attach
+from .attachment import Attachment
 
 
-class LightningCallback(Callback):
+class LightningCallback(Attachment, Callback):
     """Attaches hook specs while `trainer.fit` runs.
 
     Layers are named from the LightningModule on: `net.layer1`, where it keeps the network as `self.net`. Lightning
@@ -32,24 +29,7 @@ class LightningCallback(Callback):
         seed: The seed of what interventions draw at random.
     """
 
-    def __init__(self, specs: Specs, *, out: str | Path | None = None, seed: int = 0) -> None:
-        self.specs = specs
-        self.out = out
-        self.seed = seed
-        self._stack = ExitStack()
-        self._probe: Probe | None = None
-        self._steps_done = 0
-
-    @property
-    def probe(self) -> Probe:
-        """The probe of the fit that is running, or of the last one.
-
-        Raises:
-            RuntimeError: There was none yet.
-        """
-        if self._probe is None:
-            raise RuntimeError("nothing is attached before trainer.fit")
-        return self._probe
+    _steps_done = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach."""
@@ -57,16 +37,11 @@ class LightningCallback(Callback):
         if len(optimizers) > 1:
             problem = f"the module has {len(optimizers)} optimizers, and a step is one step of one"
             raise ConfigError(Mistake("LightningCallback", problem, allowed="one optimizer"))
-        self._probe = self._stack.enter_context(
-            attach(
-                pl_module,
-                self.specs,
-                optimizer=optimizers[0] if optimizers else None,
-                scaler=getattr(trainer.precision_plugin, "scaler", None),
-                out=self.out,
-                seed=self.seed,
-                steps_by_loop=True,
-            )
+        self._attach(
+            pl_module,
+            optimizer=optimizers[0] if optimizers else None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            steps_by_loop=True,
         )
         self._steps_done = trainer.global_step
 

@@ -4,18 +4,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..capture.probe import Probe
-from ..run.attach import Specs, attach
+from .attachment import Attachment
 
 
-class TransformersCallback(TrainerCallback):
+class TransformersCallback(Attachment, TrainerCallback):
     """Attaches hook specs while `trainer.train` runs.
 
     The Trainer does not tell its callbacks of an error, so it is best used as a context manager, which detaches
@@ -33,13 +30,6 @@ class TransformersCallback(TrainerCallback):
         seed: The seed of what interventions draw at random.
     """
 
-    def __init__(self, specs: Specs, *, out: str | Path | None = None, seed: int = 0) -> None:
-        self.specs = specs
-        self.out = out
-        self.seed = seed
-        self._stack = ExitStack()
-        self._probe: Probe | None = None
-
     def __enter__(self) -> Self:
         return self
 
@@ -48,23 +38,11 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    @property
-    def probe(self) -> Probe:
-        """The probe of the training that is running, or of the last one.
-
-        Raises:
-            RuntimeError: There was none yet.
-        """
-        if self._probe is None:
-            raise RuntimeError("nothing is attached before trainer.train")
-        return self._probe
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Attach to the model, and to the optimizer that the Trainer made."""
-        context = attach(more["model"], self.specs, optimizer=more.get("optimizer"), out=self.out, seed=self.seed)
-        self._probe = self._stack.enter_context(context)
+        self._attach(more["model"], optimizer=more.get("optimizer"))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         """Note the epoch."""

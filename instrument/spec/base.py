@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from .fields import Count, Index, Path, Selection
 from .kinds import KINDS, Kind
@@ -137,3 +137,12 @@ def parse_slice(text: str) -> tuple[slice | int, ...]:
             raise ValueError("a slice's step cannot be 0")
         parts.append(slice(*bounds))
     return tuple(parts)
+
+
+def _slice_text(text: str) -> str:
+    parse_slice(text)
+    return text
+
+
+SliceText = Annotated[str, AfterValidator(_slice_text)]
+"""A slice in NumPy's notation, as it is written."""

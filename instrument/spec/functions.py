@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from .base import Intervention, parse_slice
+from .base import Intervention, SliceText
 from .fields import Count, Index, NonNegative, Number, Target
 
 Fraction = Annotated[Number, Field(ge=0, le=1)]
@@ -118,14 +118,9 @@ class RecordedSpec(ModifySpec):
     run: str = Field(min_length=1, description="The folder of that run.")
     hook: str | None = Field(None, description="The record hook that kept it; needed where several did.")
     step: Index | None = Field(None, description="The step at which it was kept; the step that is running without it.")
-    slice: str | None = Field(None, description="For patch: the part that is put in, in NumPy's notation: ':, 0:4'.")
-
-    @field_validator("slice")
-    @classmethod
-    def _slice_reads(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_slice(value)
-        return value
+    slice: SliceText | None = Field(
+        None, description="For patch: the part that is put in, in NumPy's notation: ':, 0:4'."
+    )
 
     @model_validator(mode="after")
     def _a_part_or_all(self) -> RecordedSpec:

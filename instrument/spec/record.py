@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from .base import HookBase, UnknownNameError, parse_slice
+from .base import HookBase, SliceText, UnknownNameError
 from .fields import Count
 from .statistics import ALL, DEFAULT
 
@@ -25,7 +25,7 @@ class RecordSpec(HookBase):
     stats: Statistics = Field("default", description="Which statistics.")
     tensors: bool = Field(False, description="Whether the values are kept too.")
     samples: Count | None = Field(None, description="Keep the first N along dimension 0.")
-    slice: str | None = Field(None, description="Keep this part, in NumPy's notation: '0:4, :, ::2'.")
+    slice: SliceText | None = Field(None, description="Keep this part, in NumPy's notation: '0:4, :, ::2'.")
     max_elements: Count | None = Field(None, description="Keep no more than the first N elements, flat.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
         None, description="Convert before keeping."
@@ -39,13 +39,6 @@ class RecordSpec(HookBase):
         for name in value if isinstance(value, list | tuple) else ():
             if name not in ALL:
                 raise UnknownNameError("statistic", str(name), ALL)
-        return value
-
-    @field_validator("slice")
-    @classmethod
-    def _slice_reads(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_slice(value)
         return value
 
     @model_validator(mode="after")
