@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -181,6 +182,46 @@ def test_a_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> Non
     wanted, plain_effects = train(plain, specs, batch)
     assert equal(mine, wanted, reentrant)
     assert effects == plain_effects
+
+
+@VARIANTS
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_the_checkpointing_of_transformers(name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records change no bit, and noise in every block is the noise of the model that keeps its activations."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    if name == "GPT2LMHeadModel":
+        sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    plain = model_class(model_class.config_class(vocab_size=32, use_cache=False, **sizes)).train()
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    tokens = torch.arange(10).view(2, 5)
+
+    def gradients(each: nn.Module, specs: dict[str, Any]) -> list[Tensor]:
+        each.zero_grad()
+        torch.manual_seed(1)  # GPT-2 has dropout
+        with instrument.attach(each, specs, seed=3) as probe:
+            each(input_ids=tokens, labels=tokens).loss.backward()
+            probe.end_step()
+        assert not [
+            message for message in probe.warnings if "not called" not in message and "no gradient" not in message
+        ]
+        return [parameter.grad.clone() for parameter in each.parameters()]
+
+    kinds = ("forward_pre", "forward", "full_backward", "full_backward_pre", "tensor")
+    records = {kind: {"layers": "**", "kind": kind, "action": "record"} for kind in kinds}
+    bare = gradients(model, {})
+    assert equal(gradients(model, records), bare)
+    noise = {"draw": {"types": ["GPT2MLP", "LlamaMLP"], "kind": "forward", **NOISE}}
+    assert equal(gradients(model, noise), gradients(plain, noise), reentrant)
+    assert not equal(gradients(model, noise), bare)
 
 
 class Again(torch.autograd.Function):
