@@ -99,6 +99,10 @@ def test_a_right_configuration_is_not_refused(cli: Cli) -> None:
             [*TINY, "+model.layers=[{_target_:torch.nn.ReLU},{_target_:torch.nn.Lineer}]"],
             ["model.layers[1]._target_:", "nearest  torch.nn.Linear"],
         ),
+        (
+            [*HOOKS, "+hooks.x={layers:'**',kind:step_post,role:state.momentum_bufer,action:record}", "plan=true"],
+            ["hooks.x.role: SGD keeps no such state", "written  state.momentum_bufer", "nearest  state.momentum_buffer"],
+        ),
         ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
         ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
         ([*HOOKS, "+model.wdth=3"], ["model:", "unexpected keyword argument 'wdth'", "wdth: 3"]),

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from ..capture.optimized import require_optimizer
 from ..errors import ConfigError, Mistake
 from ..nested import to_device
 from ..plan.cost import Cost, Length, cost_of
@@ -101,6 +102,7 @@ def prepare(config: RunConfig) -> Experiment:
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
     refuse_idle_paths(plan, trials)
     optimizer = _build_optimizer(config.optimizer, trained)
+    require_optimizer(plan, optimizer)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     length = Length(
         batches.steps,
