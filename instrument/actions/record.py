@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,14 @@ def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
     return part
 
 
+def as_plain(tensor: Tensor) -> Tensor:
+    """A tensor as one block: a sparse one made dense, the parts of a nested one padded with NaN (integers with 0)."""
+    if tensor.is_nested:
+        padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
+        return padded
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 class Record:
     """Writes the rows that a record spec asks for."""
 
@@ -45,10 +54,11 @@ class Record:
             self.rows.add_stats(context, self.statistics, measure(seen, self.statistics))
         if self.spec.tensors:
             # Copied here and now: what comes next may write to the tensor in place.
+            plain = as_plain(seen)
             try:
-                kept = cut(seen if seen.layout == torch.strided else seen.to_dense(), self.spec)
+                kept = cut(plain, self.spec)
             except IndexError as error:
-                shape = list(seen.shape)
+                shape = list(plain.shape)
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
             copied = kept.to(self.dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
-            self.rows.add_tensor(context, tuple(seen.shape), copied)
+            self.rows.add_tensor(context, tuple(plain.shape), copied)

@@ -161,3 +161,23 @@ def test_a_cut_is_a_part_no_larger_than_asked_for(
         assert kept.numel() <= samples * math.prod(shape[1:])
     if not given_fields:
         assert kept is whole
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_kept_with_its_parts_padded(layout: torch.layout) -> None:
+    class Nesting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nested.nested_tensor([x[0, :2], x[1]], layout=layout)
+
+    batch = torch.arange(12.0).view(2, 3, 2)
+    spec = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
+    model = Nesting()
+    with instrument.attach(model, {"h": spec}) as probe:
+        model(batch)
+        probe.end_step()
+    (row,) = probe.sink.records("tensors")
+    wanted = batch.clone()
+    wanted[0, 2] = torch.nan
+    assert torch.equal(row["values"].nan_to_num(-1.0), wanted.nan_to_num(-1.0))
+    assert row["shape"] == row["source_shape"] == [2, 3, 2]
+    assert probe.sink.records("stats")[0]["numel"] == 10
