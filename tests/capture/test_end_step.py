@@ -28,3 +28,4 @@ def test_one_that_ends_them_is_not_warned(steps: int) -> None:
         for _ in range(steps):
             model(torch.zeros(1, 2))
             probe.end_step()
+    assert not probe.sink.records("events")

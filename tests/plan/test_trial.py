@@ -251,10 +251,12 @@ def test_lazy_modules_get_their_shapes_and_the_random_state_is_kept() -> None:
 
 
 def test_a_model_that_is_not_lazy_is_not_run() -> None:
-    def forward() -> None:
-        raise AssertionError("it was run")
-
-    materialise(nn.Linear(2, 2), forward)
+    runs: list[str] = []
+    materialise(nn.Linear(2, 2), lambda: runs.append("not lazy"))
+    assert not runs
+    lazy = nn.LazyLinear(2)
+    materialise(lazy, lambda: (runs.append("lazy"), lazy(torch.zeros(1, 3))))
+    assert runs == ["lazy"]
 
 
 def test_a_batch_that_a_lazy_model_cannot_take_is_told() -> None:

@@ -224,3 +224,4 @@ def test_where_all_fires_nothing_is_warned_of() -> None:
         with instrument.attach(model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
             model(torch.zeros(1, 2))
             probe.end_step()
+    assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(1, 1)]
