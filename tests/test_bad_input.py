@@ -103,6 +103,10 @@ def test_a_right_configuration_is_not_refused(cli: Cli) -> None:
             [*HOOKS, "+hooks.x={layers:'**',kind:step_post,role:state.momentum_bufer,action:record}", "plan=true"],
             ["hooks.x.role: SGD keeps no such state", "written  state.momentum_bufer", "nearest  state.momentum_buffer"],
         ),
+        (
+            [*HOOKS, "hooks.activations.tensors=true"],
+            ["hooks.activations.tensors: the configuration does not have this key", "+hooks.activations.tensors="],
+        ),
         ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
         ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
         ([*HOOKS, "+model.wdth=3"], ["model:", "unexpected keyword argument 'wdth'", "wdth: 3"]),
@@ -298,13 +302,24 @@ def test_a_mistake_in_a_file_of_ones_own_is_told_in_its_words(cli: Cli, more: st
         ("", "# @package _global_"),
         ("just words\n", "# @package _global_"),
         ("model: {_target_: torch.nn.Identity}\n", "# @package _global_"),
+        ("# mine\n# @package _global_\ndefaults:\n  - override /model: mlp\n", "first line: # @package _global_"),
         ("# @package _global_\n- 1\n", "exp/mine"),
         ("# @package _global_\ndefaults: 3\n", "exp/mine"),
         ("# @package _global_\ndefaults:\n  - override /model: mlpp\n", "nearest  mlp"),
         ("# @package _global_\ndefaults:\n  - /model: mlp\n", "override model: mlp"),
         ("\x00", "mine.yaml"),
     ],
-    ids=["empty", "words", "no package line", "a list", "defaults", "no such option", "no override", "no text"],
+    ids=[
+        "empty",
+        "words",
+        "no package line",
+        "package line further down",
+        "a list",
+        "defaults",
+        "no such option",
+        "no override",
+        "no text",
+    ],
 )
 def test_a_file_that_is_no_experiment_at_all(cli: Cli, text: str, told: str) -> None:
     write("conf/exp/mine.yaml", text)

@@ -41,6 +41,8 @@ class Context:
         moment: Step, micro-step, epoch and phase.
         call: The n-th call of the module in the micro-step, from 0; -1 where that cannot be told, which happens only
             where something else than torch.utils.checkpoint computes one of several calls again.
+        backward: Which gradient of the tensor this is, from 0: a double backward pass brings a second one, and so does a
+            second pass through a graph that was retained. 0 for what is no gradient.
         recompute: Whether it happens while activation checkpointing computes a forward pass again.
         value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached.
         parameters: For a penalty on the loss: the parameters that it is on.
@@ -55,6 +57,7 @@ class Context:
     path: str
     moment: Moment
     call: int = 0
+    backward: int = 0
     recompute: bool = False
     value: Tensor | Parameter | None = None
     parameters: tuple[Parameter, ...] = ()
@@ -79,7 +82,7 @@ class Context:
                 "the forward pass is computed again by other means than torch.utils.checkpoint, and the module was called "
                 "several times: which of the calls this is cannot be told, nor which random numbers it had"
             )
-        key = repr((self.seed, self.hook, self.layer, self.role, self.path, self.moment, self.call))
+        key = repr((self.seed, self.hook, self.layer, self.role, self.path, self.moment, self.call, self.backward))
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 

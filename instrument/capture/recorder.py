@@ -84,6 +84,7 @@ def identity(context: Context) -> Row:
         context.role,
         context.path,
         context.call,
+        context.backward,
         context.recompute,
     )
 

@@ -67,6 +67,12 @@ IDENTITY = (
         "call",
         "n-th call of the module in the micro-step, from 0; -1 where nothing tells which one is repeated",
     ),
+    Column(
+        "backward",
+        pa.int32(),
+        "pass",
+        "n-th gradient of the tensor in this call, from 0: a double backward pass, or a retained graph, brings several",
+    ),
     Column("recompute", pa.bool_(), "", "seen while activation checkpointing ran the forward pass again"),
 )
 _UNITS = {"count": "elements", "fraction": "fraction of the finite values", "value": "the tensor's own"}

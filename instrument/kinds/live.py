@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.parameter import Parameter
@@ -39,6 +39,17 @@ class Clock:
     def boundary(self) -> Moment:
         """The moment of what happens around the optimizer's step: in the last micro-step, though that is over."""
         return self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
+
+
+class Firing(NamedTuple):
+    """Which of several firings at one place this is; the fields are those of `Context`."""
+
+    call: int = 0
+    backward: int = 0
+    recompute: bool = False
+
+
+ONLY = Firing()
 
 
 class LiveSite:
@@ -152,8 +163,8 @@ class LiveSite:
         self,
         tensor: Tensor,
         path: str,
-        call: int = 0,
-        recompute: bool = False,
+        firing: Firing = ONLY,
+        *,
         value: Tensor | Parameter | None = None,
         amp_scale: Tensor | None = None,
     ) -> Tensor:
@@ -171,8 +182,9 @@ class LiveSite:
             module=layer.module,
             path=path,
             moment=self.clock.boundary if self.rhythm == "step" else self.clock.moment,
-            call=call,
-            recompute=recompute,
+            call=firing.call,
+            backward=firing.backward,
+            recompute=firing.recompute,
             value=value,
             parameters=self.site.parameters,
             seed=self.clock.seed,
@@ -236,11 +248,10 @@ def fire_all(
     lives: Iterable[LiveSite],
     tensor: Tensor,
     path: str,
-    call: int,
-    recompute: bool,
+    firing: Firing = ONLY,
     value: Tensor | Parameter | None = None,
 ) -> Tensor:
     """Several sites at one tensor, in the order in which they are written; each sees what the one before gave."""
     for live in lives:
-        tensor = live.fire(tensor, path, call, recompute, value)
+        tensor = live.fire(tensor, path, firing, value=value)
     return tensor

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .live import Clock, LiveSite, fire_all
+from .live import Clock, Firing, LiveSite, fire_all
 
 
 class LossHooks:
@@ -16,6 +16,8 @@ class LossHooks:
         self.lives = lives
         self.clock = clock
         self.due: list[LiveSite] = []
+        self.turn = -1
+        self.calls = 0
 
     def refresh(self) -> None:
         """Keep the sites that are due."""
@@ -25,10 +27,13 @@ class LossHooks:
         """Let the sites act on a loss; gives the one to call backward on."""
         if self.clock.closed:
             return loss
+        if self.turn != self.clock.turn:
+            self.turn, self.calls = self.clock.turn, 0
+        self.calls += 1
         for live in self.due:
             live.called()
             live.hit()
-        return fire_all(self.due, loss, "", 0, recompute=False)
+        return fire_all(self.due, loss, "", Firing(self.calls - 1))
 
     def detach(self) -> None:
         """Nothing was attached to anything."""

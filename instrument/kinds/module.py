@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..nested import map_leaves
 from .calls import Call, Calls
 from .causes import NO_TENSOR, TRANSFORMED
-from .live import Clock, LiveSite, Uncopied, fire_all
+from .live import Clock, Firing, LiveSite, Uncopied, fire_all
 from .tensor import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -124,7 +124,7 @@ class ModuleHooks(Uncopied):
         def act(path: str, tensor: Tensor) -> Tensor:
             mine = [live for live in acting if live.takes(tensor, path)]
             fired.update(mine)
-            return fire_all(mine, tensor, path, call.number, call.again)
+            return fire_all(mine, tensor, path, Firing(call.number, recompute=call.again))
 
         new = map_leaves(value, act)
         if not call.again:

@@ -19,7 +19,7 @@ from ..errors import ConfigError, Mistake
 from ..nested import leaves, map_leaves
 from .calls import Call, Calls
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
-from .live import Clock, LiveSite, Uncopied, fire_all
+from .live import Clock, Firing, LiveSite, Uncopied, fire_all
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an output is modified in place
 
@@ -111,14 +111,16 @@ class ModuleBackwardHooks(Uncopied):
         ]
         if not lives:
             return None
-        number, again = (self.awaited[-1].number, self.awaited[-1].again) if self.awaited else (UNKNOWN_CALL, False)
+        firing = Firing(UNKNOWN_CALL)
+        if self.awaited:
+            firing = Firing(self.awaited[-1].number, recompute=self.awaited[-1].again)
         fired: set[LiveSite] = set()
 
         def act(path: str, gradient: Tensor) -> Tensor:
             path = "" if role == "grad_output" and self.bare else path
             mine = [live for live in lives if live.takes(gradient, path)]
             fired.update(mine)
-            return fire_all(mine, gradient, path, number, again)
+            return fire_all(mine, gradient, path, firing)
 
         new = map_leaves(gradients, act)
         for live in fired:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .causes import NO_PARAMETER_GRADIENT, NO_STATE
 from .closure import Arguments, when_gradients_are_there
-from .live import Clock, LiveSite
+from .live import Clock, Firing, LiveSite
 
 
 class StepHooks:
@@ -76,7 +76,7 @@ class StepHooks:
                 continue
             live.hit()
             live.action.prepare([tensor])
-            new = live.fire(tensor, live.site.own_name, call)
+            new = live.fire(tensor, live.site.own_name, Firing(call))
             if new is not tensor:
                 tensor.copy_(new)
 

@@ -3,6 +3,7 @@ parameter_grad when it is used."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .causes import NO_PARAMETER_GRADIENT, NOT_OPTIMIZED
 from .closure import Arguments, when_gradients_are_there
-from .live import Clock, LiveSite, fire_all
+from .live import Clock, Firing, LiveSite, fire_all
 
 
 class GradientHooks:
@@ -30,6 +31,8 @@ class GradientHooks:
         self.sums = [live for live in lives if live.site.spec.kind == "post_accumulate_grad"]
         self.site = lives[0]
         self.handles: list[RemovableHandle] = []
+        self.turn = -1
+        self.passes: Counter[str] = Counter()
         self.parameter: Parameter | None = None
         self.renew()
 
@@ -53,7 +56,7 @@ class GradientHooks:
     def arrived(self, gradient: Tensor) -> Tensor | None:
         """`Tensor.register_hook`: a micro-batch's own gradient, before it is added to the sum."""
         due = self._due(self.micro)
-        new = fire_all(due, gradient, self.site.site.own_name, 0, False, self.parameter)
+        new = fire_all(due, gradient, self.site.site.own_name, self._passes("micro"), self.parameter)
         return None if new is gradient else new
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -61,9 +64,18 @@ class GradientHooks:
         if parameter.grad is None:
             return
         gradient = parameter.grad
-        new = fire_all(self._due(self.sums), gradient, self.site.site.own_name, 0, False, parameter)
+        due = self._due(self.sums)
+        new = fire_all(due, gradient, self.site.site.own_name, self._passes("sums"), parameter)
         if new is not gradient:
             _deliver(gradient, new)
+
+    def _passes(self, kind: str) -> Firing:
+        """Count a gradient of the parameter: there are several in a turn where backward is called several times."""
+        if self.turn != self.clock.turn:
+            self.turn = self.clock.turn
+            self.passes.clear()
+        self.passes[kind] += 1
+        return Firing(backward=self.passes[kind] - 1)
 
     def _due(self, lives: Sequence[LiveSite]) -> list[LiveSite]:
         due = [live for live in lives if live.due and not self.clock.closed]
@@ -130,7 +142,7 @@ class BoundaryHooks:
         gradients = [gradient for _, _, gradient in ready]
         true = gradients if scale is None else [gradient / scale.to(gradient.device) for gradient in gradients]
         ready[0][0].action.prepare(true)
-        changed = [live.fire(old, live.site.own_name, call, value=p, amp_scale=scale) for live, p, old in ready]
+        changed = [live.fire(old, live.site.own_name, Firing(call), value=p, amp_scale=scale) for live, p, old in ready]
         for gradient, new in zip(gradients, changed, strict=True):  # all of them, or none where a function fails
             if new is not gradient:
                 _deliver(gradient, new)

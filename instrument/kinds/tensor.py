@@ -19,6 +19,7 @@ No hook holds a tensor that belongs to a graph: the graph holds the hook, and ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..nested import leaves, map_leaves
 from .awaited import Awaited, Behind, Hook, LeafHooks, Part
 from .calls import Call
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
-from .live import Clock, LiveSite, fire_all
+from .live import Clock, Firing, LiveSite, fire_all
 from .share import Edge, Share, edge_of, find_shares, next_number
 
 
@@ -70,6 +71,7 @@ class GradientCall:
         self.taken.update((live, id(value)) for live in lives)
         kept = value.detach().clone() if any(live.needs_value for live in lives) else None
         fired, clock, number, again = self.fired, self.clock, self.call.number, self.call.again
+        passes = count()
 
         def deliver(gradient: Tensor) -> Tensor | None:
             if clock.closed:
@@ -78,7 +80,7 @@ class GradientCall:
                 if live not in fired:
                     fired.add(live)
                     live.hit()
-            new = fire_all(lives, gradient, path, number, again, kept)
+            new = fire_all(lives, gradient, path, Firing(number, next(passes), again), kept)
             return None if new is gradient else new
 
         return deliver

@@ -98,6 +98,7 @@ def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int)
     told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     return RunFolder(
         path,
+        where="out",
         name=path.name,
         seed=seed,
         config={"hooks": told},

@@ -15,6 +15,8 @@ from yaml import MarkedYAMLError
 
 from ..errors import Mistake, nearest
 
+PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
+
 
 def composition_mistake(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Mistake:
     """The mistake behind an error that Hydra, OmegaConf or YAML raised while a configuration was composed.
@@ -28,6 +30,10 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
         return _not_yaml(error)
     if isinstance(error, OverrideParseException):
         return Mistake("", f"this override cannot be read: {_told(error)}", written=error.override)
+    if re.search(r"Could not override '[^']+@exp\.", str(error)):
+        return Mistake(
+            "exp", "its 'override' lines are looked for below the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
+        )
     missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
     if missing:
         known = getattr(error, "options", None) or _options(missing[1], folders)
@@ -60,7 +66,11 @@ def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:
     keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
     if str(cause.key) in keys or not keys:
         return Mistake(str(cause.full_key or ""), f"{_told(error)} {_told(cause)}")
-    return Mistake(str(cause.full_key), _told(error), allowed=keys, nearest=nearest(str(cause.key), keys))
+    name = str(cause.full_key)
+    if nearest(str(cause.key), keys):
+        return Mistake(name, _told(error), allowed=keys, nearest=nearest(str(cause.key), keys))
+    problem = f"the configuration does not have this key; with a plus in front it is added: +{name}=..."
+    return Mistake(name, problem, allowed=keys)
 
 
 def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mistake | None:

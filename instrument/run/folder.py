@@ -21,8 +21,12 @@ Status = Literal["running", "done", "failed", "interrupted"]
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 
 
-def refuse_taken(folder: Path) -> None:
+def refuse_taken(folder: Path, where: str) -> None:
     """A run is never written over another one, nor where nothing can be written.
+
+    Args:
+        folder: Where the run is to be.
+        where: What the user says it by.
 
     Raises:
         ConfigError: The folder holds a run, or cannot be made or written.
@@ -30,7 +34,7 @@ def refuse_taken(folder: Path) -> None:
     if (folder / "run.json").exists():
         raise ConfigError(
             Mistake(
-                "hydra.run.dir",
+                where,
                 "there is a run in this folder already, and none is ever overwritten",
                 written=str(folder),
             )
@@ -43,10 +47,10 @@ def refuse_taken(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(
             Mistake(
-                "hydra.run.dir",
+                where,
                 f"this folder cannot be written: {error.strerror}",
                 written=str(folder),
-                allowed="hydra.run.dir=FOLDER, one that you may write to",
+                allowed=f"{where}=FOLDER, one that you may write to",
             )
         ) from None
 
@@ -54,8 +58,8 @@ def refuse_taken(folder: Path) -> None:
 class RunFolder:
     """A new folder for one run; `record` is what run.json says, written anew at every change."""
 
-    def __init__(self, path: Path, **record: Any) -> None:
-        refuse_taken(path)
+    def __init__(self, path: Path, *, where: str = "hydra.run.dir", **record: Any) -> None:
+        refuse_taken(path, where)
         self.path = path
         self.record: dict[str, Any] = {
             "status": "running",

@@ -24,10 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from ..spec.parse import parse_config
-from .composition import composition_mistake
+from .composition import PACKAGE_LINE, composition_mistake
 from .folder import refuse_taken
-
-PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
 
 
 class JobFailedError(Exception):
@@ -72,7 +70,7 @@ class Guard(Callback):
             if parsed.plan:
                 show_plan(parsed)
                 raise SystemExit(0)
-            refuse_taken(Path(config.hydra.run.dir))
+            refuse_taken(Path(config.hydra.run.dir), "hydra.run.dir")
         except InstrumentError as error:
             raise SystemExit(complain(error)) from None
 
@@ -94,7 +92,7 @@ class Guard(Callback):
                         written=str(folder),
                     )
                 )
-            refuse_taken(folder)
+            refuse_taken(folder, "hydra.sweep.dir")
         except InstrumentError as error:
             raise SystemExit(complain(error)) from None
 

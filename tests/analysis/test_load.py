@@ -19,12 +19,12 @@ from instrument.sinks.parquet import ParquetSink
 
 
 def stats_row(step: int, layer: str, mean: float) -> tuple[Any, ...]:
-    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, False)
+    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False)
     return (*key, 8, mean, *[0.0] * 8, 0, 0)
 
 
 def tensor_row(step: int, layer: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, False)
+    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False)
     return (*key, "float32", list(tensor.shape), [*tensor.shape, 1], tensor, None)
 
 

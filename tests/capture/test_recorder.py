@@ -17,7 +17,9 @@ from instrument.capture import recorder as module
 from instrument.capture.recorder import Recorder, fetch
 from instrument.stats.kernel import measure_on_device
 
-CONTEXT = Context("h", "forward", "output", "a.b", nn.ReLU(), "0", Moment(3, 1, 2, "train"), call=4, recompute=True)
+CONTEXT = Context(
+    "h", "forward", "output", "a.b", nn.ReLU(), "0", Moment(3, 1, 2, "train"), call=4, backward=2, recompute=True
+)
 
 
 def test_a_row_says_where_and_when_it_comes_from() -> None:
@@ -26,7 +28,7 @@ def test_a_row_says_where_and_when_it_comes_from() -> None:
     recorder.add_stats(CONTEXT, ("mean",), [0.5])
     recorder.end_step()
     (row,) = sink.records("stats")
-    assert {key: row[key] for key in list(row)[:13]} == {
+    assert {key: row[key] for key in list(row)[:14]} == {
         "step": 3,
         "micro_step": 1,
         "epoch": 2,
@@ -39,6 +41,7 @@ def test_a_row_says_where_and_when_it_comes_from() -> None:
         "role": "output",
         "path": "0",
         "call": 4,
+        "backward": 2,
         "recompute": True,
     }
     assert row["mean"] == 0.5

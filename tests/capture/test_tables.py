@@ -15,7 +15,7 @@ from instrument.capture.tables import TABLES, Table, as_arrow, markdown
 from instrument.spec.statistics import STATISTICS
 
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
-IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "recompute"]
+IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "backward", "recompute"]
 
 
 @pytest.fixture(scope="module")

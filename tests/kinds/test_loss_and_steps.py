@@ -175,3 +175,18 @@ def test_prepend_puts_a_hook_before_those_that_are_there(prepend: bool, order: l
 def noting(tensor: Tensor, context: Context) -> Tensor:
     note()
     return tensor.clone()
+
+
+def test_several_losses_of_one_step_are_told_apart_by_call() -> None:
+    model = nn.Linear(2, 1)
+    with instrument.attach(model, {"loss": {"kind": "loss", "action": "record", "stats": ["mean"]}}) as probe:
+        for value in (1.0, 2.0):
+            probe.loss(torch.tensor(value))
+        probe.end_step()
+        probe.loss(torch.tensor(3.0))
+        probe.end_step()
+    assert [(row["step"], row["call"], row["mean"]) for row in probe.sink.records("stats")] == [
+        (0, 0, 1.0),
+        (0, 1, 2.0),
+        (1, 0, 3.0),
+    ]

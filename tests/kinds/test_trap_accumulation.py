@@ -96,6 +96,8 @@ def test_a_loop_that_does_not_tell_its_micro_steps_loses_nothing() -> None:
         )
         assert len(mine) == len(wanted)
         assert all(map(torch.equal, mine, wanted))
+    passes = [row["backward"] for row in probe.sink.records("tensors") if row["hook"] == "micro"]
+    assert passes == list(range(MICRO_BATCHES))
     calls = probe.sink.frame("stats").call.tolist()
     assert calls == list(range(MICRO_BATCHES))
     assert not probe.warnings

@@ -55,6 +55,20 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+def test_no_two_rows_are_of_the_same_thing() -> None:
+    """A mean over rows that look alike, one from each pass, would be a wrong number."""
+    model = critic()
+    with instrument.attach(model, RECORDS) as probe:
+        penalty(model, points()).backward()
+        x = points()
+        model(x).sum().backward(retain_graph=True)
+        probe.end_step()
+    table = probe.sink.frame("tensors")
+    of = ["hook", "layer", "path", "call", "backward"]
+    assert not table.duplicated(of).any()
+    assert table.duplicated(of[:-1]).any()
+
+
 def test_recording_leaves_no_trace_in_the_second_derivative() -> None:
     bare = critic()
     penalty(bare, points()).backward()
@@ -80,9 +94,10 @@ def test_both_passes_are_seen_first_the_slope_and_then_the_gradient_of_it() -> N
         (mine,) = torch.autograd.grad(model[1](out).sum(), out, create_graph=True)
         mine.square().sum().backward()
         probe.end_step()
-    first, then = [row["values"] for row in probe.sink.records("tensors")]
-    assert torch.equal(first, slope.detach())
-    assert torch.equal(then, second)
+    first, then = probe.sink.records("tensors")
+    assert torch.equal(first["values"], slope.detach())
+    assert torch.equal(then["values"], second)
+    assert [(row["call"], row["backward"]) for row in (first, then)] == [(0, 0), (0, 1)]
     assert not probe.warnings
 
 

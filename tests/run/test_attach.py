@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -225,3 +226,18 @@ def test_where_all_fires_nothing_is_warned_of() -> None:
             model(torch.zeros(1, 2))
             probe.end_step()
     assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(1, 1)]
+
+
+def test_a_folder_that_holds_a_run_is_named_by_the_argument(tmp_path: Path) -> None:
+    spec = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
+    model = nn.Linear(2, 2)
+    for _ in range(2):
+        with (
+            pytest.raises(ConfigError, match=r"out: there is a run in this folder already")
+            if (tmp_path / "run.json").exists()
+            else contextlib.nullcontext(),
+            instrument.attach(model, spec, out=tmp_path) as probe,
+        ):
+            model(torch.zeros(1, 2))
+            probe.end_step()
+    assert len(instrument.load(tmp_path).stats) == 1

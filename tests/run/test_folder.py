@@ -40,14 +40,14 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> 
 
 def test_a_folder_with_other_files_in_it_may_be_used(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    refuse_taken(tmp_path)
+    refuse_taken(tmp_path, "out")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
-        refuse_taken(tmp_path / "file" / "run")
+        refuse_taken(tmp_path / "file" / "run", "out")
 
 
 def test_the_hash_is_of_what_a_configuration_says_whatever_the_order_of_its_keys() -> None:

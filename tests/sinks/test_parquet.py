@@ -30,7 +30,7 @@ METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
 
 
 def tensor_row(tensor: Tensor, step: int = 0) -> tuple[Any, ...]:
-    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, False)
+    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False)
     shape = list(tensor.shape)
     return (*key, str(tensor.dtype).removeprefix("torch."), shape, shape, tensor, None)
 
