@@ -7,24 +7,14 @@ from torch import nn
 import instrument
 from instrument.spec.kinds import KINDS
 
-fired = []
-
-
-def note(tensor, context):
-    """Write down where we are; give the tensor back as it is."""
-    fired.append(f"{context.kind:<20} {context.role:<12} {context.layer or '.'}")
-    return tensor
-
-
 model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 optimizer = torch.optim.Adam(model.parameters())
-hooks = {kind: {"layers": "*", "kind": kind, "action": "modify", "fn": note} for kind in KINDS if KINDS[kind].changes}
-for name, spec in hooks.items():
-    if name not in ("forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"):
+hooks = {kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l2"]} for kind in KINDS}
+for kind, spec in hooks.items():
+    if KINDS[kind].family in ("parameter", "optimizer", "state_dict"):
         spec["params"] = "weight"
-hooks["loss"] = {"kind": "loss", "action": "modify", "fn": note}
-hooks["state_dict_post"] = {**hooks["state_dict_post"], "layers": "0"}
-hooks["load_state_dict_pre"] = {**hooks["load_state_dict_pre"], "layers": "0"}
+    if KINDS[kind].family == "loss":
+        del spec["layers"]  # there is one loss
 
 with instrument.attach(model, hooks, optimizer=optimizer) as probe:
     loss = probe.loss(model(torch.randn(2, 3, requires_grad=True)).square().mean())
@@ -33,5 +23,5 @@ with instrument.attach(model, hooks, optimizer=optimizer) as probe:
     model.load_state_dict(model.state_dict())
     probe.end_step(loss=loss)
 
-for number, line in enumerate(fired, start=1):
-    print(f"{number:>3}  {line}")
+for number, row in enumerate(probe.sink.records("stats"), start=1):
+    print(f"{number:>3}  {row['kind']:<20} {row['role']:<12} {row['layer'] or '.'}")

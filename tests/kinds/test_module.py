@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
+from instrument.kinds.causes import NO_TENSOR
 
 
 def record(kind: str, layers: str = "**", **more: Any) -> dict[str, Any]:
@@ -480,3 +481,39 @@ def test_hooks_of_somebody_else_see_what_ours_gave_when_they_came_later() -> Non
         model.register_forward_hook(lambda module, args, output: seen.append(output.item()))
         model(torch.tensor(3.0))
     assert seen == [6.0]
+
+
+@pytest.mark.parametrize("always_call", [True, False])
+def test_always_call_calls_a_hook_though_one_before_it_raised(always_call: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def raising(*_: Any) -> None:
+        raise KeyError("another's")
+
+    model[0].register_forward_hook(raising)
+    batch = torch.ones(1, 2)
+    with instrument.attach(model, {"seen": record("forward", "0", always_call=always_call)}) as probe:
+        with pytest.raises(KeyError, match="another's"):
+            model(batch)
+        probe.end_step()
+        model[0]._forward_hooks.popitem(last=False)  # theirs: from now on all is well
+        model(batch)
+        probe.end_step()
+    wanted = nn.functional.linear(batch, model[0].weight, model[0].bias)
+    rows = probe.sink.records("tensors")
+    assert [(row["step"], row["call"]) for row in rows] == ([(0, 0)] if always_call else []) + [(1, 0)]
+    assert all(torch.equal(row["values"], wanted) for row in rows)
+
+
+def test_always_call_after_a_module_that_raised_has_nothing_to_see_and_says_so() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    model = nn.Sequential(Failing())
+    with instrument.attach(model, {"seen": record("forward", "0", always_call=True)}) as probe:
+        with pytest.raises(ValueError, match="no"):
+            model(torch.ones(1))
+        probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"], row["cause"]) == (1, 0, NO_TENSOR)
