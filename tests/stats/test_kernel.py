@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
 from instrument.spec.statistics import ALL, DEFAULT, STATISTICS
-from instrument.stats.kernel import BLOCK, measure, measure_on_device
+from instrument.stats.blocks import BLOCK
+from instrument.stats.kernel import measure, measure_on_device
 
 EXACT = ("numel", "min", "max", "abs_max", "zero_fraction", "nan_count", "inf_count")
 SMALLEST = 5e-324  # of float64's numbers: the last bit of those that have no others
@@ -344,3 +346,50 @@ def test_law_5_for_any_mean_and_spread(dtype: torch.dtype, mean: float, spread: 
     wanted = reference(numpy_of(tensor))
     assert_law_5(in_blocks(tensor), wanted)
     assert_law_5(on_device(tensor), wanted)
+
+
+ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "a mean of just under two deviations": lambda rng, n: rng.normal(1.99, 1.0, n),
+    "a mean of just over two deviations": lambda rng, n: rng.normal(2.01, 1.0, n),
+    "one magnitude, whose square has no end in binary": lambda rng, n: rng.choice([-0.1, 0.1], n),
+    "one magnitude with a mean": lambda rng, n: rng.choice([-0.1, 0.1, 0.1], n),
+    "half zeros": lambda rng, n: np.maximum(rng.normal(0.0, 1.0, n), 0.0),
+    "no second moment": lambda rng, n: rng.standard_cauchy(n),
+    "a few large ones among many small ones": lambda rng, n: np.where(np.arange(n) % 1000 == 0, 1.0, 1e-4),
+    "in order": lambda rng, n: np.sort(rng.normal(0.5, 1.0, n)),
+    "quantised": lambda rng, n: rng.integers(-3, 4, n) * 0.1,
+    "each block of its own mean": lambda rng, n: rng.normal(0.0, 1.0, n) + np.arange(n) // BLOCK * 100.0,
+    "one block far from zero, the others around it": lambda rng, n: (
+        rng.normal(0.0, 1.0, n) + (np.arange(n) < BLOCK) * 1e4
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [5, 700, 20_091, 2 * BLOCK + 3])
+@pytest.mark.parametrize("scale", [1e-13, 1e-11, 1e-3, 1.0, 1e12, 3e15, 1e17])
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_law_5_where_float32_adds_up(adversary: str, scale: float, size: int) -> None:
+    values = ADVERSARIES[adversary](np.random.default_rng(size), size) * scale
+    tensor = torch.from_numpy(values.astype(np.float32))
+    assert_law_5(in_blocks(tensor), reference(tensor.numpy()))
+
+
+@pytest.mark.parametrize("names", [("mean",), ("min", "max"), ("zero_fraction",), ("l1", "std"), DEFAULT], ids=str)
+def test_what_is_not_asked_for_changes_nothing_of_what_is(names: tuple[str, ...]) -> None:
+    tensor = torch.randn(3 * BLOCK).relu()
+    wanted = in_blocks(tensor)
+    assert list(measure(tensor, names)) == [wanted[name] for name in names]
+
+
+def test_threads_that_measure_at_once_do_not_mix_their_numbers() -> None:
+    tensors = [torch.randn(2 * BLOCK) * 10.0**i for i in range(8)]
+    wanted = [measure(tensor, ALL) for tensor in tensors]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            assert list(pool.map(lambda tensor: measure(tensor, ALL), tensors)) == wanted
+
+
+def test_a_tensor_of_inference_mode_is_measured_and_so_is_the_next_one() -> None:
+    with torch.inference_mode():
+        inside = in_blocks(torch.arange(5.0))
+    assert in_blocks(torch.arange(5.0)) == inside

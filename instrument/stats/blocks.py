@@ -1,0 +1,175 @@
+"""Statistics of a flat tensor on the CPU, block by block.
+
+A block fits the L2 cache. Floats of up to 32 bits are summed as they are, in the few passes that vectorise: smallest and
+largest, zeros, sum, squares and their sum. PyTorch adds up in a tree, so that the rounding stays at 1e-7 of the sum of
+magnitudes. Where that is not exact enough for the spread, since the mean is far from zero, or where a square would
+leave the type, and for all other types, the block is centred and summed in float64. The blocks' moments are merged (Chan,
+Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..spec.statistics import ALL
+
+BLOCK = 65_536  # elements; in float64 half a megabyte, which stays in the L2 cache
+SAFE_EXPONENT = 400  # of two: sums of squares up to here neither overflow float64 nor vanish in it
+MOST_EXPONENT = 1000  # of two: what is divided by, and multiplied with again, is a number itself
+SMALLEST, LARGEST = 1e-12, 1e16  # the largest magnitude of a block whose squares float32 adds up without loss
+CANCELLATION = 4.0  # squared mean over variance, up to which the variance is a difference of two sums
+
+
+@dataclass(slots=True)
+class Moments:
+    """What the blocks so far come to.
+
+    `mean` is above `pivot`, the first value that was met, so that equal values have no spread at all; `squares` and `l1`
+    are of the values themselves. All are in units of `unit`.
+    """
+
+    unit: float = 1.0
+    n: int = 0
+    nan_count: int = 0
+    inf_count: int = 0
+    zeros: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    pivot: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+    squares: float = 0.0
+    l1: float = 0.0
+
+    def merge(self, size: int, mean: float, m2: float) -> None:
+        """Add a block of so many values by its mean above the pivot and its sum of squared deviations."""
+        delta, total = mean - self.mean, self.n + size
+        self.mean += delta * size / total
+        self.m2 += m2 + delta * delta * self.n * size / total
+        self.n = total
+
+
+class Scratch(threading.local):
+    """Room for one block, kept from call to call; each thread has its own."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self.values = torch.empty(BLOCK, dtype=torch.float32)
+            self.squares = torch.empty(BLOCK, dtype=torch.float32)
+        self.mask = np.empty(BLOCK, dtype=bool)
+
+
+_SCRATCH = Scratch()
+
+
+def measure_blocks(flat: Tensor, names: Collection[str]) -> dict[str, float | None]:
+    """Statistics of a flat CPU tensor.
+
+    Args:
+        flat: Any real dtype, shape [elements].
+        names: What is asked for; what costs a pass of its own is formed only then.
+
+    Returns:
+        All statistics; those that were not asked for may be left at 0.
+    """
+    narrow = flat.is_floating_point() and flat.dtype != torch.float64
+    moments = Moments() if narrow else Moments(_unit(flat) if flat.dtype == torch.float64 else 1.0)
+    for start in range(0, flat.numel(), BLOCK):
+        block = flat[start : start + BLOCK]
+        if not (narrow and _add_as_it_is(moments, block, names)):
+            _add_centred(moments, block.to(torch.float64), with_l1="l1" in names)
+    return _statistics(moments, flat.numel())
+
+
+def _add_as_it_is(moments: Moments, block: Tensor, names: Collection[str]) -> bool:
+    """Add a block of floats of up to 32 bits; False, and nothing added, where that would not be exact enough."""
+    size = block.numel()
+    if block.dtype != torch.float32:
+        block = _SCRATCH.values[:size].copy_(block)
+    low, high = (bound.item() for bound in torch.aminmax(block))
+    largest = max(-low, high)
+    if not (SMALLEST <= largest <= LARGEST or largest == 0.0):  # nor where it is not finite
+        return False
+    total, squares = 0.0, 0.0
+    room = _SCRATCH.squares[:size]
+    if largest:
+        total = block.sum().item()
+        squares = torch.mul(block, block, out=room).sum().item()
+        mean = total / size
+        m2 = squares - total * mean
+        if mean * mean * size > CANCELLATION * m2:
+            return False
+    if moments.n == 0:
+        moments.pivot = low
+    moments.low, moments.high = min(moments.low, low), max(moments.high, high)
+    moments.squares += squares
+    if "zero_fraction" in names:
+        mask = _SCRATCH.mask[:size]
+        moments.zeros += int(np.count_nonzero(np.equal(block.numpy(), 0.0, out=mask)))
+    if "l1" in names:
+        moments.l1 += torch.abs(block, out=room).sum().item()
+    moments.merge(size, total / size - moments.pivot, max(squares - total * total / size, 0.0))
+    return True
+
+
+def _add_centred(moments: Moments, block: Tensor, *, with_l1: bool) -> None:
+    """Add a block in float64, in two passes: the mean, and then the deviations from it."""
+    smallest, largest = (bound.item() for bound in torch.aminmax(block))
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        moments.nan_count += int(block.isnan().sum())
+        moments.inf_count += int(block.isinf().sum())
+        block = block[block.isfinite()]
+        if not block.numel():
+            return
+        smallest, largest = (bound.item() for bound in torch.aminmax(block))
+    size = block.numel()
+    moments.low, moments.high = min(moments.low, smallest), max(moments.high, largest)
+    moments.zeros += size - int(torch.count_nonzero(block))
+    if moments.unit != 1.0:
+        block = block / moments.unit
+    moments.squares += torch.dot(block, block).item()
+    if with_l1:
+        moments.l1 += block.abs().sum().item()
+    if moments.n == 0:
+        moments.pivot = smallest / moments.unit
+    moved = block - moments.pivot
+    mean = moved.sum().item() / size
+    centred = moved.sub_(mean)
+    drift = centred.sum().item()  # what rounding left in the mean
+    moments.merge(size, mean, torch.dot(centred, centred).item() - drift * drift / size)
+
+
+def _statistics(moments: Moments, numel: int) -> dict[str, float | None]:
+    counts: dict[str, float | None] = {
+        "numel": numel,
+        "nan_count": moments.nan_count,
+        "inf_count": moments.inf_count,
+    }
+    n, unit = moments.n, moments.unit
+    if n == 0:
+        return dict.fromkeys(ALL) | counts
+    return counts | {
+        "mean": (moments.pivot + moments.mean) * unit,
+        "std": math.sqrt(max(moments.m2, 0.0) / n) * unit,
+        "rms": math.sqrt(moments.squares / n) * unit,
+        "min": moments.low,
+        "max": moments.high,
+        "abs_max": max(abs(moments.low), abs(moments.high)),
+        "l1": moments.l1 * unit,
+        "l2": math.sqrt(moments.squares) * unit,
+        "zero_fraction": moments.zeros / n,
+    }
+
+
+def _unit(flat: Tensor) -> float:
+    """A power of two to measure in, so that no square of a float64 overflows or vanishes; 1 where none would."""
+    finite = flat[flat.isfinite()]
+    exponent = math.frexp(finite.abs().max().item())[1] if finite.numel() else 0
+    return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MOST_EXPONENT, min(exponent, MOST_EXPONENT))
