@@ -46,8 +46,10 @@ class Awaited:
         """Whether it was written to since."""
         return self.witness is not None and self.witness._version != self.version
 
-    def here(self, gradient: Tensor) -> Tensor | None:
-        """The tensor's own hook."""
+    def here(self, gradient: Tensor | None) -> Tensor | None:
+        """The tensor's own hook. PyTorch calls it with None where an operation gave several tensors, and this one is not used."""
+        if gradient is None:
+            return None
         self.delivered = True
         return self.hook(gradient)
 

@@ -73,8 +73,8 @@ class GradientCall:
         fired, clock, number, again = self.fired, self.clock, self.call.number, self.call.again
         passes = count()
 
-        def deliver(gradient: Tensor) -> Tensor | None:
-            if clock.closed:
+        def deliver(gradient: Tensor | None) -> Tensor | None:
+            if clock.closed or gradient is None:  # None: an operation gave several tensors, and this one is not used
                 return None
             for live in lives:
                 if live not in fired:
