@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -310,3 +311,53 @@ def test_what_checkpointing_frees_is_freed_while_hooked() -> None:
         gc.collect()
         assert [tensor() for tensor in kept] == [None, None]
         probe.end_step()
+
+
+class RandomSegments(nn.Module):
+    """Blocks with dropout, called in segments within segments, as a seed draws them."""
+
+    def __init__(self, seed: int, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.seed = seed
+        self.way = way
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)])
+
+    def segment(self, drawn: random.Random, depth: int = 0) -> Callable[[Tensor], Tensor]:
+        count = drawn.randint(1, 4)
+        inner = [depth < 2 and drawn.random() < 0.4 for _ in range(count)]
+        steps = [self.segment(drawn, depth + 1) if deeper else drawn.choice(list(self.blocks)) for deeper in inner]
+        repeated = [drawn.random() < 0.6 for _ in range(count)]
+
+        def run(x: Tensor) -> Tensor:
+            for step, again in zip(steps, repeated, strict=True):
+                x = self.way(step, x) if again else step(x)
+            return x
+
+        return run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.segment(random.Random(self.seed))(x)
+
+
+@VARIANTS
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
+def test_any_nesting_of_segments(kind: str, reentrant: bool) -> None:
+    specs = {"draw": {"layers": ["blocks.*.0", "blocks.1"], "kind": kind, **NOISE}}
+    for seed in range(12):
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        model, plain = RandomSegments(seed, checkpointed(reentrant)), RandomSegments(seed, plainly)
+        seen = []
+        for each in (model, plain):
+            leaf = batch.clone().requires_grad_()
+            torch.manual_seed(7)
+            with instrument.attach(each, specs, seed=2) as probe:
+                each(leaf).square().sum().backward()
+                probe.end_step()
+            gradients = [torch.zeros(()) if p.grad is None else p.grad for p in (*each.parameters(), leaf)]
+            rows = {(row["layer"], row["call"], round(row["norm_after"], 9)) for row in probe.sink.records("effects")}
+            seen.append((gradients, rows, probe.warnings))
+        (mine, effects, told), (wanted, plain_effects, plainly_told) = seen
+        assert equal(mine, wanted, reentrant), seed
+        assert effects == plain_effects, seed
+        assert told == plainly_told, seed
