@@ -11,21 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from places import GRADIENTS, records
 from torch import Tensor, nn
 
 import instrument
 
-KINDS = [
-    ("full_backward_pre", "grad_output"),
-    ("full_backward", "grad_input"),
-    ("full_backward", "grad_output"),
-    ("tensor", "output"),
-    ("tensor", "input"),
-]
 KEEP = {"action": "record", "stats": "none", "tensors": True}
-RECORDS: dict[str, Any] = {
-    f"{kind}_{role}": {"layers": "**", "kind": kind, "role": role, **KEEP} for kind, role in KINDS
-}
+RECORDS: dict[str, Any] = records(GRADIENTS)
 RECORDS |= {
     "forward": {"layers": "**", "kind": "forward", **KEEP},
     "micro": {"layers": "**", "kind": "parameter_grad_micro", **KEEP},

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchvision
 from architectures import CLASSES, QUICK, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision, parameters
+from places import CHANGES, GRADIENTS, records
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,17 +25,7 @@ from instrument.capture.tables import TABLES
 from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_hooks
 
-KINDS = [
-    ("full_backward_pre", "grad_output"),
-    ("full_backward", "grad_input"),
-    ("full_backward", "grad_output"),
-    ("tensor", "output"),
-    ("tensor", "input"),
-]
-HOOKS = {
-    f"{kind}_{role}": {"layers": "**", "kind": kind, "role": role, "action": "record", "stats": "none", "tensors": True}
-    for kind, role in KINDS
-}
+HOOKS = records(GRADIENTS)
 STEPS = 2
 ARCHITECTURES = [*map(of_torchvision, TORCHVISION), *map(of_timm, TIMM)]
 Digest = bytes
@@ -143,7 +134,7 @@ def check(architecture: Architecture) -> tuple[int, int]:
     model.load_state_dict(start)
     hooked, recorded = instrumented(model, images)
     assert hooked == bare
-    assert len(recorded) > STEPS * len(KINDS)
+    assert len(recorded) > STEPS * len(GRADIENTS)
     model.load_state_dict(start)
     in_place = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     for module in in_place:
@@ -162,7 +153,7 @@ def test_gradients_are_those_of_the_model_without_operations_in_place(architectu
     check(architecture)
 
 
-@pytest.mark.parametrize(("kind", "role"), [place for place in KINDS if place != ("full_backward", "grad_output")])
+@pytest.mark.parametrize(("kind", "role"), CHANGES)
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_changes_are_those_of_the_model_without_operations_in_place(name: str, kind: str, role: str) -> None:
     architecture = of_torchvision(name)

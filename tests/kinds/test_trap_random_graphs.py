@@ -12,30 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from places import CHANGES, PLACES, records
 from torch import Tensor, nn
 
 import instrument
 
 WIDTH, SAMPLES = 4, 3
-PLACES = [
-    ("forward_pre", "input"),
-    ("forward", "output"),
-    ("full_backward_pre", "grad_output"),
-    ("full_backward", "grad_input"),
-    ("full_backward", "grad_output"),
-    ("tensor", "output"),
-    ("tensor", "input"),
-]
-RECORDS = {
-    f"{kind}_{role}": {"layers": "**", "kind": kind, "role": role, "action": "record", "stats": "none", "tensors": True}
-    for kind, role in PLACES
-}
-CHANGES = [
-    ("full_backward_pre", "grad_output"),
-    ("full_backward", "grad_input"),
-    ("tensor", "output"),
-    ("tensor", "input"),
-]
+RECORDS = records(PLACES)
 SEEDS = range(150)
 
 

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from places import PLACES, records
 from torch import Tensor, nn
 
 import instrument
-
-KINDS = [
-    ("forward_pre", "input"),
-    ("forward", "output"),
-    ("full_backward_pre", "grad_output"),
-    ("full_backward", "grad_input"),
-    ("full_backward", "grad_output"),
-    ("tensor", "output"),
-    ("tensor", "input"),
-]
-
-
-def records(layers: str, **more: Any) -> dict[str, Any]:
-    keep = {"action": "record", "stats": "none", "tensors": True, **more}
-    return {f"{kind}_{role}": {"layers": layers, "kind": kind, "role": role, **keep} for kind, role in KINDS}
 
 
 class Nested(nn.Module):
@@ -50,7 +34,7 @@ class Nested(nn.Module):
 def test_a_module_that_calls_itself_has_rows_of_every_call() -> None:
     torch.manual_seed(0)
     model = Nested()
-    with instrument.attach(model, records(".")) as probe:
+    with instrument.attach(model, records(PLACES, ".")) as probe:
         model(torch.randn(2, 3, requires_grad=True)).square().sum().backward()
         probe.end_step()
     rows = {(row["hook"], row["call"]): row["values"] for row in probe.sink.records("tensors")}
@@ -90,12 +74,12 @@ def test_an_intervention_on_a_module_that_calls_itself_acts_on_every_call(kind: 
 def test_a_module_under_two_names_is_hooked_once_and_its_calls_are_numbered() -> None:
     shared = nn.Linear(3, 3)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    with instrument.attach(model, records("2")) as probe:
+    with instrument.attach(model, records(PLACES, "2")) as probe:
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
         probe.end_step()
     table = probe.sink.frame("tensors")
     assert (table.groupby(["hook", "call"]).size() == 1).all()
-    assert table.groupby("hook").call.apply(sorted).tolist() == [[0, 1]] * len(KINDS)
+    assert table.groupby("hook").call.apply(sorted).tolist() == [[0, 1]] * len(PLACES)
     assert set(table.layer) == {"0"}  # the first of its names; `layers` has both
     (row,) = [row for row in probe.sink.records("layers") if row["layer"] == "0"]
     assert list(row["aliases"]) == ["2"]

@@ -43,3 +43,5 @@ def test_a_path_that_means_none_is_told_with_those_that_there_are(path: str, kin
 def test_a_module_that_was_not_called_is_the_ledgers_matter() -> None:
     plan = make_plan(parse_hooks({"mine": {"layers": "0", "kind": "forward", "path": "9", "action": "record"}}), MODEL)
     refuse_idle_paths(plan, {"train": {}})
+    with pytest.raises(ConfigError):
+        refuse_idle_paths(plan, {"train": try_forward(MODEL, lambda: MODEL(torch.randn(2, 3, 4)), training=True)})
