@@ -4,6 +4,7 @@ InstrumentError                     exit code 1
 ├── ConfigError                     exit code 2: what was written cannot be meant
 ├── HookError                       a hook failed at a layer and a step
 │   └── HookResultError             a hook returned a value that does not fit in the place of the old one
+├── SinkError                   rows cannot be written any more
 ├── AlreadyAttachedError            one probe, entered twice
 └── NoRunError                      nothing to load (in instrument.analysis.load)
 """
@@ -26,6 +27,7 @@ __all__ = [
     "InstrumentError",
     "InstrumentWarning",
     "Mistake",
+    "SinkError",
     "nearest",
     "own_frame",
 ]
@@ -105,6 +107,10 @@ class HookError(InstrumentError):
 
 class HookResultError(HookError):
     """A hook returned something of another type, shape, dtype, device or graph than the tensor that it was given."""
+
+
+class SinkError(InstrumentError):
+    """Rows cannot be written any more: the disk is full, the folder is gone; the message says what is saved."""
 
 
 class InstrumentWarning(UserWarning):

@@ -217,7 +217,7 @@ def test_all_mistakes_of_a_file_are_told_at_once(cli: Cli) -> None:
         [*TINY, "+scheduler._target_=torch.nn.Identity"],
         [*TINY, "scheduler=3"],
         [*TINY, "sink=null"],
-        [*TINY, "sink.flush_seconds=0"],
+        [*TINY, "sink.when_full=perhaps"],
         [*TINY, "seed=-1"],
         [*TINY, "seed=99999999999999999999999999"],
         [*TINY, "name=../../x"],
@@ -490,7 +490,7 @@ def test_a_model_that_raises_in_the_middle_of_training_leaves_what_was_recorded(
 
 
 def test_ctrl_c_closes_the_files_and_ends_with_exit_code_130(workdir: Path) -> None:
-    arguments = [*TINY, "train.steps=10000000", "hooks=activations", "sink.flush_seconds=0.2", "hydra.run.dir=out"]
+    arguments = [*TINY, "train.steps=10000000", "hooks=activations", "hydra.run.dir=out"]
     # Who starts the tests in the background has them ignore SIGINT, and their children too.
     script = (
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -504,7 +504,7 @@ def test_ctrl_c_closes_the_files_and_ends_with_exit_code_130(workdir: Path) -> N
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
         deadline = time.monotonic() + 60
-        while not list(Path("out/metrics").glob("*.parquet")):
+        while not list(Path("out/journal").glob("metrics-*")):
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -22,9 +22,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("actions",),
     ("kinds",),
     ("capture",),
-    ("sinks", "analysis"),
+    ("sinks",),
+    ("analysis",),
     ("run",),
-    ("__main__", "integrations", "verify"),
+    ("__main__", "integrations", "recover", "verify"),
 )
 # The vocabulary's one look to the side: a mistake is an error.
 WITHIN_A_ROW = {("spec", "errors")}

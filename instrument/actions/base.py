@@ -108,8 +108,10 @@ class Rows(Protocol):
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
 
-    def add_tensor(self, context: Context, source_shape: tuple[int, ...], tensor: Tensor) -> None:
-        """One tensor's values; the tensor is the receiver's own, a copy that nobody else writes to."""
+    def add_tensor(
+        self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        """A tensor to be kept, in a type or in its own: it is copied here and now, since it may be written to next."""
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """What one intervention changed."""

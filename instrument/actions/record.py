@@ -53,12 +53,10 @@ class Record:
         if self.statistics:
             self.rows.add_stats(context, self.statistics, measure(seen, self.statistics))
         if self.spec.tensors:
-            # Copied here and now: what comes next may write to the tensor in place.
             plain = as_plain(seen)
             try:
                 kept = cut(plain, self.spec)
             except IndexError as error:
                 shape = list(plain.shape)
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
-            copied = kept.to(self.dtype or kept.dtype, copy=True, memory_format=torch.contiguous_format)
-            self.rows.add_tensor(context, tuple(plain.shape), copied)
+            self.rows.add_tensor(context, plain.shape, kept, self.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
+from .files import RunFiles
 
 
 class NoRunError(InstrumentError):
@@ -52,6 +52,7 @@ class Run:
     def __init__(self, path: Path, folders: Sequence[Path]) -> None:
         self.path = path
         self.folders = list(folders)
+        self._files = [RunFiles(folder) for folder in self.folders]
         self._several = self.folders != [path]
 
     def __repr__(self) -> str:
@@ -61,13 +62,22 @@ class Run:
 
     @cached_property
     def infos(self) -> list[dict[str, Any]]:
-        """The run.json of each run."""
-        return [json.loads((folder / "run.json").read_text()) for folder in self.folders]
+        """The run.json of each run; `status` is `killed` where it says that it runs and its process is gone."""
+        return [files.info() for files in self._files]
 
     @property
     def info(self) -> dict[str, Any]:
         """The run.json of the one run, or of the first of several."""
         return self.infos[0]
+
+    @property
+    def problems(self) -> list[str]:
+        """Files that could not be read, or only in part, each with what is wrong; known once tables have been read."""
+        return [
+            problem if not self._several else f"{folder.relative_to(self.path)}/{problem}"
+            for folder, files in zip(self.folders, self._files, strict=True)
+            for problem in files.problems
+        ]
 
     @property
     def runs(self) -> pd.DataFrame:
@@ -77,8 +87,8 @@ class Run:
                 "run": str(folder.relative_to(self.path)),
                 "status": info["status"],
                 "seed": info["seed"],
-                **info.get("overrides", {}),
-                **(info.get("metrics") or {}),
+                **info["overrides"],
+                **info["metrics"],
             }
             for folder, info in zip(self.folders, self.infos, strict=True)
         ]
@@ -116,9 +126,7 @@ class Run:
 
     def read(self, table: str, columns: list[str]) -> pd.DataFrame:
         """Some columns of a table, with nothing else read from disk."""
-        parts: list[pd.DataFrame] = [
-            _plain_labels(p.to_table(columns=columns)).to_pandas() for p in self._dataset(table)
-        ]
+        parts: list[pd.DataFrame] = [_plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
         return pd.concat(parts, ignore_index=True)
 
     def tensors(self, **where: Any) -> pd.DataFrame:
@@ -164,7 +172,7 @@ class Run:
             raise InstrumentError("run.sql needs DuckDB: pip install 'instrument[sql]'") from None
         with duckdb.connect() as connection:
             for name in TABLES:
-                table = self._dataset(name)
+                table = [files.dataset(name) for files in self._files]
                 if not self._several:
                     connection.register(name, table[0])
                 else:
@@ -176,25 +184,12 @@ class Run:
                     connection.execute(f"create view {name} as {' union all by name '.join(parts)}")
             return connection.execute(query).df()
 
-    def _dataset(self, table: str) -> list[ds.Dataset]:
-        """The table of each run, unread; one that has no file yet is empty."""
-        schema = TABLES[table].schema
-        found = []
-        for folder in self.folders:
-            files = sorted((folder / table).glob("*.parquet"))
-            found.append(
-                ds.dataset([str(file) for file in files], schema=schema, format="parquet")
-                if files
-                else ds.dataset(schema.empty_table())
-            )
-        return found
-
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []
-        for folder, info, part in zip(self.folders, self.infos, self._dataset(table), strict=True):
-            frame: pd.DataFrame = _plain_labels(part.to_table(filter=condition)).to_pandas()
+        for folder, info, files in zip(self.folders, self.infos, self._files, strict=True):
+            frame: pd.DataFrame = _plain_labels(files.read(table, condition=condition)).to_pandas()
             if self._several:
-                _add_overrides(frame, str(folder.relative_to(self.path)), info.get("overrides", {}))
+                _add_overrides(frame, str(folder.relative_to(self.path)), info["overrides"])
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 

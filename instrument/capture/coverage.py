@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..kinds.live import LiveSite
@@ -11,11 +12,14 @@ from .recorder import RANK
 NEVER_DUE = "never due: its schedule has none of the steps that were run"
 
 
-def coverage_rows(lives: Sequence[LiveSite], *, running: bool) -> list[dict[str, Any]]:
+def coverage_rows(
+    lives: Sequence[LiveSite], dropped: Mapping[tuple[str, str, str], int], *, running: bool
+) -> list[dict[str, Any]]:
     """One row a site, in the order of the columns of the coverage table.
 
     Args:
         lives: The sites.
+        dropped: How many tensors there was no room for, by hook, layer and path.
         running: Whether a step has begun that is not over; what is due in it is not held against anyone yet.
     """
     return [
@@ -29,10 +33,19 @@ def coverage_rows(lives: Sequence[LiveSite], *, running: bool) -> list[dict[str,
             "rank": RANK,
             "expected": live.expected,
             "fired": live.fired,
+            "dropped": _dropped_at(live, dropped),
             "cause": live.cause or ("" if live.expected or (running and live.due) else NEVER_DUE),
         }
         for live in lives
     ]
+
+
+def _dropped_at(live: LiveSite, dropped: Mapping[tuple[str, str, str], int]) -> int:
+    """Of a module's site the tensors at all paths, of a parameter's its own."""
+    name, layer, own = live.site.spec.name, live.site.layer.name, live.site.own_name
+    return sum(
+        count for (hook, at, path), count in dropped.items() if (hook, at) == (name, layer) and own in ("", path)
+    )
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
@@ -50,3 +63,16 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
         layer = found[0]["layer"] if len(found) == 1 else None
         warnings.append((f"hook '{hook}' ({kind}) {told} on {shown}: {cause}", layer))
     return warnings
+
+
+def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One warning for each hook some of whose tensors were dropped."""
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        dropped[row["hook"]] += row["dropped"]
+    return [
+        f"hook '{hook}': {count} recorded tensors were dropped, since they came faster than they could be written "
+        "(sink.when_full: wait waits for the disk)"
+        for hook, count in dropped.items()
+        if count
+    ]

@@ -24,7 +24,7 @@ from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
-from .coverage import coverage_rows, coverage_warnings
+from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
 from .recorder import RANK, Recorder, fetch
 from .rows import layer_rows
@@ -296,7 +296,7 @@ class Probe:
 
     def coverage(self) -> list[dict[str, Any]]:
         """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""
-        return coverage_rows(self.lives, running=self._busy)
+        return coverage_rows(self.lives, self.recorder.dropped, running=self._busy)
 
     def _finish(self, error: BaseException | None) -> None:
         """Write down what is left: the rows of a step that broke off, the ledger, and what is wrong with it."""
@@ -306,10 +306,12 @@ class Probe:
         for live in self.lives:
             if live.ever_due and live.rhythm == "occasion":
                 live.settle()
-        rows = coverage_rows(self.lives, running=self._busy or error is not None)
+        rows = coverage_rows(self.lives, self.recorder.dropped, running=self._busy or error is not None)
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):
             self.event("coverage", message, layer=layer)
+        for message in drop_warnings(rows):
+            self.event("dropped", message)
         if error is not None:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")

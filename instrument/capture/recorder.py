@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +30,22 @@ class Recorder:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.rows_written = 0
+        self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
-        self._tensors: list[tuple[Row, tuple[int, ...], Tensor]] = []
         self._effects: list[tuple[Row, Effect]] = []
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
         self._stats.append((identity(context), names, values))
 
-    def add_tensor(self, context: Context, source_shape: tuple[int, ...], tensor: Tensor) -> None:
-        """One tensor's values; the recorder's own copy."""
-        self._tensors.append((identity(context), source_shape, tensor))
+    def add_tensor(
+        self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        """One tensor's values, which the sink copies; one that it has no room for is counted."""
+        if self.sink.keep(identity(context), source_shape, tensor, dtype):
+            self.rows_written += 1
+        else:
+            self.dropped[context.hook, context.layer, context.path] += 1
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """What one intervention changed."""
@@ -61,12 +67,8 @@ class Recorder:
             for key, names, values in self._stats
         ]
         effects = [key + _effect(effect, fetched) for key, effect in self._effects]
-        tensors = [
-            (*key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(source), tensor.cpu(), None)
-            for key, source, tensor in self._tensors
-        ]
-        self._stats, self._tensors, self._effects = [], [], []
-        for table, rows in (("stats", stats), ("tensors", tensors), ("effects", effects)):
+        self._stats, self._effects = [], []
+        for table, rows in (("stats", stats), ("effects", effects)):
             if rows:
                 self.write(table, rows)
         self.sink.end_step()

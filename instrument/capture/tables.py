@@ -5,7 +5,9 @@ The files are written with these schemas, and the docs' table is made from them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -40,10 +42,22 @@ class Table:
             [pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.columns]
         )
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The columns' names, in order."""
         return tuple(column.name for column in self.columns)
+
+    @cached_property
+    def plain_types(self) -> tuple[pa.DataType, ...]:
+        """The columns' types where labels are plain strings."""
+        return tuple(
+            column.type.value_type if pa.types.is_dictionary(column.type) else column.type for column in self.columns
+        )
+
+    @cached_property
+    def plain_schema(self) -> pa.Schema:
+        """The schema of the journal, in which labels are plain strings."""
+        return pa.schema(list(zip(self.names, self.plain_types, strict=True)))
 
 
 MOMENT = (
@@ -156,6 +170,7 @@ TABLES: dict[str, Table] = {
                     "how often it should have fired: in each micro-step that it was due in, once a call, and once where there was none",
                 ),
                 Column("fired", pa.int64(), "firings", "how often it did"),
+                Column("dropped", pa.int64(), "tensors", "recorded tensors for which there was no room"),
                 Column(
                     "cause",
                     pa.string(),
@@ -193,7 +208,8 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, fallback, hidden_module, fast_path, replaced, no_end_step, compiled, graph_break, error, interrupted",
+                    "kind: coverage, dropped, fallback, hidden_module, fast_path, replaced, no_end_step, compiled, "
+                    "graph_break, recording, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),
@@ -203,16 +219,22 @@ TABLES: dict[str, Table] = {
 }
 
 
-def as_arrow(table: Table, rows: list[tuple[Any, ...]]) -> pa.Table:
-    """Rows, each a tuple in the order of the columns, as an Arrow table of the right types."""
-    columns = zip(*rows, strict=True) if rows else ([] for _ in table.columns)
-    arrays = []
-    for column, cells in zip(table.columns, columns, strict=True):
-        if pa.types.is_dictionary(column.type):
-            arrays.append(pa.array(cells, column.type.value_type).dictionary_encode())
-        else:
-            arrays.append(pa.array(cells, column.type))
-    return pa.Table.from_arrays(arrays, schema=table.schema)
+def as_batch(table: Table, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
+    """Rows, each a tuple in the order of the columns, with labels as the strings that they are."""
+    columns: Iterable[Sequence[Any]] = zip(*rows, strict=True) if rows else ([] for _ in table.columns)
+    arrays = [pa.array(cells, kind) for kind, cells in zip(table.plain_types, columns, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=table.plain_schema)
+
+
+def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:
+    """Plain rows with the types of the files: labels in dictionaries."""
+    if not isinstance(plain, pa.Table):
+        plain = pa.Table.from_batches(plain, table.plain_schema)
+    columns = [
+        cells.combine_chunks().dictionary_encode() if pa.types.is_dictionary(column.type) else cells
+        for column, cells in zip(table.columns, plain.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def markdown() -> str:

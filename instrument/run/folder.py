@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, Mistake
+from ..sinks.lock import FolderLock
 
-Status = Literal["running", "done", "failed", "interrupted"]
+Status = Literal["running", "done", "failed", "interrupted", "killed"]
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 
 
@@ -61,6 +62,14 @@ class RunFolder:
     def __init__(self, path: Path, *, where: str = "hydra.run.dir", **record: Any) -> None:
         refuse_taken(path, where)
         self.path = path
+        self._lock = FolderLock(path)
+        if not self._lock.acquire():
+            raise ConfigError(Mistake(where, "another process has just begun a run in this folder", written=str(path)))
+        try:
+            refuse_taken(path, where)  # it may have ended by now too
+        except ConfigError:
+            self._lock.release()
+            raise
         self.record: dict[str, Any] = {
             "status": "running",
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,14 +101,33 @@ class RunFolder:
         self._write()
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
-        """The run is over."""
+        """The run is over. That an error cannot be written down does not take the error's place."""
         told = None if error is None else f"{type(error).__name__}: {error}"
-        self.update(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"), error=told)
+        try:
+            self.update(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"), error=told)
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._lock.release()
 
     def _write(self) -> None:
-        aside = self.path / ".run.json.tmp"
-        aside.write_text(json.dumps(self.record, indent=2, default=str) + "\n")
-        os.replace(aside, self.path / "run.json")
+        write_json(self.path / "run.json", self.record)
+
+
+def mark_killed(folder: Path) -> None:
+    """Say in the run.json of a run whose process is gone that it was killed, where it does not say how it ended."""
+    path = folder / "run.json"
+    record = json.loads(path.read_text())
+    if record["status"] == "running":
+        write_json(path, {**record, "status": "killed"})
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Put a record in the place of another one, which is there until the new one is whole."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    os.replace(aside, path)
 
 
 def config_hash(config: dict[str, Any]) -> str:

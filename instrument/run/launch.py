@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,6 +143,27 @@ def job(config: DictConfig) -> float | None:
         return run(parsed, place.folder, terminal, raw=raw, overrides=read_overrides()).metrics.get("loss")
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a batch system sends it before it kills."""
+
+
+@contextmanager
+def termination_raised() -> Iterator[None]:
+    """SIGTERM is raised as an error inside, so that files are closed and the user is told."""
+
+    def stop(number: int, frame: object) -> None:  # noqa: ARG001
+        raise Terminated("terminated by SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what a signal does
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a job works: its folder, and whether it is one of a sweep."""
@@ -160,10 +183,13 @@ def told() -> Iterator[Place]:
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
     place = Place(folder, HydraConfig.get().mode == RunMode.MULTIRUN)
     try:
-        yield place
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: what was recorded so far is in {folder}", file=sys.stderr)
-        raise SystemExit(130) from None
+        with termination_raised():
+            yield place
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Terminated)
+        how = "terminated by SIGTERM" if terminated else "interrupted"
+        print(f"\n{how}: what was recorded so far is in {folder}", file=sys.stderr)
+        raise SystemExit(1 if terminated else 130) from None
     except Exception as error:
         code = complain(error)
         if code == 1:

@@ -65,7 +65,7 @@ def run(
 
 def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str, float | None]:
     config = experiment.config
-    sink = ParquetSink(folder, tensors=config.sink.tensors, flush_seconds=config.sink.flush_seconds)
+    sink = ParquetSink(folder, **config.sink.model_dump(), tell=terminal.alarm)
     probe = Probe(
         experiment.plan,
         sink,

@@ -71,6 +71,10 @@ class Terminal:
         """A warning, in yellow."""
         self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
 
+    def alarm(self, message: str) -> None:
+        """What nobody may overlook, whatever else is quiet."""
+        self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
+
     def plan(self, experiment: Experiment) -> None:
         """The whole plan."""
         self.console.print(plan_view(experiment.plan, experiment.trials, experiment.cost, experiment.steps))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..capture.sink import Row
 from ..capture.tables import TABLES
 
@@ -23,6 +26,13 @@ class MemorySink:
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Keep the rows."""
         self.rows[table].extend(rows)
+
+    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Keep a copy of a tensor, on the CPU."""
+        copied = tensor.to("cpu", dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+        name = str(copied.dtype).removeprefix("torch.")
+        self.rows["tensors"].append((*key, name, list(copied.shape), list(source_shape), copied, None))
+        return True
 
     def end_step(self) -> None:
         """Count the step."""

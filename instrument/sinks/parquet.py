@@ -1,33 +1,36 @@
-"""Rows as Parquet: one folder a table, in it one file for each time that rows were flushed.
+"""Rows on disk: a journal that a step's rows are in when it ends, and Parquet parts that take its place.
 
-A file is written outside the folder of its table and moved there when it is whole, so that whoever reads the folder
-meets whole files only.
+`instrument.sinks.parts` says which files there are, `instrument.sinks.tensors` how recorded tensors come to them.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from ..capture.recorder import RANK
 from ..capture.sink import Row
-from ..capture.tables import TABLES, Table, as_arrow
+from ..capture.tables import TABLES, as_batch
+from ..errors import InstrumentWarning, SinkError
+from .log import TableLog
+from .parts import JOURNALS, RESERVE
+from .tensors import TensorWriter
 
-MAX_ROWS = 100_000  # held back at most, of one table
-MAX_BYTES = 64 * 2**20  # of recorded values held back at most
-ROW_GROUP_BYTES = 32 * 2**20  # of recorded values in one row group
+ROWS_JOURNAL_BYTES = 16 * 2**20  # of a journal of rows, before a part takes its place: some 80,000 rows
+TENSORS_JOURNAL_BYTES = 64 * 2**20
+RESERVE_BYTES = 65_536
 
-# What float32 holds to the bit; everything else is kept as bytes.
-_FITS_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16)
+
+def warn(message: str) -> None:
+    """What is told where nobody else tells it."""
+    warnings.warn(message, InstrumentWarning, stacklevel=2)
 
 
 class ParquetSink:
@@ -37,78 +40,142 @@ class ParquetSink:
         folder: The run's folder; it has to exist.
         tensors: `list` keeps values as `list<float>`, which every Parquet reader knows; `bytes` keeps raw bytes,
             which are several times faster. Types that float32 cannot hold to the bit are kept as bytes either way.
-        flush_seconds: Rows are written at least this often, when a step ends.
+        when_full: Where tensors come faster than they are written: `wait` for the disk, or `drop` them; what was
+            dropped is counted in `coverage`.
+        durability: What rows of finished steps outlive: the end of the `process`, however it comes, or a loss of
+            `power`, which costs an fsync a step and table.
+        on_error: Where nothing can be written any more: `stop` with an error, or `continue` without recording.
+        tell: Called with what is wrong, where it continues.
+        parts: The number of parts that each table has already; none without it.
     """
 
     def __init__(
-        self, folder: Path, *, tensors: Literal["list", "bytes"] = "list", flush_seconds: float = 10.0
+        self,
+        folder: Path,
+        *,
+        tensors: Literal["list", "bytes"] = "list",
+        when_full: Literal["wait", "drop"] = "wait",
+        durability: Literal["process", "power"] = "process",
+        on_error: Literal["stop", "continue"] = "stop",
+        tell: Callable[[str], None] = warn,
+        parts: dict[str, int] | None = None,
     ) -> None:
         self.folder = folder
-        self.tensors = tensors
-        self.flush_seconds = flush_seconds
+        self.on_error = on_error
+        self.tell = tell
+        self.failure: str | None = None
+        self._has_reserve = False
+        self._step: int | None = None  # the last one whose row of metrics is safe
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
-        self._parts = dict.fromkeys(TABLES, 0)
-        self._bytes = 0
-        self._flushed = time.monotonic()
+        self._logs = {
+            name: TableLog(
+                folder,
+                table,
+                journal_bytes=TENSORS_JOURNAL_BYTES if name == "tensors" else ROWS_JOURNAL_BYTES,
+                first=(parts or {}).get(name, 0),
+                fsync=durability == "power",
+            )
+            for name, table in TABLES.items()
+        }
+        self._tensors = TensorWriter(self._logs["tensors"], tensors=tensors, when_full=when_full)
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Hold rows back until the next flush."""
-        self._rows[table].extend(rows)
-        if table == "tensors":
-            at = TABLES["tensors"].names.index("values")
-            self._bytes += sum(row[at].numel() * row[at].element_size() for row in rows)
+        """Take rows; they are written when the step ends."""
+        if self.failure is None:
+            self._rows[table].extend(rows)
+
+    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Copy a tensor into memory that is written while the step goes on.
+
+        Raises:
+            SinkError: Tensors cannot be written.
+        """
+        if self.failure is not None:
+            return False
+        try:
+            return self._tensors.keep(key, source_shape, tensor, dtype)
+        except OSError as error:
+            self._fail(error)
+            return False
 
     def end_step(self) -> None:
-        """Flush where it is time, or where too much is held back."""
-        late = time.monotonic() - self._flushed >= self.flush_seconds
-        if late or self._bytes >= MAX_BYTES or any(len(rows) >= MAX_ROWS for rows in self._rows.values()):
-            self.flush()
+        """Hand everything to the operating system.
 
-    def flush(self) -> None:
-        """Write all that is held back."""
-        for name, rows in self._rows.items():
-            if rows:
-                self._write_part(TABLES[name], rows)
-                self._rows[name] = []
-        self._bytes = 0
-        self._flushed = time.monotonic()
+        Raises:
+            SinkError: It cannot be written.
+        """
+        if self.failure is not None:
+            return
+        try:
+            self._set_aside()
+            self._tensors.end_step()
+            for name, rows in self._rows.items():
+                if rows:
+                    self._logs[name].append(as_batch(TABLES[name], rows))
+        except OSError as error:
+            self._fail(error)
+        else:
+            if self._rows["metrics"]:
+                self._step = self._rows["metrics"][-1][0]
+            self._rows = {name: [] for name in TABLES}
+
+    def settle(self) -> dict[str, int]:
+        """Make parts of all journals; gives the number of parts of each table.
+
+        Raises:
+            SinkError: It cannot be written.
+        """
+        try:
+            for log in self._logs.values():
+                log.settle()
+        except OSError as error:
+            self._fail(error)
+        return {name: log.part.number for name, log in self._logs.items()}
 
     def close(self) -> None:
-        """Flush, and give every table that had no rows an empty file, so that each can be read."""
-        self.flush()
-        for name, parts in self._parts.items():
-            if not parts:
-                self._write_part(TABLES[name], [])
+        """Make parts of all that is left, and give every table that had no rows an empty one.
 
-    def _write_part(self, table: Table, rows: list[Row]) -> None:
-        folder = self.folder / table.name
-        folder.mkdir(exist_ok=True)
-        name = f"part-{RANK:04d}-{self._parts[table.name]:06d}.parquet"
-        aside = self.folder / f".{table.name}-{name}.tmp"  # polars reads all that is in a table's folder
-        labels = [column.name for column in table.columns if pa.types.is_dictionary(column.type)]
-        options: dict[str, Any] = {"use_dictionary": labels, "compression": "zstd", "compression_level": 1}
-        if table.name == "tensors":
-            rows = [self._encoded(row) for row in rows]
-            # Dictionaries and statistics of values cost more than the values: they are for labels only.
-            options |= {"compression": "none", "compression_level": None, "write_statistics": ["step", *labels]}
-        content = as_arrow(table, rows)
-        per_group = max(1, ROW_GROUP_BYTES * len(rows) // max(1, content.nbytes)) if rows else None
-        pq.write_table(content, aside, row_group_size=per_group if table.name == "tensors" else None, **options)
-        os.replace(aside, folder / name)
-        self._parts[table.name] += 1
+        Raises:
+            SinkError: It cannot be written; what is in journals stays there.
+        """
+        self.end_step()
+        self._tensors.stop()
+        try:
+            if self.failure is None:
+                for log in self._logs.values():
+                    log.close()
+                self._reserve.unlink(missing_ok=True)
+                with suppress(OSError):  # somebody else has put something there
+                    (self.folder / JOURNALS).rmdir()
+        except OSError as error:
+            self._fail(error)
+        finally:
+            for log in self._logs.values():
+                log.release()
 
-    def _encoded(self, row: Row) -> Row:
-        """A row of the tensors table with its tensor as a list of numbers, or as bytes."""
-        *rest, tensor, _ = row
-        if self.tensors == "list" and tensor.dtype in _FITS_FLOAT32:
-            return (*rest, tensor.to(torch.float32).reshape(-1).numpy(), None)
-        return (*rest, None, _raw(tensor))
+    @property
+    def _reserve(self) -> Path:
+        return self.folder / JOURNALS / RESERVE
 
+    def _set_aside(self) -> None:
+        """Keep a little room on the disk, to have it when the disk is full and that is to be said."""
+        if not self._has_reserve:
+            self._reserve.parent.mkdir(exist_ok=True)
+            self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
+            self._has_reserve = True
 
-def _raw(tensor: Tensor) -> bytes:
-    """The elements of a CPU tensor as bytes, in C order; bfloat16, which NumPy does not know, as its 16 bits."""
-    flat = tensor.contiguous().reshape(-1)
-    if flat.dtype == torch.bfloat16:
-        flat = flat.view(torch.int16)
-    array: np.ndarray[Any, Any] = flat.numpy()
-    return array.tobytes()
+    def _fail(self, error: OSError) -> None:
+        """Nothing is written from now on; it is said, and put down among the events where that is still possible."""
+        step = 0 if self._step is None else self._step + 1
+        saved = "nothing is saved" if self._step is None else f"steps up to {self._step} are saved"
+        problem = error.strerror or str(error)
+        self.failure = f"{self.folder} cannot be written any more: {problem}; {saved}"
+        event = (step, RANK, None, "recording", self.failure, "error")
+        with suppress(OSError):
+            self._reserve.unlink()
+        with suppress(OSError):
+            self._logs["events"].append(as_batch(TABLES["events"], [*self._rows["events"], event]))
+        self._rows = {name: [] for name in TABLES}
+        if self.on_error == "stop":
+            raise SinkError(self.failure) from error
+        self.tell(f"{self.failure}; the training goes on without recording")

@@ -83,8 +83,14 @@ class SinkConfig(Spec):
     tensors: Literal["list", "bytes"] = Field(
         "list", description="Recorded values as list<float>, or as raw bytes for volume."
     )
-    flush_seconds: Annotated[float, Field(gt=0)] = Field(
-        10.0, description="Rows are written at least this often, in seconds."
+    when_full: Literal["wait", "drop"] = Field(
+        "wait", description="Where tensors come faster than they can be written: wait, or drop them and count them."
+    )
+    durability: Literal["process", "power"] = Field(
+        "process", description="What finished steps outlive: the process, or a loss of power (an fsync a step)."
+    )
+    on_error: Literal["stop", "continue"] = Field(
+        "stop", description="Where nothing can be written any more: stop, or go on training without recording."
     )
 
 

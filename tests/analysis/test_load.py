@@ -23,9 +23,9 @@ def stats_row(step: int, layer: str, mean: float) -> tuple[Any, ...]:
     return (*key, 8, mean, *[0.0] * 8, 0, 0)
 
 
-def tensor_row(step: int, layer: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:
     key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False)
-    return (*key, "float32", list(tensor.shape), [*tensor.shape, 1], tensor, None)
+    assert sink.keep(key, [*tensor.shape, 1], tensor)
 
 
 def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:
@@ -36,8 +36,9 @@ def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: 
     sink = ParquetSink(folder)
     for step in range(3):
         sink.write("stats", [stats_row(step, layer, seed + step) for layer in ("a", "b")])
-        sink.write("tensors", [tensor_row(step, layer, torch.full((2, 3), float(step))) for layer in ("a", "b")])
-    sink.flush()
+        for layer in ("a", "b"):
+            keep_tensor(sink, step, layer, torch.full((2, 3), float(step)))
+        sink.end_step()
     if close:
         sink.close()
     return folder

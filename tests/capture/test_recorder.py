@@ -54,7 +54,7 @@ def test_rows_are_handed_over_once_and_in_their_order() -> None:
     for value in (1.0, 2.0):
         recorder.add_stats(CONTEXT, ("mean",), [value])
         recorder.add_effect(CONTEXT, Effect(4, [1, value, value], None))
-        recorder.add_tensor(CONTEXT, (9, 9), torch.tensor([[value]]))
+        recorder.add_tensor(CONTEXT, (9, 9), torch.tensor([[value]]), None)
     recorder.end_step()
     recorder.end_step()
     assert [row["mean"] for row in sink.records("stats")] == [1.0, 2.0]
@@ -148,16 +148,14 @@ def test_fetch_keeps_order_lengths_and_values_and_takes_no_tensor_at_all() -> No
 
 
 def test_nothing_of_a_graph_is_held_until_the_step_ends() -> None:
-    sink = MemorySink()
-    recorder = Recorder(sink)
     x = torch.ones(3, requires_grad=True)
     spec = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
     with instrument.attach(nn.Identity(), {"h": spec}) as probe:
         probe.plan.layers.model(x * 2)
-        assert all(tensor.grad_fn is None and not tensor.requires_grad for _, _, tensor in probe.recorder._tensors)
-        probe.end_step()
-    recorder.end_step()
-    assert sink.rows["stats"] == []
+        (kept,) = probe.sink.records("tensors")
+        assert kept["values"].grad_fn is None
+        assert not kept["values"].requires_grad
+        assert kept["values"].tolist() == [2, 2, 2]
 
 
 def test_the_rank_is_the_processs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.capture.tables import TABLES, Table, as_arrow, markdown
+from instrument.capture.tables import TABLES, Table, as_batch, as_table, markdown
 from instrument.spec.statistics import STATISTICS
 
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
@@ -51,7 +51,7 @@ def test_what_a_run_writes_fits_its_table_and_comes_back(sink: instrument.Memory
     table = TABLES[name]
     rows = rows_of(sink, name)
     assert rows
-    written = as_arrow(table, rows)
+    written = as_table(table, [as_batch(table, rows[:1]), as_batch(table, rows[1:])])
     assert written.schema.equals(table.schema, check_metadata=True)
     assert written.num_rows == len(rows)
     back = written.to_pylist()
@@ -64,7 +64,8 @@ def test_what_a_run_writes_fits_its_table_and_comes_back(sink: instrument.Memory
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_without_rows_has_its_schema(name: str) -> None:
-    empty = as_arrow(TABLES[name], [])
+    empty = as_table(TABLES[name], [])
+    assert as_batch(TABLES[name], []).num_rows == 0
     assert empty.num_rows == 0
     assert empty.schema.equals(TABLES[name].schema, check_metadata=True)
 
@@ -72,11 +73,11 @@ def test_a_table_without_rows_has_its_schema(name: str) -> None:
 def test_a_row_that_is_too_short_or_of_the_wrong_type_is_refused() -> None:
     table = TABLES["events"]
     right = (1, 0, "a", "rule", "message", "info")
-    assert as_arrow(table, [right]).num_rows == 1
+    assert as_batch(table, [right]).num_rows == 1
     with pytest.raises(ValueError, match="shorter"):
-        as_arrow(table, [right[:-1]])
+        as_batch(table, [right[:-1]])
     with pytest.raises(pa.ArrowException):
-        as_arrow(table, [("one", *right[1:])])
+        as_batch(table, [("one", *right[1:])])
 
 
 def test_the_tables_are_those_of_the_design_and_their_columns_begin_with_the_identity() -> None:

@@ -52,7 +52,6 @@ BASE: dict[str, Any] = {
     },
     "task": {"_target_": "instrument.run.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9},
-    "sink": {"flush_seconds": 1e6},  # one file a table, however slow the machine is
 }
 CNN = {"_target_": "instrument.run.models.MnistCNN", "image_size": 8}
 LOOK = {"layers": "**", "kind": "forward", "action": "record"}

@@ -11,6 +11,7 @@ import duckdb
 import numpy as np
 import pandas as pd
 import polars
+import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import instrument
 from instrument.capture.tables import TABLES
-from instrument.sinks import parquet
+from instrument.sinks import parquet, parts, tensors
 from instrument.sinks.parquet import ParquetSink
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -29,10 +30,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
 
 
-def tensor_row(tensor: Tensor, step: int = 0) -> tuple[Any, ...]:
+def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:
     key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False)
-    shape = list(tensor.shape)
-    return (*key, str(tensor.dtype).removeprefix("torch."), shape, shape, tensor, None)
+    for tensor in tensors:
+        assert sink.keep(key, tensor.shape, tensor)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -58,7 +59,7 @@ def examples(dtype: torch.dtype) -> Tensor:
 def test_every_dtype_comes_back_to_the_bit_in_its_shape(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
     given = [examples(dtype), examples(dtype)[0, 0], examples(dtype)[:0], examples(dtype).t()]
     sink = ParquetSink(tmp_path, tensors=mode)
-    sink.write("tensors", [tensor_row(tensor) for tensor in given])
+    keep(sink, *given)
     sink.close()
     rows = finished(tmp_path).tensors()
     for tensor, row in zip(given, rows.itertuples(), strict=True):
@@ -84,7 +85,7 @@ def test_float32_of_any_bits_comes_back(tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("run")
     tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
     sink = ParquetSink(folder, tensors=mode)
-    sink.write("tensors", [tensor_row(tensor)])
+    keep(sink, tensor)
     sink.close()
     (back,) = finished(folder).tensors()["values"]
     assert back.tobytes() == bits(tensor)
@@ -94,7 +95,7 @@ def test_float32_of_any_bits_comes_back(tmp_path_factory: pytest.TempPathFactory
 def test_int64_and_float64_are_bytes_either_way_since_float32_does_not_hold_them(tmp_path: Path, mode: Any) -> None:
     big = [torch.tensor([2**53 + 1]), torch.tensor([1e300, 1 + 2**-40], dtype=torch.float64)]
     sink = ParquetSink(tmp_path, tensors=mode)
-    sink.write("tensors", [tensor_row(tensor) for tensor in [*big, torch.zeros(2)]])
+    keep(sink, *big, torch.zeros(2))
     sink.close()
     table = pq.read_table(tmp_path / "tensors").to_pylist()
     assert [row["values"] is None for row in table] == [True, True, mode == "bytes"]
@@ -103,57 +104,80 @@ def test_int64_and_float64_are_bytes_either_way_since_float32_does_not_hold_them
     assert [list(values) for values in back] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
 
 
-def test_nothing_is_written_before_it_is_time(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path, flush_seconds=1000)
-    sink.write("metrics", [METRICS])
-    sink.end_step()
-    assert list(tmp_path.iterdir()) == []
-    sink.flush()
-    assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
-
-
-def test_rows_are_written_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(parquet.time, "monotonic", lambda: now[0])
-    sink = ParquetSink(tmp_path, flush_seconds=10)
-    written = []
-    for now[0] in (105.0, 109.9, 110.0, 115.0, 119.9, 120.0):
-        sink.write("metrics", [METRICS])
-        sink.end_step()
-        written.append(len(list((tmp_path / "metrics").glob("*.parquet"))) if (tmp_path / "metrics").exists() else 0)
-    assert written == [0, 0, 1, 1, 1, 2]
-    assert pq.read_table(tmp_path / "metrics").num_rows == 6
-
-
-def test_rows_are_written_when_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "MAX_ROWS", 10)
-    sink = ParquetSink(tmp_path, flush_seconds=1000)
-    sink.write("metrics", [METRICS] * 9)
-    sink.end_step()
-    assert not (tmp_path / "metrics").exists()
-    sink.write("metrics", [METRICS])
-    sink.end_step()
-    assert pq.read_table(tmp_path / "metrics").num_rows == 10
-
-
-def test_rows_are_written_when_their_tensors_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "MAX_BYTES", 400)
-    sink = ParquetSink(tmp_path, flush_seconds=1000)
-    for step, files in ((0, 0), (1, 1), (2, 1), (3, 2)):
-        sink.write("tensors", [tensor_row(torch.zeros(50), step)])  # 200 bytes
-        sink.end_step()
-        assert len(list(tmp_path.glob("tensors/*.parquet"))) == files
-    assert pq.read_table(tmp_path / "tensors").column("step").to_pylist() == [0, 1, 2, 3]
-
-
-def test_large_tensors_are_in_row_groups_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "ROW_GROUP_BYTES", 10_000)
+def test_a_step_is_in_the_journal_when_it_ends_and_in_a_part_when_the_sink_is_closed(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("tensors", [tensor_row(torch.zeros(1000), step) for step in range(10)])  # 4,000 bytes each
+    for step in range(3):
+        sink.write("metrics", [(step, *METRICS[1:])])
+        keep(sink, torch.full((2,), float(step)), step=step)
+        sink.end_step()
+        assert not list(tmp_path.rglob("*.parquet"))
+        run = finished(tmp_path)
+        assert list(run.metrics.step) == list(run.tensors().step) == list(range(step + 1))
+        assert [values.tolist() for values in run.tensors()["values"]] == [[i, i] for i in range(step + 1)]
+        assert list(run.sql("select step from metrics order by step").step) == list(range(step + 1))
+        with pa.OSFile(str(tmp_path / "journal" / "metrics-0000-000000.arrows")) as file:
+            assert pa.ipc.open_stream(file).read_all().column("step").to_pylist() == list(range(step + 1))
     sink.close()
-    file = pq.ParquetFile(tmp_path / "tensors" / "part-0000-000000.parquet")
-    assert file.num_row_groups == 5
-    assert file.metadata.num_rows == 10
+    assert not (tmp_path / "journal").exists()
+    assert pq.read_table(tmp_path / "metrics").column("step").to_pylist() == [0, 1, 2]
+    assert pq.read_table(tmp_path / "tensors").column("step").to_pylist() == [0, 1, 2]
+
+
+def test_what_is_not_in_a_finished_step_is_not_read(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    sink.write("metrics", [METRICS])
+    assert len(finished(tmp_path).metrics) == 1
+
+
+def test_a_journal_that_has_grown_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "ROWS_JOURNAL_BYTES", 5_000)
+    sink = ParquetSink(tmp_path)
+    counts = []
+    for step in range(40):
+        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.end_step()
+        counts.append(len(list(tmp_path.glob("metrics/*.parquet"))))
+        assert list(finished(tmp_path).metrics.step) == list(range(step + 1))
+        journals = list(tmp_path.glob("journal/*.arrows"))
+        assert len(journals) == 1
+        assert journals[0].stat().st_size < 7_000
+    assert counts[-1] >= 3
+    assert counts == sorted(counts)
+    sink.close()
+    assert pq.read_table(tmp_path / "metrics").column("step").to_pylist() == list(range(40))
+
+
+def test_many_tensors_of_a_step_are_a_part_when_it_ends_with_row_groups_of_a_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "ROW_GROUP_BYTES", 10_000)
+    sink = ParquetSink(tmp_path)
+    for step, count in enumerate((1, 10, 2, 7)):
+        keep(sink, *[torch.full((1000,), float(step))] * count, step=step)  # 4,000 bytes each
+        sink.end_step()
+        # A step that brings many first makes a part of what is in the journal: parts are in the order of the steps.
+        assert len(list((tmp_path / "tensors").glob("*.parquet"))) == [0, 2, 2, 4][step]
+    assert list(finished(tmp_path).tensors().step) == [0] + [1] * 10 + [2] * 2 + [3] * 7
+    file = pq.ParquetFile(tmp_path / "tensors" / "part-0000-000001.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 3, 3, 1]
+    sink.close()
+    assert [values[0] for values in finished(tmp_path).tensors()["values"]] == [0] + [1] * 10 + [2] * 2 + [3] * 7
+
+
+def test_a_tensor_that_is_written_to_right_after_it_was_kept_is_kept_as_it_was(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    tensor = torch.zeros(100_000)
+    for step in range(20):
+        tensor.fill_(step)
+        keep(sink, tensor, step=step)
+        tensor.fill_(-1)
+        sink.end_step()
+    sink.close()
+    assert [(float(v.min()), float(v.max())) for v in finished(tmp_path).tensors()["values"]] == [
+        (step, step) for step in range(20)
+    ]
 
 
 def test_every_table_can_be_read_after_a_run_without_a_row(tmp_path: Path) -> None:
@@ -179,35 +203,38 @@ def test_files_have_the_declared_types_and_say_what_each_column_means(tmp_path: 
             assert meaning == column.meaning != ""
 
 
-def test_a_file_that_is_not_whole_yet_is_seen_by_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_not_whole_yet_is_seen_by_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
     sink.write("metrics", [METRICS])
-    sink.flush()
+    sink.end_step()
+    sink.settle()
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    seen: list[int] = []
 
-    def killed(source: Any, target: Any) -> None:
+    def look(source: Path, target: Path) -> None:
+        """The moment before the part is put in its place."""
+        assert source.exists()
+        assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
+        assert len(pd.read_parquet(tmp_path / "metrics")) == 1
+        assert ds.dataset(tmp_path / "metrics").count_rows() == 1
+        assert polars.read_parquet(tmp_path / "metrics").height == 1
+        with duckdb.connect() as connection:
+            assert connection.execute(f"select count(*) from '{tmp_path}/metrics/*.parquet'").fetchall() == [(1,)]
+        seen.append(len(finished(tmp_path).metrics))
         raise KeyboardInterrupt
 
-    sink.write("metrics", [METRICS])
     with monkeypatch.context() as patch:
-        patch.setattr(parquet.os, "replace", killed)
+        patch.setattr(parts.os, "replace", look)
         with pytest.raises(KeyboardInterrupt):
-            sink.flush()
-    (aside,) = tmp_path.rglob("*.tmp")
-    assert aside.name.startswith(".")
-    aside.write_bytes(b"PAR1 torn")
-    assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
-
-    assert len(pd.read_parquet(tmp_path / "metrics")) == 1
-    assert ds.dataset(tmp_path / "metrics").count_rows() == 1
-    assert polars.read_parquet(tmp_path / "metrics").height == 1
-    with duckdb.connect() as connection:
-        assert connection.execute(f"select count(*) from '{tmp_path}/metrics/*.parquet'").fetchall() == [(1,)]
-    assert len(finished(tmp_path).metrics) == 1
+            sink.settle()
+    assert seen == [2]  # a part and a journal
+    assert len(finished(tmp_path).metrics) == 2
 
 
 def test_lists_of_values_are_read_natively_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("tensors", [tensor_row(torch.tensor([[1.0, 2.0], [3.0, 4.5]]))])
+    keep(sink, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
     sink.close()
     assert pd.read_parquet(tmp_path / "tensors")["values"][0].tolist() == [1.0, 2.0, 3.0, 4.5]
     assert polars.read_parquet(tmp_path / "tensors")["values"].to_list() == [[1.0, 2.0, 3.0, 4.5]]
@@ -220,7 +247,8 @@ def test_parts_of_several_flushes_are_read_in_the_order_of_their_steps(tmp_path:
     sink = ParquetSink(tmp_path)
     for step in range(12):
         sink.write("metrics", [(step, *METRICS[1:])])
-        sink.flush()
+        sink.end_step()
+        sink.settle()
     sink.close()
     assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
     assert list(finished(tmp_path).metrics.step) == list(range(12))

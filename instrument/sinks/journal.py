@@ -1,0 +1,134 @@
+"""The journal: an Arrow stream of rows that are in no Parquet file yet.
+
+What `append` has returned from is in the hands of the operating system, and stays there whatever becomes of the process.
+A step's rows of one table are one message of the stream, written at once; whoever reads meets whole messages, and at the
+end perhaps the beginning of one that was being written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+SUFFIX = ".arrows"
+BEGINNING = b"\xff\xff\xff\xff"  # of every message of an Arrow stream
+TORN = ("Expected to", " bytes available")  # what Arrow says where a stream ends in the middle of something
+UNREADABLE = (pa.ArrowException, OSError, EOFError, MemoryError)
+
+
+class Journal:
+    """A growing file of record batches.
+
+    Args:
+        path: The file; there is none yet.
+        schema: Of the batches.
+        fsync: Whether rows are to outlive a power failure too, and not only the process.
+
+    Raises:
+        OSError: Here, and when rows are appended: the file cannot be written, or somebody removed it.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema, *, fsync: bool = False) -> None:
+        self.path = path
+        self.rows = 0
+        self.size = 0
+        self._fsync = fsync
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        try:
+            self._write(schema.serialize())
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Write a batch; on an error the file is as it was before."""
+        self._write(batch.serialize())
+        self.rows += batch.num_rows
+
+    def _write(self, message: pa.Buffer) -> None:
+        rest = memoryview(message)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            if self._fsync:
+                os.fsync(self._file.fileno())
+        except OSError:
+            os.ftruncate(self._file.fileno(), self.size)
+            self._file.seek(self.size)
+            raise
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(f"{self.path} was removed while it was written")
+        self.size += message.size
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+@dataclass
+class Reading:
+    """What a journal holds.
+
+    Attributes:
+        path: The file.
+        schema: Of its batches; None where there is none to be read.
+        torn: Whether the last message is not whole: it was being written when this was read, or the process ended.
+        problem: What else is wrong with the file, in words; None where nothing is.
+        rows: How many were read.
+    """
+
+    path: Path
+    schema: pa.Schema | None = None
+    torn: bool = False
+    problem: str | None = None
+    rows: int = 0
+    _source: pa.BufferReader | None = field(default=None, repr=False)
+    _stream: pa.ipc.RecordBatchStreamReader | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, path: Path) -> Reading:
+        """Open a journal.
+
+        Raises:
+            FileNotFoundError: It is not there (any more: its rows are in a Parquet file now).
+        """
+        reading = cls(path)
+        content = path.read_bytes()  # as a whole: a length that is damaged is then held against what there is
+        if not content:
+            return cls(path, torn=True)
+        if not content.startswith(BEGINNING[: len(content)]):
+            return cls(path, problem="no Arrow stream: it is not read")
+        try:
+            reading._source = pa.BufferReader(content)
+            reading._stream = pa.ipc.open_stream(reading._source)
+            reading.schema = reading._stream.schema
+        except UNREADABLE as error:
+            reading._stopped_by(error)
+        return reading
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The batches, up to the first that cannot be read; all else is known when the last was given."""
+        while self._stream is not None:
+            try:
+                batch = self._stream.read_next_batch()
+                batch.validate(full=True)
+            except StopIteration:
+                if self._source is not None and self._source.tell() < self._source.size():
+                    self.problem = "it says that it ends before it does; what comes behind is not read"
+                return
+            except UNREADABLE as error:
+                self._stopped_by(error)
+                return
+            self.rows += batch.num_rows
+            yield batch
+
+    def _stopped_by(self, error: Exception) -> None:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if any(words in told for words in TORN):
+            self.torn = True
+        else:
+            self.problem = f"{told}; what comes behind is not read"

@@ -1,0 +1,52 @@
+"""A run that was killed, put in order: what its journals hold becomes Parquet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..capture.tables import TABLES
+from .parts import JOURNALS, RESERVE, Part, journals_of, new_part, parts_of, settle
+
+
+@dataclass
+class Recovered:
+    """What was found in journals.
+
+    Attributes:
+        rows: How many rows became Parquet, by table.
+        torn: Tables of which a step was being written when the process ended; what was written of it is let go.
+        problems: What could not be read, in words.
+    """
+
+    rows: Counter[str] = field(default_factory=Counter)
+    torn: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def recover(folder: Path) -> Recovered:
+    """Make parts of all journals of a run whose process is gone, and clear away what it left half-done.
+
+    Raises:
+        OSError: It cannot be written; what was not put in order yet is as it was.
+    """
+    found = Recovered()
+    for aside in (folder / JOURNALS).glob("*.tmp"):
+        aside.unlink()
+    for (name, part), path in journals_of(folder).items():
+        reading = settle(folder, TABLES[name], part)
+        found.rows[name] += reading.rows
+        if reading.torn:
+            found.torn.append(name)
+        if reading.problem is not None:
+            found.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
+    for name, table in TABLES.items():
+        if not parts_of(folder, name):
+            with new_part(folder, table, Part(0, 0)):
+                pass
+    (folder / JOURNALS / RESERVE).unlink(missing_ok=True)
+    with suppress(OSError):  # a damaged journal stays there
+        (folder / JOURNALS).rmdir()
+    return found

@@ -1,0 +1,211 @@
+"""Recorded tensors on their way to disk: copied once in the hook, written by a thread.
+
+The training goes on while the thread writes. When the step ends it waits for the thread, so that no finished step is only
+in memory. Tensors of a step that are few go to the journal; of one that brings many the thread makes a part at once,
+since to write them twice would halve the speed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from ..capture.sink import Row
+from ..capture.tables import TABLES, as_table
+from .log import TableLog
+from .parts import ROW_GROUP_BYTES
+from .pool import PATIENCE, Pool
+
+POOL_BYTES = 256 * 2**20
+
+# What float32 holds to the bit; everything else is kept as bytes.
+FITS_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16)
+
+
+class Copied(NamedTuple):
+    """A tensor in a room of the pool.
+
+    Attributes:
+        row: The columns before the values.
+        flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
+        as_list: Whether it goes to `values`.
+        room: The memory that it lies in.
+        arrived: The end of its way from a GPU; None for a tensor of the CPU.
+    """
+
+    row: Row
+    flat: Tensor
+    as_list: bool
+    room: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class TensorWriter:
+    """Copies tensors, and writes them in a thread of its own.
+
+    Args:
+        log: Where they go.
+        tensors: As lists of float32 where those hold them to the bit, or as bytes.
+        when_full: What a hook does that finds no room: wait for the thread, or drop its tensor.
+    """
+
+    def __init__(self, log: TableLog, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]) -> None:
+        self.log = log
+        self.as_list = tensors == "list"
+        self.waits = when_full == "wait"
+        self.pool = Pool(POOL_BYTES)
+        self.error: BaseException | None = None
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # What follows is the thread's own.
+        self._waiting: list[Copied] = []
+        self._waiting_bytes = 0
+        self._part: pq.ParquetWriter | None = None
+        self._end_of_part = ExitStack()
+
+    # ------------------------------------------------------------------------------------------------ the hook's side
+
+    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> bool:
+        """Copy a tensor and hand it to the thread.
+
+        Raises:
+            OSError: What was handed over before could not be written.
+        """
+        self.check()
+        if dtype is not None and dtype != tensor.dtype:
+            tensor = tensor.to(dtype)
+        as_list = self.as_list and tensor.dtype in FITS_FLOAT32
+        stored = torch.float32 if as_list else tensor.dtype
+        size = tensor.numel() * stored.itemsize
+        room = self.pool.take(size, pinned=tensor.is_cuda, wait=self._hurry if self.waits else None)
+        if room is None:
+            return False
+        flat = room[:size].view(stored)
+        flat.view(tensor.shape).copy_(tensor, non_blocking=True)
+        arrived = None
+        if tensor.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        name = str(tensor.dtype).removeprefix("torch.")
+        row = (*key, name, list(tensor.shape), list(source_shape))
+        self._order(partial(self._take, Copied(row, flat, as_list, room, arrived)))
+        return True
+
+    def end_step(self) -> None:
+        """Wait until everything that was handed over is written.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        if self._thread is not None:
+            written = threading.Event()
+            self._order(self._end_step)
+            self._order(written.set)
+            while not written.wait(PATIENCE):
+                self.check()
+
+    def stop(self) -> None:
+        """End the thread, when it has done what it was told."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raise what the thread met.
+
+        Raises:
+            OSError: It could not write.
+        """
+        if self.error is not None:
+            told = f"{type(self.error).__name__}: {self.error}"
+            raise self.error if isinstance(self.error, OSError) else OSError(f"the writer of tensors failed, {told}")
+
+    def _hurry(self) -> None:
+        """There is no room: what waits for more to come is written now."""
+        self.check()
+        self._order(self._write_group)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="instrument-tensors", daemon=True)
+            self._thread.start()
+        self._orders.put(order)
+
+    # ------------------------------------------------------------------------------------------------ the thread's side
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            if self.error is None:
+                try:
+                    order()
+                except BaseException as error:
+                    self.error = error
+                    with suppress(BaseException):  # the part removes what it has written so far, and hands the error on
+                        self._end_of_part.__exit__(type(error), error, error.__traceback__)
+
+    def _take(self, copied: Copied) -> None:
+        if copied.arrived is not None:
+            copied.arrived.synchronize()
+        self._waiting.append(copied)
+        self._waiting_bytes += copied.flat.nbytes
+        if self._waiting_bytes >= ROW_GROUP_BYTES:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        """Write what waits to the part of this step."""
+        if self._waiting:
+            if self._part is None:
+                self._part = self._end_of_part.enter_context(self.log.new_part())
+            self._part.write_table(as_table(self.log.table, rows_of(self._waiting)))
+            self._give_back()
+
+    def _end_step(self) -> None:
+        if self._part is not None:
+            self._write_group()
+            self._part = None
+            self._end_of_part.close()
+        elif self._waiting:
+            self.log.append(rows_of(self._waiting).combine_chunks().to_batches()[0])
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for copied in self._waiting:
+            self.pool.give_back(copied.room)
+        self._waiting, self._waiting_bytes = [], 0
+
+
+def rows_of(tensors: Sequence[Copied]) -> pa.Table:
+    """Plain rows of the tensors table; their values are the tensors' own memory."""
+    table = TABLES["tensors"]
+    cells = zip(*(copied.row for copied in tensors), strict=True)
+    columns = [pa.array(column, kind) for column, kind in zip(cells, table.plain_types, strict=False)]
+    values = [_list_of(copied.flat) if copied.as_list else _NO_LIST for copied in tensors]
+    data = [_NO_BYTES if copied.as_list else _bytes_of(copied.flat) for copied in tensors]
+    return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
+
+
+_NO_LIST = pa.nulls(1, pa.list_(pa.float32()))
+_NO_BYTES = pa.nulls(1, pa.large_binary())
+
+
+def _list_of(flat: Tensor) -> pa.Array:
+    """One cell with a list of float32."""
+    return pa.ListArray.from_arrays(np.array([0, flat.numel()], np.int32), flat.numpy())
+
+
+def _bytes_of(flat: Tensor) -> pa.Array:
+    """One cell with the bytes of the elements."""
+    raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+    ends = pa.py_buffer(np.array([0, raw.nbytes], np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(raw)])

@@ -1,0 +1,131 @@
+"""The journal: whole messages up to the last one, whatever happens to the file's end or its middle."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from instrument.sinks.journal import Journal, Reading
+
+SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.string()), ("values", pa.list_(pa.float32()))])
+
+
+def batch(step: int) -> pa.RecordBatch:
+    rows = [[step, step], ["a", "b" * step], [[1.0, step], [step]]]
+    return pa.record_batch([pa.array(c, t) for c, t in zip(rows, SCHEMA.types, strict=True)], schema=SCHEMA)
+
+
+def written(path: Path, steps: int) -> list[int]:
+    """A journal of so many steps; gives its size at the beginning and after each of them."""
+    journal = Journal(path, SCHEMA)
+    sizes = [journal.size]
+    for step in range(steps):
+        journal.append(batch(step))
+        sizes.append(journal.size)
+        assert path.stat().st_size == journal.size
+        assert journal.rows == 2 * (step + 1)
+    journal.close()
+    return sizes
+
+
+def test_a_file_that_ends_anywhere_has_all_steps_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "j.arrows"
+    sizes = written(path, 4)
+    whole = path.read_bytes()
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        reading = Reading.of(path)
+        found = list(reading.batches())
+        assert found == [batch(step) for step in range(max(0, sum(size <= end for size in sizes) - 1))]
+        assert reading.torn == (end not in sizes)
+        assert reading.problem is None
+        assert reading.rows == 2 * len(found)
+
+
+def test_damage_anywhere_never_raises_and_never_invents_a_batch(tmp_path: Path) -> None:
+    path = tmp_path / "j.arrows"
+    written(path, 4)
+    whole, draw = path.read_bytes(), random.Random(0)
+    named = 0
+    for _ in range(2000):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 4, 30])):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        path.write_bytes(damaged)
+        reading = Reading.of(path)
+        found = list(reading.batches())
+        assert len(found) <= 4
+        if len(found) < 4:
+            assert reading.torn or reading.problem
+            named += reading.problem is not None
+    assert named > 500
+
+
+def test_another_file_of_the_name_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "j.arrows"
+    path.write_bytes(b"this is no journal, but somebody called it one" * 10)
+    reading = Reading.of(path)
+    assert list(reading.batches()) == []
+    assert "not read" in str(reading.problem)
+
+
+def test_a_batch_that_cannot_be_written_whole_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "j.arrows"
+    journal = Journal(path, SCHEMA)
+    journal.append(batch(0))
+    size = journal.size
+
+    class Full:
+        """A disk with room for 20 bytes more."""
+
+        def __init__(self, file: object) -> None:
+            self.file, self.room = file, 20
+
+        def write(self, data: memoryview) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            count = self.file.write(data[: self.room])  # type: ignore[attr-defined]
+            self.room -= count
+            return int(count)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    plain = journal._file
+    monkeypatch.setattr(journal, "_file", Full(plain))
+    with pytest.raises(OSError, match="No space left"):
+        journal.append(batch(1))
+    assert path.stat().st_size == size
+    monkeypatch.setattr(journal, "_file", plain)
+    journal.append(batch(2))
+    journal.close()
+    assert list(Reading.of(path).batches()) == [batch(0), batch(2)]
+
+
+def test_a_journal_that_was_removed_is_noticed_at_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "j.arrows"
+    journal = Journal(path, SCHEMA)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="was removed"):
+        journal.append(batch(0))
+    journal.close()
+
+
+def test_rows_that_are_to_outlive_a_loss_of_power_are_synced_before_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("instrument.sinks.journal.os.fsync", synced.append)
+    plain = Journal(tmp_path / "plain.arrows", SCHEMA)
+    plain.append(batch(0))
+    assert synced == []
+    safe = Journal(tmp_path / "safe.arrows", SCHEMA, fsync=True)
+    safe.append(batch(0))
+    assert len(synced) == 2
+    plain.close()
+    safe.close()

@@ -1,0 +1,185 @@
+"""Recorded tensors on their way: copied once, bounded, and never lost in silence."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument.errors import SinkError
+from instrument.plan.sites import make_plan
+from instrument.run.attach import read_specs
+from instrument.sinks import tensors as module
+from instrument.sinks.log import TableLog
+from instrument.sinks.parquet import ParquetSink
+
+KEY = (0, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False)
+RECORD = {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until the gate is opened."""
+    opened = threading.Event()
+    take = module.TensorWriter._take
+
+    def slowly(self: module.TensorWriter, copied: module.Copied) -> None:
+        assert opened.wait(60)
+        take(self, copied)
+
+    monkeypatch.setattr(module.TensorWriter, "_take", slowly)
+    yield opened
+    opened.set()
+
+
+def finished(folder: Path) -> instrument.Run:
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    return instrument.load(folder)
+
+
+def test_a_hook_waits_for_room_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(module, "POOL_BYTES", 100_000)
+    sink = ParquetSink(tmp_path)
+    kept = []
+
+    def train() -> None:
+        for number in range(50):
+            sink.keep(KEY, [10_000], torch.full((10_000,), float(number)))  # 40 kB: two of them find room
+            kept.append(number)
+        sink.end_step()
+
+    training = threading.Thread(target=train)
+    training.start()
+    training.join(1.0)
+    assert training.is_alive()
+    assert kept == [0, 1]
+    gate.set()
+    training.join(60)
+    assert not training.is_alive()
+    sink.close()
+    assert [float(values[0]) for values in finished(tmp_path).tensors()["values"]] == list(range(50))
+
+
+def test_dropped_tensors_are_counted_in_coverage_and_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(module, "POOL_BYTES", 100_000)
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    specs = {"first": {**RECORD, "layers": "0"}, "both": {**RECORD, "layers": "*"}}
+    sink = ParquetSink(tmp_path, when_full="drop")
+    with instrument.Probe(make_plan(read_specs(specs), model), sink) as probe:
+        model(torch.ones(10_000))  # three tensors of 40 kB
+        gate.set()
+        probe.end_step()
+        model(torch.ones(10))
+        probe.end_step()
+    run = finished(tmp_path)
+    dropped = {(row.hook, row.layer): row.dropped for row in run.coverage.itertuples()}
+    assert dropped == {("first", "0"): 0, ("both", "0"): 0, ("both", "1"): 1}
+    assert len(run.tensors()) == 5
+    assert (run.coverage.fired == run.coverage.expected).all()
+    (event,) = run.events[run.events.rule == "dropped"].message
+    assert event.startswith("hook 'both': 1 recorded tensors were dropped")
+    assert probe.warnings == [event]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a defect")])
+def test_an_error_in_the_thread_is_raised_in_the_loop_and_nobody_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(self: TableLog, batch: object) -> None:
+        raise error
+
+    sink = ParquetSink(tmp_path)
+    sink.keep(KEY, [3], torch.zeros(3))
+    sink.write("metrics", [(0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)])
+    sink.end_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(sink._logs["tensors"], "append", lambda batch: fail(sink._logs["tensors"], batch))
+        sink.keep(KEY, [3], torch.ones(3))
+        with pytest.raises(SinkError, match=r"(No space left|a defect).*steps up to 0 are saved"):
+            sink.end_step()
+    sink.close()
+    run = finished(tmp_path)
+    assert len(run.tensors()) == 1
+    assert "cannot be written any more" in run.events.message[0]
+
+
+def test_an_error_in_the_thread_reaches_a_hook_that_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POOL_BYTES", 100_000)
+
+    def fail(self: module.TensorWriter, copied: module.Copied) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module.TensorWriter, "_take", fail)
+    sink = ParquetSink(tmp_path)
+    keep_ten = [sink.keep] * 10
+    with pytest.raises(SinkError, match="Input/output error; nothing is saved"):
+        [keep(KEY, [10_000], torch.zeros(10_000)) for keep in keep_ten]
+    sink.close()
+
+
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"samples": 2},
+        {"slice": ":, 1:3"},
+        {"max_elements": 7},
+        {"samples": 3, "slice": "::2, 0", "max_elements": 1, "dtype": "float64"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_a_tensor_is_cut_and_cast_before_it_is_copied(tmp_path: Path, mode: Any, spec: dict[str, Any]) -> None:
+    given = torch.linspace(-3, 3, 40).view(4, 10)
+    wanted = given
+    if "samples" in spec:
+        wanted = wanted[: spec["samples"]]
+    if "slice" in spec:
+        wanted = wanted[:, 1:3] if spec["slice"] == ":, 1:3" else wanted[::2, 0]
+    if "max_elements" in spec:
+        wanted = wanted.reshape(-1)[: spec["max_elements"]]
+    if "dtype" in spec:
+        wanted = wanted.to(getattr(torch, spec["dtype"]))
+    sink = ParquetSink(tmp_path, tensors=mode)
+    model = nn.Identity()
+    with instrument.Probe(make_plan(read_specs({"h": {**RECORD, **spec}}), model), sink) as probe:
+        model(given)
+        room = sink._tensors.pool.used
+        probe.end_step()
+    assert room == 4096, "what is cut away is not copied"
+    (row,) = finished(tmp_path).tensors().itertuples()
+    assert row.source_shape == (4, 10)
+    assert row.shape == tuple(wanted.shape)
+    assert row.dtype == str(wanted.dtype).removeprefix("torch.")
+    assert torch.equal(torch.from_numpy(row.values.copy()).to(wanted.dtype), wanted)
+
+
+def test_memory_of_the_pool_is_bounded_and_given_back(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path, tensors="bytes")
+    for step in range(6):
+        for _ in range(30):
+            sink.keep((step, *KEY[1:]), [500_000], torch.zeros(500_000))
+            assert sink._tensors.pool.used <= module.POOL_BYTES
+        sink.end_step()
+        assert sink._tensors.pool.used == 0
+    threads = [thread.name for thread in threading.enumerate()]
+    assert threads.count("instrument-tensors") == 1
+    sink.close()
+    gc.collect()
+    assert "instrument-tensors" not in [thread.name for thread in threading.enumerate()]
+    assert len(finished(tmp_path).tensors(step=5)) == 30
