@@ -25,6 +25,7 @@ from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
+from .interrupts import held_back
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
 from .recorder import RANK, Recorder, fetch
 from .rows import layer_rows
@@ -231,6 +232,12 @@ class Probe:
         Returns:
             The row of metrics that was written.
         """
+        with held_back():
+            return self._end_step(loss, samples, metrics)
+
+    def _end_step(
+        self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
+    ) -> dict[str, float | None]:
         if self._busy or not self.clock.moment.micro_step:
             self.end_micro_step()
         skipped = None if self._scaling is None else self._scaling.take()

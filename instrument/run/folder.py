@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Mistake, SinkError
 from ..sinks.lock import FolderLock
 
 Status = Literal["running", "done", "failed", "interrupted", "killed"]
@@ -57,11 +57,30 @@ def refuse_taken(folder: Path, where: str) -> None:
 
 
 class RunFolder:
-    """A new folder for one run; `record` is what run.json says, written anew at every change."""
+    """A new folder for one run.
 
-    def __init__(self, path: Path, *, where: str = "hydra.run.dir", **record: Any) -> None:
+    Args:
+        path: The folder.
+        where: What the user says it by.
+        on_error: What becomes of an error in writing run.json: `stop` raises it, `continue` goes on without it.
+        record: What run.json says; it is written anew at every change.
+
+    Raises:
+        ConfigError: The folder holds a run, another process has just begun one there, or it cannot be written.
+        SinkError: From all methods: run.json cannot be written any more.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        where: str = "hydra.run.dir",
+        on_error: Literal["stop", "continue"] = "stop",
+        **record: Any,
+    ) -> None:
         refuse_taken(path, where)
         self.path = path
+        self.on_error = on_error
         self._lock = FolderLock(path)
         if not self._lock.acquire():
             raise ConfigError(Mistake(where, "another process has just begun a run in this folder", written=str(path)))
@@ -105,14 +124,18 @@ class RunFolder:
         told = None if error is None else f"{type(error).__name__}: {error}"
         try:
             self.update(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"), error=told)
-        except OSError:
+        except SinkError:
             if error is None:
                 raise
         finally:
             self._lock.release()
 
     def _write(self) -> None:
-        write_json(self.path / "run.json", self.record)
+        try:
+            write_json(self.path / "run.json", self.record)
+        except OSError as error:
+            if self.on_error == "stop":
+                raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
 
 
 def mark_killed(folder: Path) -> None:

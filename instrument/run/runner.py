@@ -52,20 +52,24 @@ def run(
         overrides=overrides,
         device=None,
         data=None,
+        on_error=config.sink.on_error,
     )
     with place.recording(), process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)
         place.update(device=str(experiment.device), data=experiment.data.source)
         terminal.begin(experiment)
-        metrics = _train(experiment, folder, terminal)
-        place.update(metrics=metrics)
-    terminal.end(experiment, folder, metrics)
+        sink = ParquetSink(folder, **config.sink.model_dump(), tell=terminal.alarm)
+        metrics = _train(experiment, sink, terminal)
+        place.update(metrics=metrics, recording_stopped=sink.failure)
+    if sink.failure is None:
+        terminal.end(experiment, folder, metrics)
+    else:
+        terminal.end_unrecorded(sink.failure, metrics)
     return Result(folder, metrics)
 
 
-def _train(experiment: Experiment, folder: Path, terminal: Terminal) -> dict[str, float | None]:
+def _train(experiment: Experiment, sink: ParquetSink, terminal: Terminal) -> dict[str, float | None]:
     config = experiment.config
-    sink = ParquetSink(folder, **config.sink.model_dump(), tell=terminal.alarm)
     probe = Probe(
         experiment.plan,
         sink,

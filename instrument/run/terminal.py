@@ -144,6 +144,11 @@ class Terminal:
             self.console.print(f"files       {folder}  ({human_bytes(size)} of Parquet)", soft_wrap=True)
             self.console.print("next        " + escape(next_command(folder)), soft_wrap=True)
 
+    def end_unrecorded(self, failure: str, metrics: dict[str, float | None]) -> None:
+        """The end of a training that went on without recording."""
+        self.alarm(failure)
+        self.console.print(f"evaluation  {_metrics(metrics)}")
+
 
 def next_command(folder: Path) -> str:
     """What to type to see the statistics of a run."""

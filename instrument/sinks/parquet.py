@@ -115,8 +115,8 @@ class ParquetSink:
         except OSError as error:
             self._fail(error)
         else:
-            if self._rows["metrics"]:
-                self._step = self._rows["metrics"][-1][0]
+            for step, _, phase, *_ in self._rows["metrics"]:
+                self._step = step if phase == "train" else self._step
             self._rows = {name: [] for name in TABLES}
 
     def settle(self) -> dict[str, int]:

@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM while a step's rows are handed over: they wait until that is done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """What a signal would raise inside is raised at the end; a second signal does not wait.
+
+    Only signals that have a Python function to call are held back, and only in the main thread, which alone is
+    interrupted by them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {int(number): handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    came: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            handlers[number](number, frame)
+        came.append((number, frame))
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        first, frame = came[0]
+        handlers[first](first, frame)

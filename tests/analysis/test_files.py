@@ -1,0 +1,233 @@
+"""Run folders in any state: damaged, torn, with files of others among theirs. What can be read is read, the rest named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import instrument
+from instrument import InstrumentWarning, recover
+from instrument.sinks.lock import FolderLock
+from instrument.sinks.parquet import ParquetSink
+
+KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False)
+METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed: three parts a table, and a journal."""
+    folder = tmp_path_factory.mktemp("original") / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
+    sink = ParquetSink(folder)
+    for step in range(STEPS):
+        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0)])
+        sink.write("metrics", [(step, *METRICS)])
+        sink.keep((step, 0, 0, *KEY), [2], torch.full((2,), float(step)))
+        sink.end_step()
+        if step in (2, 5, 8):
+            sink.settle()
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def steps_of(folder: Path, table: str) -> list[int]:
+    return list(getattr(instrument.load(folder), table).step)
+
+
+@pytest.mark.filterwarnings("error::instrument.errors.InstrumentWarning")
+def test_parts_and_journal_are_one_table(folder: Path) -> None:
+    run = instrument.load(folder)
+    assert run.info["status"] == "killed"
+    assert list(run.stats.step) == list(run.metrics.step) == list(range(STEPS))
+    assert [float(values[0]) for values in run.tensors()["values"]] == list(range(STEPS))
+    assert list(run.tensors(step=[1, 11]).step) == [1, 11]
+    assert run.sql("select count(*) as n, max(step) as last from stats").iloc[0].tolist() == [STEPS, STEPS - 1]
+    assert run.problems == []
+
+
+def test_a_journal_whose_part_is_there_is_not_read_twice(folder: Path) -> None:
+    """The process was killed between renaming the part and removing its journal."""
+    journal = folder / "journal" / "stats-0000-000003.arrows"
+    kept = journal.read_bytes()
+    assert recover.main([str(folder)]) == 0
+    journal.parent.mkdir()
+    journal.write_bytes(kept)
+    assert steps_of(folder, "stats") == list(range(STEPS))
+    assert recover.main([str(folder)]) == 0
+    assert not journal.exists()
+    assert len(pd.read_parquet(folder / "stats")) == STEPS
+
+
+def test_a_part_that_was_half_written_is_cleared_away(folder: Path) -> None:
+    aside = folder / "journal" / "stats-0000-000003.tmp"
+    aside.write_bytes(b"PAR1 and then nothing more")
+    assert steps_of(folder, "stats") == list(range(STEPS))
+    assert recover.main([str(folder)]) == 0
+    assert not aside.exists()
+    assert len(pd.read_parquet(folder / "stats")) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("stats/part-0000-000001.parquet", b"", "cannot be read"),
+        ("stats/part-0000-000001.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"),
+        ("stats/part-0000-000001.parquet", b"no parquet at all", "cannot be read"),
+        ("journal/stats-0000-000003.arrows", b"not a stream", "no Arrow stream"),
+    ],
+)
+def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(
+    folder: Path, file: str, content: bytes, told: str
+) -> None:
+    (folder / file).write_bytes(content)
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match=file):
+        steps = list(run.stats.step)
+    lost = [3, 4, 5] if file.startswith("stats") else [9, 10, 11]
+    assert steps == [step for step in range(STEPS) if step not in lost]
+    assert list(run.metrics.step) == list(range(STEPS))
+    (problem,) = run.problems
+    assert problem.startswith(f"{file}: ")
+    assert told in problem
+
+
+def test_a_part_that_is_damaged_inside_is_named_and_the_rest_is_read(folder: Path) -> None:
+    file = folder / "stats" / "part-0000-000001.parquet"
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
+    file.write_bytes(content)
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="part-0000-000001"):
+        assert list(run.stats.step) == [0, 1, 2, *range(6, STEPS)]
+    assert len(run.problems) == 1
+
+
+def test_a_part_of_other_columns_is_named(folder: Path) -> None:
+    pq.write_table(pa.table({"step": [1], "mine": [2]}), folder / "stats" / "part-0000-000007.parquet")
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="has no column micro_step"):
+        assert len(run.stats) == STEPS
+
+
+def test_a_journal_of_other_columns_is_named(folder: Path) -> None:
+    shutil.copy(folder / "journal" / "metrics-0000-000003.arrows", folder / "journal" / "stats-0000-000009.arrows")
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="the columns are not those of this table"):
+        assert len(run.stats) == STEPS
+
+
+class Bomb:
+    """Does something when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (pytest.fail, ("a pickle of the folder was read",))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "stats/mine.parquet",
+        "stats/part-0000-000000.pkl",
+        "stats/deep/part-0000-000000.parquet",
+        "journal/events-0000-000000.pt",
+        "journal/what-0000-000000.arrows",
+        "tensors/values.npy",
+    ],
+)
+def test_files_of_others_are_named_and_never_read_and_no_pickle_at_all(folder: Path, file: str) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_bytes(pickle.dumps(Bomb()))
+    with pytest.warns(InstrumentWarning, match="no file of a run"):
+        run = instrument.load(folder)
+    assert len(run.stats) == len(run.tensors()) == STEPS
+    assert run.problems == [f"{file}: no file of a run: it is not read"]
+    recover.main([str(folder)])
+    assert (folder / file).exists(), "what is not ours is left alone"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1, 2]", '"text"', "\x00", '{"status": "done", "overrides": 3, "metrics": []}']
+)
+def test_a_run_json_of_any_content_leaves_the_tables_readable(folder: Path, content: str) -> None:
+    (folder / "run.json").write_text(content)
+    run = instrument.load(folder)
+    assert len(run.stats) == STEPS
+    assert run.infos[0]["overrides"] == {}
+    assert len(run.runs) == 1
+    assert "1 run" in repr(run)
+
+
+@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
+def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    files = [file.relative_to(original) for file in sorted(original.rglob("*")) if file.is_file()]
+    named = 0
+    for number in range(150):
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        file = folder / draw.choice(files)
+        content = bytearray(file.read_bytes())
+        for _ in range(draw.choice([1, 8, 64])):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        file.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
+        run = instrument.load(folder)
+        for table in ("stats", "metrics", "coverage", "events"):
+            assert set(run.read(table, ["step"] if table in ("stats", "metrics") else ["rank"]).columns)
+        named += bool(run.problems)
+        shutil.rmtree(folder)
+    assert named > 30
+
+
+def test_recover_leaves_a_running_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = FolderLock(folder)
+    assert lock.acquire()
+    assert instrument.load(folder).info["status"] == "running"
+    assert recover.main([str(folder)]) == 1
+    assert "still running" in capsys.readouterr().err
+    assert list((folder / "journal").glob("*.arrows"))
+    lock.release()
+    assert instrument.load(folder).info["status"] == "killed"
+
+
+def test_recover_says_what_it_did_and_takes_a_whole_sweep(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job in range(2):
+        shutil.copytree(original, tmp_path / "sweep" / str(job))
+    journal = tmp_path / "sweep" / "0" / "journal" / "stats-0000-000003.arrows"
+    journal.write_bytes(journal.read_bytes()[:-3])
+    assert recover.main([str(tmp_path / "sweep")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "rows turned into Parquet: 3 of metrics, 2 of stats, 3 of tensors" in first
+    assert first.endswith("the step that was being written is not among them (stats)")
+    assert second.endswith("3 of metrics, 3 of stats, 3 of tensors")
+    assert recover.main([str(tmp_path / "sweep" / "0")]) == 0
+    assert "all is Parquet already" in capsys.readouterr().out
+    assert recover.main([str(tmp_path / "nowhere")]) == 2
+    assert "no run.json" in capsys.readouterr().err
+
+
+def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = folder / "journal" / "stats-0000-000003.arrows"
+    content = bytearray(journal.read_bytes())
+    content[-200:-150] = b"\xaa" * 50
+    journal.write_bytes(content)
+    assert recover.main([str(folder)]) == 1
+    assert "journal/stats-0000-000003.arrows: " in capsys.readouterr().err
+    assert (folder / "journal" / "stats-0000-000003.damaged").read_bytes() == bytes(content)
+    assert pd.read_parquet(folder / "stats").step.tolist()[:9] == list(range(9))
