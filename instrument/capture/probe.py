@@ -90,6 +90,7 @@ class Probe:
         self._modules = ModuleWatch(plan.layers.model, self.lives)
         self.warnings: list[str] = []
         self._entered = False
+        self._goes_on = False  # with what another probe has begun
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
         require_optimizer(plan, optimizer)
@@ -112,9 +113,10 @@ class Probe:
                 self._families.append(family)
             if any(isinstance(family, GradientHooks) for family in self._families):
                 self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
-            self.recorder.write("layers", layer_rows(self.plan))
-            for remark in remarks(self.plan):
-                self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
+            if not self._goes_on:
+                self.recorder.write("layers", layer_rows(self.plan))
+                for remark in remarks(self.plan):
+                    self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
             self._retime()
         except BaseException:
             self._detach()
@@ -323,6 +325,25 @@ class Probe:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")
         self.sink.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a probe on the same plan has to know to go on from here, between two steps: numbers, texts and lists."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "warnings": list(self.warnings),
+            "recorder": self.recorder.state_dict(),
+            "ledger": [live.state_dict() for live in self.lives],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where another probe on the same plan was; before this one is entered."""
+        self._goes_on = True
+        self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
+        self.warnings = list(state["warnings"])
+        self.recorder.load_state_dict(state["recorder"])
+        for live, ledger in zip(self.lives, state["ledger"], strict=True):
+            live.load_state_dict(ledger)
 
     def _in_place_message(self) -> str:
         sites = [live.site for live in self.lives if live.site.spec.via == "module"]

@@ -51,6 +51,15 @@ class Recorder:
         """What one intervention changed."""
         self._effects.append((identity(context), effect))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, as numbers and lists."""
+        return {"rows_written": self.rows_written, "dropped": [[*key, count] for key, count in self.dropped.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from these counts."""
+        self.rows_written = state["rows_written"]
+        self.dropped = Counter({(hook, layer, path): count for hook, layer, path, count in state["dropped"]})
+
     def write(self, table: str, rows: list[Row]) -> None:
         """Rows of a table that no action writes to, straight to the sink."""
         self.sink.write(table, rows)

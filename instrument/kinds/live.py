@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.parameter import Parameter
@@ -132,6 +132,22 @@ class LiveSite:
         """Why it fired less often than expected, or was not expected to fire; empty where all is well."""
         silent = self.fired < self.expected or not self.expected
         return self.causes.most_common(1)[0][0] if silent and self.causes else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger, between two turns."""
+        return {
+            "expected": self.expected,
+            "fired": self.fired,
+            "causes": dict(self.causes),
+            "ever_due": self.ever_due,
+            "absent": self.absent,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ledger."""
+        self.expected, self.fired = state["expected"], state["fired"]
+        self.causes = Counter(state["causes"])
+        self.ever_due, self.absent = state["ever_due"], state["absent"]
 
     def wants(self, path: str) -> bool:
         """Whether the spec means the tensor at this path."""

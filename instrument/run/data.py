@@ -173,30 +173,54 @@ class Batches:
     """The batches of a training: `accumulate` of them a step, the data in a new random order each epoch."""
 
     def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.loader = DataLoader(dataset, config.batch_size, shuffle=True, generator=generator)
+        self.dataset = dataset
+        self.batch_size = config.batch_size
         self.accumulate = config.accumulate
-        per_epoch = -(-len(self.loader) // config.accumulate)
+        self.in_epoch = -(-len(dataset) // config.batch_size)  # type: ignore[arg-type]
+        per_epoch = -(-self.in_epoch // config.accumulate)
         self.steps = config.steps if config.steps is not None else per_epoch * (config.epochs or 1)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._before_epoch = self._generator.get_state()
+        self._done = self._epoch = self._taken = 0  # steps; the epoch, and the batches taken of it
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        """The epoch and the micro-batches of each step; the last step of an epoch may have fewer."""
-        done, epoch = 0, 0
-        while True:
-            group: list[Any] = []
-            for batch in self.loader:
-                group.append(batch)
-                if len(group) == self.accumulate:
-                    yield epoch, group
-                    group, done = [], done + 1
-                    if done == self.steps:
-                        return
-            if group:
-                yield epoch, group
-                done += 1
-                if done == self.steps:
+        """The epoch and the micro-batches of each step that is left; the last step of an epoch may have fewer."""
+        while self._done < self.steps:
+            for group in self._groups_of_epoch():
+                self._taken += len(group)
+                self._done += 1
+                yield self._epoch, group
+                if self._done == self.steps:
                     return
-            epoch += 1
+            self._epoch, self._taken = self._epoch + 1, 0
+
+    def _groups_of_epoch(self) -> Iterator[list[Any]]:
+        """The micro-batches of the steps that are left in this epoch."""
+        self._before_epoch = self._generator.get_state()
+        order = torch.randperm(len(self.dataset), generator=self._generator).tolist()  # type: ignore[arg-type]
+        rest = Subset(self.dataset, order[self._taken * self.batch_size :])
+        group: list[Any] = []
+        for batch in in_order(rest, self.batch_size) if len(rest) else ():
+            group.append(batch)
+            if len(group) == self.accumulate:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, between two steps."""
+        return {
+            "done": self._done,
+            "epoch": self._epoch,
+            "taken": self._taken,
+            "generator": self._before_epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+        self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
+        self._generator.set_state(state["generator"])
 
     def first(self) -> Any:
         """A batch to try the model on, which does not touch the order of the training.
@@ -204,10 +228,9 @@ class Batches:
         Raises:
             ConfigError: No batch can be made of the dataset's items.
         """
-        dataset = self.loader.dataset
-        size = min(self.loader.batch_size or 1, len(dataset))  # type: ignore[arg-type]
+        size = min(self.batch_size, len(self.dataset))  # type: ignore[arg-type]
         try:
-            return next(iter(in_order(Subset(dataset, range(size)), size)))
+            return next(iter(in_order(Subset(self.dataset, range(size)), size)))
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             raise ConfigError(

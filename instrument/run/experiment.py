@@ -107,7 +107,7 @@ def prepare(config: RunConfig) -> Experiment:
     length = Length(
         batches.steps,
         config.train.accumulate,
-        len(batches.loader),
+        batches.in_epoch,
         evaluation_steps(batches.steps, config.train.eval_every),
         len(evaluation),
     )

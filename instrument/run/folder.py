@@ -101,6 +101,27 @@ class RunFolder:
         }
         self._write()
 
+    @classmethod
+    def again(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
+        """The folder of a run that was stopped, to go on with it.
+
+        Raises:
+            ConfigError: There is no run, it is done, or a process still writes to it.
+        """
+        record = read_record(path, "resume")
+        if record["status"] == "done":
+            raise ConfigError(Mistake("resume", "this run is done: there is nothing left to do", written=str(path)))
+        place = cls.__new__(cls)
+        place.path, place.on_error = path, on_error
+        place._lock = FolderLock(path)
+        if not place._lock.acquire():
+            raise ConfigError(Mistake("resume", "this run is still running, in another process", written=str(path)))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
+        place.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
+        place._write()
+        return place
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Say in the record how the block inside ended: done, interrupted or failed."""
@@ -136,6 +157,24 @@ class RunFolder:
         except OSError as error:
             if self.on_error == "stop":
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
+
+
+def read_record(path: Path, where: str) -> dict[str, Any]:
+    """The run.json of a folder.
+
+    Raises:
+        ConfigError: There is none, or it is not one.
+    """
+    try:
+        record = json.loads((path / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            Mistake(where, f"its run.json cannot be read: {reason}", written=str(path), allowed="the folder of a run")
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
+        raise ConfigError(Mistake(where, "its run.json is not one of a run of ours", written=str(path)))
+    return record
 
 
 def mark_killed(folder: Path) -> None:

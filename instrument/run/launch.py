@@ -27,7 +27,7 @@ from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from ..spec.parse import parse_config
 from .composition import PACKAGE_LINE, composition_mistake
-from .folder import refuse_taken
+from .folder import read_record, refuse_taken
 
 
 class JobFailedError(Exception):
@@ -72,7 +72,12 @@ class Guard(Callback):
             if parsed.plan:
                 show_plan(parsed)
                 raise SystemExit(0)
-            refuse_taken(Path(config.hydra.run.dir), "hydra.run.dir")
+            if parsed.resume is None:
+                refuse_taken(Path(config.hydra.run.dir), "hydra.run.dir")
+            else:
+                with flag_override(config, "readonly", False):
+                    config.hydra.run.dir = parsed.resume
+                    config.hydra.output_subdir = None  # Hydra's record of the run's beginning stays as it is
         except InstrumentError as error:
             raise SystemExit(complain(error)) from None
 
@@ -132,6 +137,8 @@ def job(config: DictConfig) -> float | None:
         JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
     """
     with told() as place:
+        if place.swept and config.get("resume") is not None:
+            raise ConfigError(Mistake("resume", "runs are resumed one at a time, without -m", written=config.resume))
         parsed, raw = read_config(config)
         if parsed.plan:
             show_plan(parsed)
@@ -222,16 +229,42 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         raw = {str(key): _resolved(config[key]) for key in config if key != "hydra"}
     except OmegaConfBaseException as error:
         raise ConfigError(Mistake(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
+    if raw.get("resume") is not None:
+        raw = _config_of_run(raw, read_overrides(config.get("hydra")))
     return parse_config(raw), raw
+
+
+WITH_RESUME = ("resume", "quiet", "plan")
+
+
+def _config_of_run(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that a run was started with, and goes on with.
+
+    Raises:
+        ConfigError: There is no such run, or more is asked for than to go on.
+    """
+    path = str(raw["resume"])
+    others = [key for key in overrides if key not in WITH_RESUME and not key.startswith("hydra.")]
+    if others:
+        raise ConfigError(
+            Mistake(
+                others[0],
+                "a run goes on with the configuration that it was started with",
+                written=others,
+                allowed=", ".join(WITH_RESUME),
+            )
+        )
+    config: dict[str, Any] = read_record(Path(path), "resume")["config"]
+    return {**config, **{key: raw[key] for key in WITH_RESUME}}
 
 
 def _resolved(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
 
 
-def read_overrides() -> dict[str, Any]:
+def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
     """What the user put over the configuration on the command line, by key, with typed values."""
-    given = HydraConfig.get().overrides.task
+    given = (HydraConfig.get() if hydra is None else hydra).overrides.task
     found: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(given)):
         found[override.key_or_group] = None if override.is_delete() else override.value()

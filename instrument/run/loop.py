@@ -34,13 +34,21 @@ class Progress:
     phase: str
 
 
-def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]) -> dict[str, float | None]:
+def train(
+    experiment: Experiment,
+    probe: Probe,
+    show: Callable[[Progress], None],
+    keep: Callable[[dict[str, float | None]], None] | None = None,
+    last: dict[str, float | None] | None = None,
+) -> dict[str, float | None]:
     """Train to the end, and evaluate when it is time.
 
     Args:
         experiment: What is trained.
         probe: The attached hooks; it is told when a micro-step, a step and an evaluation end.
         show: Called after each step and each evaluation.
+        keep: Called when all of a step is over, with the metrics of the last evaluation: the time for a checkpoint.
+        last: The metrics of the last evaluation before this, of a training that goes on.
 
     Returns:
         The metrics of the last evaluation.
@@ -52,7 +60,7 @@ def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]
         experiment.scaler,
     )
     evaluations = set(evaluation_steps(experiment.steps, experiment.config.train.eval_every))
-    last: dict[str, float | None] = {}
+    last = last or {}
     model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
@@ -80,6 +88,8 @@ def train(experiment: Experiment, probe: Probe, show: Callable[[Progress], None]
         if probe.step in evaluations:
             last = evaluate(experiment, probe)
             show(Progress(probe.step, experiment.steps, last, probe.recorder.rows_written, "eval"))
+        if keep is not None:
+            keep(last)
     return last
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 from ..analysis.archive import RunArchive
 from ..capture.probe import Probe
+from ..capture.recorder import RANK
 from ..sinks.parquet import ParquetSink
+from ..sinks.parts import rewind
 from ..spec.config import RunConfig
+from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import broken_graphs, graph_breaks
 from .device import process_state
 from .experiment import Experiment, prepare
@@ -30,11 +33,11 @@ class Result:
 def run(
     config: RunConfig, folder: Path, terminal: Terminal, *, raw: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Result:
-    """Run an experiment.
+    """Run an experiment, or go on with one that was stopped where `config.resume` says so.
 
     Args:
         config: The configuration, checked.
-        folder: The run's folder; it may exist, but hold no run.
+        folder: The run's folder; it may exist, but hold no run other than the one to go on with.
         terminal: Where progress and results are shown.
         raw: The configuration as it was composed, for run.json.
         overrides: What the user put over it, by key.
@@ -42,47 +45,77 @@ def run(
     Raises:
         ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
         HookError: A hook failed; what was recorded before is kept and readable.
+        SinkError: Rows cannot be written any more.
     """
-    place = RunFolder(
-        folder,
-        name=config.name,
-        seed=config.seed,
-        config=raw,
-        config_hash=config_hash(dict(raw)),
-        overrides=overrides,
-        device=None,
-        data=None,
-        on_error=config.sink.on_error,
-    )
+    if config.resume is not None:
+        place = RunFolder.again(folder, on_error=config.sink.on_error)
+    else:
+        place = RunFolder(
+            folder,
+            name=config.name,
+            seed=config.seed,
+            config=raw,
+            config_hash=config_hash(dict(raw)),
+            overrides=overrides,
+            device=None,
+            data=None,
+            on_error=config.sink.on_error,
+        )
     with place.recording(), process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)
         place.update(device=str(experiment.device), data=experiment.data.source)
+        training = _Training(experiment, folder, terminal)
         terminal.begin(experiment)
-        sink = ParquetSink(folder, **config.sink.model_dump(), tell=terminal.alarm)
-        metrics = _train(experiment, sink, terminal)
-        place.update(metrics=metrics, recording_stopped=sink.failure)
-    if sink.failure is None:
+        metrics, failure = training.run()
+        place.update(metrics=metrics, recording_stopped=failure)
+    if failure is None:
         terminal.end(experiment, folder, metrics)
     else:
-        terminal.end_unrecorded(sink.failure, metrics)
+        terminal.end_unrecorded(failure, metrics)
     return Result(folder, metrics)
 
 
-def _train(experiment: Experiment, sink: ParquetSink, terminal: Terminal) -> dict[str, float | None]:
-    config = experiment.config
-    probe = Probe(
-        experiment.plan,
-        sink,
-        optimizer=experiment.optimizer,
-        scaler=experiment.scaler,
-        seed=config.seed,
-        archive=RunArchive(),
-    )
-    with probe, terminal.progress(experiment.steps) as show:
-        if experiment.data.fallback:
-            probe.event("fallback", experiment.data.fallback)
-        breaks = graph_breaks()
-        metrics = train(experiment, probe, show)
-        if message := broken_graphs(breaks):
-            probe.event("graph_break", message, severity="info")
-        return metrics
+class _Training:
+    """One training with its hooks, its rows and its checkpoints; from the last checkpoint on where it is to go on."""
+
+    def __init__(self, experiment: Experiment, folder: Path, terminal: Terminal) -> None:
+        config = experiment.config
+        self.experiment = experiment
+        self.terminal = terminal
+        self.checkpoints = Checkpoints(folder, config.train.checkpoint.every)
+        self.state = None if config.resume is None else self.checkpoints.load()
+        parts = None if self.state is None else self.state["parts"]
+        self.sink = ParquetSink(folder, **config.sink.model_dump(), tell=terminal.alarm, parts=parts)
+        self.probe = Probe(
+            experiment.plan,
+            self.sink,
+            optimizer=experiment.optimizer,
+            scaler=experiment.scaler,
+            seed=config.seed,
+            archive=RunArchive(),
+        )
+        if self.state is not None:
+            restore(self.state, experiment)
+            self.probe.load_state_dict(self.state["probe"])
+            rewind(folder, RANK, self.state["parts"])
+
+    def run(self) -> tuple[dict[str, float | None], str | None]:
+        """Train to the end; gives the metrics of the last evaluation, and why recording stopped where it did."""
+        experiment, probe = self.experiment, self.probe
+        with probe, self.terminal.progress(experiment.steps) as show:
+            breaks = graph_breaks()
+            last = None
+            if self.state is not None:
+                probe.event("resumed", f"goes on after {probe.step} steps", severity="info")
+                last = self.state["metrics"]
+                restore_random(self.state)
+            elif experiment.data.fallback:
+                probe.event("fallback", experiment.data.fallback)
+            metrics = train(experiment, probe, show, self._keep, last)
+            if message := broken_graphs(breaks):
+                probe.event("graph_break", message, severity="info")
+        return metrics, self.sink.failure
+
+    def _keep(self, metrics: dict[str, float | None]) -> None:
+        if self.checkpoints.due(self.probe.step, self.experiment.steps):
+            self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

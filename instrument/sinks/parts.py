@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,6 +101,23 @@ def settle(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Re
     else:
         journal.rename(journal.with_suffix(DAMAGED))
     return reading
+
+
+def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
+    """Take away what one process wrote after each table had so many parts: later parts, journals, and what is half-done.
+
+    Raises:
+        OSError: It cannot be taken away.
+    """
+    for name in TABLES:
+        for part, file in parts_of(folder, name).items():
+            if part.rank == rank and part.number >= counts[name]:
+                file.unlink()
+    for (_, part), file in journals_of(folder).items():
+        if part.rank == rank:
+            file.unlink()
+    for aside in (folder / JOURNALS).glob("*.tmp"):
+        aside.unlink()
 
 
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:

@@ -53,6 +53,12 @@ class DataConfig(Spec):
     fallback: Literal["digits"] | None = Field(None, description="What is used, loudly, where the dataset is missing.")
 
 
+class CheckpointConfig(Spec):
+    """When a training's whole state is kept."""
+
+    every: Index = Field(0, description="Every N steps, and after the last one; 0: never. The last one is kept.")
+
+
 class TrainConfig(Spec):
     """How long, in what portions."""
 
@@ -68,6 +74,9 @@ class TrainConfig(Spec):
         0, description="Evaluate every N steps and after the last one; 0: after the last one only."
     )
     eval_batch_size: Count = Field(256, description="Samples in a batch of an evaluation.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What a run that was stopped is resumed from."
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -102,6 +111,9 @@ class RunConfig(Spec):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
     deterministic: bool = Field(False, description="Refuse algorithms that give other results from run to run.")
     plan: bool = Field(False, description="Print what would be hooked, recorded and spent; run nothing.")
+    resume: str | None = Field(
+        None, description="The folder of a run that was stopped: it goes on from its last checkpoint."
+    )
     quiet: bool = Field(False, description="No progress and no tables; warnings and errors only.")
     model: Target = Field(description="The torch.nn.Module.")
     data: DataConfig

@@ -171,7 +171,7 @@ def test_micro_steps_are_those_of_the_batches(
 ) -> None:
     dataset: Any = torch.utils.data.TensorDataset(torch.zeros(samples))
     batches = Batches(dataset, TrainConfig(steps=steps, batch_size=batch_size, accumulate=accumulate), seed=0)
-    length = Length(steps, accumulate, len(batches.loader), [], 0)
+    length = Length(steps, accumulate, batches.in_epoch, [], 0)
     groups = [len(group) for _, group in batches]
     due = range(0, steps, every)
     assert length.micro_steps(due) == sum(groups[step] for step in due)

@@ -1,0 +1,239 @@
+"""Resuming: a run that was killed and goes on leaves what the one leaves that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import instrument
+from instrument import ConfigError
+from instrument.run.checkpoint import Checkpoints
+from instrument.run.folder import RunFolder
+
+REPOSITORY = Path(__file__).parents[2]
+COUNT = 8
+CLOCK = ["seconds", "samples_per_second"]
+Cli = Callable[..., Any]
+TINY = [
+    "model=mlp",
+    "model.sizes=[64,16,10]",
+    "data=digits",
+    "hooks=activations",
+    "train.steps=12",
+    "train.checkpoint.every=5",
+    "hydra.run.dir=out",
+]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A folder with pairs of runs, and how often the second of each was killed."""
+    place = tmp_path_factory.mktemp("resumed")
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "resumed.py"), str(place), str(COUNT), "3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{here}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return place, [json.loads(line)["kills"] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def test_rows_and_weights_are_those_of_the_run_that_was_never_killed(
+    resumed: tuple[Path, list[int]], number: int
+) -> None:
+    place, kills = resumed
+    assert kills[number] >= 2
+    whole, killed = (instrument.load(place / f"{number}-{which}") for which in ("whole", "killed"))
+    assert (whole.info["status"], killed.info["status"]) == ("done", "done")
+    for name in ("stats", "effects", "coverage", "layers"):
+        pd.testing.assert_frame_equal(getattr(whole, name), getattr(killed, name), check_exact=True)
+    pd.testing.assert_frame_equal(whole.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
+    one, other = whole.tensors(), killed.tensors()
+    assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
+    pd.testing.assert_frame_equal(one.drop(columns="values"), other.drop(columns="values"))
+    assert list(killed.events[killed.events.rule != "resumed"].message) == list(whole.events.message)
+    assert len(killed.events[killed.events.rule == "resumed"]) >= 1
+
+    states = [Checkpoints(run.path, 1).load() for run in (whole, killed)]
+    assert states[0]["step"] == states[1]["step"] == 400
+    for name in ("model", "buffers", "optimizer", "random", "batches"):
+        assert identical(states[0][name], states[1][name]), name
+    weights = killed.metrics[killed.metrics.phase == "train"].loss
+    assert weights.iloc[-1] < weights.iloc[0], "it did train"
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(identical(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def stopped(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str, at: int = 8) -> None:
+    """A run in `out` that failed at a step."""
+    with monkeypatch.context() as patch:
+        from instrument.run import loop
+
+        see, calls = loop.gradient_norm, [0]
+
+        def fail(model: torch.nn.Module) -> torch.Tensor | None:
+            calls[0] += 1
+            if calls[0] > at:
+                raise RuntimeError("stopped here")
+            return see(model)
+
+        patch.setattr(loop, "gradient_norm", fail)
+        assert cli(*TINY, *arguments).code == 1
+
+
+def test_the_command_needs_the_folder_and_nothing_else(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(cli, monkeypatch)
+    before = instrument.load("out")
+    assert (before.info["status"], len(before.metrics)) == ("failed", 8)
+    assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
+    hydra = {file: file.read_bytes() for file in Path("out/.hydra").iterdir()}
+    answer = cli("resume=out")
+    assert answer.code == 0, answer.err
+    assert "step 12/12" in answer.out
+    run = instrument.load("out")
+    assert run.info["status"] == "done"
+    assert run.info["error"] is None
+    assert run.info["overrides"] == before.info["overrides"]
+    assert len(run.info["resumed"]) == 1
+    assert list(run.metrics.step) == [*range(12), 12]
+    assert list(run.events[run.events.rule == "resumed"].message) == ["goes on after 5 steps"]
+    assert not (run.events.rule == "error").any(), "what was taken back is not told"
+    assert {file: file.read_bytes() for file in Path("out/.hydra").iterdir()} == hydra
+    assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000012.pt"]
+
+
+def test_a_run_that_is_done_has_nothing_left_to_do(cli: Cli) -> None:
+    assert cli(*TINY).code == 0
+    answer = cli("resume=out")
+    assert answer.code == 2
+    assert "this run is done" in answer.err
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(cli, monkeypatch, "train.checkpoint.every=0")
+    answer = cli("resume=out")
+    assert answer.code == 2
+    assert "this run has no checkpoint: train.checkpoint.every was 0" in answer.err
+    assert instrument.load("out").info["status"] == "failed"
+    assert len(instrument.load("out").metrics) == 8, "nothing was taken away"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["resume=nowhere"], "its run.json cannot be read: No such file"),
+        (["resume=out", "train.steps=50"], "a run goes on with the configuration that it was started with"),
+        (["resume=out", "+exp=mnist_hooks"], "a run goes on with the configuration"),
+        (["-m", "resume=out", "seed=1,2"], "one at a time"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_named_and_take_nothing_away(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    stopped(cli, monkeypatch)
+    answer = cli(*arguments)
+    assert answer.code == 2
+    assert told in answer.err
+    assert "Traceback" not in answer.err
+    assert len(instrument.load("out").metrics) == 8
+
+
+def test_a_run_that_still_runs_is_not_resumed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(cli, monkeypatch)
+    place = RunFolder.again(Path("out"))
+    answer = cli("resume=out")
+    assert answer.code == 2
+    assert "this run is still running, in another process" in answer.err
+    place.finish("failed", RuntimeError("over"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_checkpoint_that_is_none_is_refused_and_no_pickle_is_run(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    stopped(cli, monkeypatch)
+    (path,) = Path("out/checkpoints").iterdir()
+    if content is None:
+
+        class Bomb:
+            def __reduce__(self) -> tuple[object, tuple[str, str]]:
+                return os.rename, ("out", "exploded")
+
+        torch.save({"version": 1, "bomb": Bomb()}, path)
+    else:
+        path.write_bytes(content)
+    answer = cli("resume=out")
+    assert answer.code == 2
+    assert "the checkpoint holds what cannot be read back safely" in answer.err
+    assert Path("out").exists()
+    assert len(instrument.load("out").metrics) == 8
+
+
+def test_the_plan_of_a_run_to_be_resumed_is_its_own(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(cli, monkeypatch)
+    answer = cli("resume=out", "plan=true")
+    assert answer.code == 0
+    assert "activations" in answer.out
+    assert instrument.load("out").info["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        (Path("somewhere"), "the checkpoint holds what cannot be read back safely"),
+        (lambda rate: rate, "step-00000005.pt cannot be written: Can't"),
+    ],
+)
+def test_a_state_that_could_not_be_read_back_is_told_at_the_first_checkpoint(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, odd: object, told: str
+) -> None:
+    keep = torch.optim.SGD.state_dict
+    monkeypatch.setattr(torch.optim.SGD, "state_dict", lambda self: {**keep(self), "odd": odd})
+    answer = cli(*TINY)
+    assert answer.code == 1
+    assert told in answer.err
+    assert "Traceback" not in answer.err
+    assert not list(Path("out/checkpoints").glob("*.pt"))
+
+
+def test_only_a_folder_of_a_run_is_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not one of a run of ours"):
+        RunFolder.again(tmp_path)
+
+
+def test_a_disk_that_is_full_keeps_the_checkpoint_before(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(cli, monkeypatch)
+    before = Path("out/checkpoints/step-00000005.pt").read_bytes()
+
+    def full(state: object, file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("instrument.run.checkpoint.torch.save", full)
+        answer = cli("resume=out")
+    assert answer.code == 1
+    assert "step-00000010.pt cannot be written: No space left on device" in answer.err
+    assert Path("out/checkpoints/step-00000005.pt").read_bytes() == before
+    assert cli("resume=out").code == 0
