@@ -133,8 +133,12 @@ class Counted(MemorySink):
         self.seen: set[tuple[str, str]] = set()
 
     def write(self, table: str, rows: Any) -> None:
-        if table in ("stats", "tensors"):
+        if table == "stats":
             self.seen.update((table, row[5]) for row in rows)
+
+    def keep(self, key: tuple[Any, ...], *tensor: Any) -> bool:
+        self.seen.add(("tensors", key[5]))
+        return True
 
 
 def digest(tensor: Tensor) -> str:

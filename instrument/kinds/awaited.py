@@ -39,7 +39,7 @@ class Awaited:
         if behind is None or (alone and not self.written):
             self.witness = None
         else:
-            behind.register(self.there)
+            behind.register(self.hook, when=self.cut_off)
 
     @property
     def written(self) -> bool:
@@ -53,9 +53,9 @@ class Awaited:
         self.delivered = True
         return self.hook(gradient)
 
-    def there(self, gradient: Tensor) -> Tensor | None:
-        """The hook behind it, for when the tensor's own is cut off."""
-        return self.hook(gradient) if self.written and not self.delivered else None
+    def cut_off(self) -> bool:
+        """Whether the tensor's own hook is cut off from the graph, and the one behind it takes its place."""
+        return self.written and not self.delivered
 
 
 class Part(NamedTuple):
@@ -97,14 +97,13 @@ class Behind(NamedTuple):
         part = (tuple(view.shape), view.stride(), offset)
         return cls(base.grad_fn, base.output_nr, Part((tuple(base.shape), base.stride(), 0), part))
 
-    def register(self, hook: Hook) -> None:
-        """Let the hook have the view's part of the gradient that arrives there, and change it."""
+    def register(self, hook: Hook, when: Callable[[], bool]) -> None:
+        """Let the hook have the view's part of the gradient that arrives there, and change it, where it is time."""
         _, output, part = self
 
         def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
             gradient = gradients[output]
-            new = None if gradient is None else hook(part.of(gradient))
-            if gradient is None or new is None:
+            if gradient is None or not when() or (new := hook(part.of(gradient))) is None:
                 return None
             return (*gradients[:output], part.put(gradient, new), *gradients[output + 1 :])
 

@@ -1,6 +1,7 @@
 """The one function that measures a tensor, and the two ways it has of doing so.
 
-On the CPU the tensor is read in blocks that fit a cache (`instrument.stats.blocks`). On any other device the same
+On the CPU the tensor is read once by a compiled kernel (`instrument.stats.single_pass`), or, where that is not the way,
+in blocks that fit a cache (`instrument.stats.blocks`). On any other device the same
 numbers are formed by whole-tensor operations that never wait for the device; they stay there until the step ends.
 """
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .blocks import MOST_EXPONENT, measure_blocks
+from .single_pass import measure_in_one_pass
 
 Values = Sequence[float | None] | Tensor
 """What `measure` gives: numbers, or a float64 tensor of shape [statistics] on the device, NaN where there is none."""
@@ -32,7 +34,7 @@ def measure(tensor: Tensor, names: Sequence[str]) -> Values:
     """
     flat = _flat(tensor.detach().resolve_neg())
     if flat.device.type == "cpu":
-        values = measure_blocks(flat, names)
+        values = measure_in_one_pass(flat, names) or measure_blocks(flat, names)
         return [values[name] for name in names]
     return measure_on_device(flat, names)
 

@@ -621,6 +621,9 @@ def test_memory_stays_flat_over_many_steps() -> None:
         def write(self, table: str, rows: Any) -> None:
             pass
 
+        def keep(self, *tensor: Any) -> bool:
+            return True
+
     model = Leaky()
     with instrument.attach(model, EVERY_GRADIENT) as probe:
         probe.sink = probe.recorder.sink = Drop()

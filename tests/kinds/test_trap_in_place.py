@@ -38,11 +38,16 @@ class DigestSink:
         self.digests: dict[tuple[Any, ...], Digest] = {}
 
     def write(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        for row in rows if table == "tensors" else ():
-            told = dict(zip(TABLES[table].names, row, strict=True))
-            key = tuple(told[name] for name in ("step", "hook", "layer", "path", "call"))
-            assert key not in self.digests
-            self.digests[key] = digest(told["values"])
+        pass
+
+    def keep(
+        self, key: tuple[Any, ...], source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> bool:
+        told = dict(zip(TABLES["tensors"].names, key, strict=False))
+        place = tuple(told[name] for name in ("step", "hook", "layer", "path", "call"))
+        assert place not in self.digests
+        self.digests[place] = digest(tensor)
+        return True
 
     def end_step(self) -> None:
         pass

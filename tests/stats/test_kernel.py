@@ -1,7 +1,7 @@
 """Law 5: the number is right, whatever the shape, layout, dtype, mean or non-finite values.
 
 The reference is NumPy's, in two passes over an extended type (80 bits where the machine has it), and knows nothing of
-the kernel. Both of the kernel's ways are held against it: blocks on the CPU, and whole-tensor operations.
+the kernel. All of the kernel's ways are held against it: one pass, blocks, and whole-tensor operations.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
 from instrument.spec.statistics import ALL, DEFAULT, STATISTICS
+from instrument.stats import single_pass
 from instrument.stats.blocks import BLOCK
 from instrument.stats.kernel import measure, measure_on_device
 
@@ -31,10 +33,16 @@ Numbers = dict[str, float | None]
 Way = Callable[[Tensor], Numbers]
 
 
-def in_blocks(tensor: Tensor) -> Numbers:
+def in_one_pass(tensor: Tensor) -> Numbers:
     values = measure(tensor, ALL)
     assert isinstance(values, list)
     return dict(zip(ALL, values, strict=True))
+
+
+def in_blocks(tensor: Tensor) -> Numbers:
+    """As where there was no C compiler."""
+    with mock.patch.object(single_pass, "native", None):
+        return in_one_pass(tensor)
 
 
 def on_device(tensor: Tensor) -> Numbers:
@@ -90,7 +98,8 @@ def numpy_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
-WAYS = pytest.mark.parametrize("way", [in_blocks, on_device])
+ALL_WAYS: tuple[Way, ...] = (in_one_pass, in_blocks, on_device)
+WAYS = pytest.mark.parametrize("way", ALL_WAYS)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -238,7 +247,7 @@ def test_integers_and_booleans_are_numbers(way: Way, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_floats_of_eight_bits(dtype: torch.dtype) -> None:
     tensor = drawn(300).to(dtype)
-    assert_law_5(in_blocks(tensor), reference(numpy_of(tensor)))
+    assert_law_5(in_one_pass(tensor), reference(numpy_of(tensor)))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
@@ -250,7 +259,7 @@ def test_complex_values_are_measured_by_their_magnitude(dtype: torch.dtype) -> N
     for view in (tensor, tensor.conj(), tensor.reshape(5, 8).t(), tensor.imag, tensor.conj().imag):
         # float64 of float32 parts is what the magnitude is taken in
         wide = numpy_of(view).astype(np.complex128) if view.is_complex() else numpy_of(view)
-        got, wanted = in_blocks(view), reference(wide)
+        got, wanted = in_one_pass(view), reference(wide)
         for name in ("min", "max", "abs_max") if view.is_complex() else ():
             assert got[name] == pytest.approx(wanted[name], rel=1e-15)
             got[name] = wanted[name]
@@ -258,7 +267,7 @@ def test_complex_values_are_measured_by_their_magnitude(dtype: torch.dtype) -> N
 
 
 def test_a_magnitude_larger_than_its_parts_type_can_hold_is_finite() -> None:
-    got = in_blocks(torch.tensor([complex(3e38, 3e38)], dtype=torch.complex64))
+    got = in_one_pass(torch.tensor([complex(3e38, 3e38)], dtype=torch.complex64))
     assert got["inf_count"] == 0
     assert got["max"] == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
 
@@ -268,20 +277,20 @@ def test_sparse_tensors_are_measured_with_their_zeros(to_sparse: Callable[[Tenso
     dense = drawn(6, 7).relu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's note that CSR is in beta
-        assert_law_5(in_blocks(to_sparse(dense)), reference(dense.numpy()))
+        assert_law_5(in_one_pass(to_sparse(dense)), reference(dense.numpy()))
 
 
 def test_an_uncoalesced_sparse_tensor_counts_its_sums() -> None:
     places, values = torch.tensor([[1, 1, 2]]), torch.tensor([1.0, 2.0, -3.0])
     tensor = torch.sparse_coo_tensor(places, values, (4,), check_invariants=True)
-    assert_law_5(in_blocks(tensor), reference([0.0, 3.0, -3.0, 0.0]))
+    assert_law_5(in_one_pass(tensor), reference([0.0, 3.0, -3.0, 0.0]))
 
 
 def test_parameters_leaves_and_results_of_a_graph_are_measured_outside_it() -> None:
     weight = nn.Parameter(drawn(3, 4))
     result = (weight * 2).relu()
     for tensor in (weight, result):
-        assert_law_5(in_blocks(tensor), reference(numpy_of(tensor)))
+        assert_law_5(in_one_pass(tensor), reference(numpy_of(tensor)))
 
 
 @WAYS
@@ -297,14 +306,14 @@ def test_the_tensor_is_left_as_it_was(way: Way) -> None:
 @pytest.mark.parametrize("names", [DEFAULT, ("l2",), ("l1", "mean"), ("max", "min", "max"), ()])
 def test_values_come_in_the_order_asked_for(names: Sequence[str]) -> None:
     tensor = drawn(50)
-    everything = in_blocks(tensor)
+    everything = in_one_pass(tensor)
     assert measure(tensor, names) == [everything[name] for name in names]
     if names:
         assert measure_on_device(tensor, names).tolist() == pytest.approx([everything[name] for name in names])
 
 
 def test_counts_are_whole_numbers_and_the_rest_are_floats() -> None:
-    got = in_blocks(torch.tensor([1.0, math.nan]))
+    got = in_one_pass(torch.tensor([1.0, math.nan]))
     for name, statistic in STATISTICS.items():
         assert type(got[name]) is {"int64": int, "float64": float}[statistic.dtype], name
 
@@ -321,8 +330,8 @@ def test_law_5_for_any_float32_in_any_order_of_dimensions(array: np.ndarray[Any,
     tensor = torch.from_numpy(array)
     tensor = tensor.permute(random.sample(range(tensor.dim()), tensor.dim()))
     wanted = reference(array)
-    assert_law_5(in_blocks(tensor), wanted)
-    assert_law_5(on_device(tensor), wanted)
+    for way in ALL_WAYS:
+        assert_law_5(way(tensor), wanted)
 
 
 @given(npst.arrays(np.float64, st.integers(0, 30), elements=st.floats(allow_nan=True, allow_infinity=True)))
@@ -330,8 +339,8 @@ def test_law_5_for_any_float64_whose_sums_can_be_held(array: np.ndarray[Any, Any
     wanted = reference(array)
     if wanted["l1"] == math.inf or wanted["l2"] == math.inf:
         return
-    assert_law_5(in_blocks(torch.from_numpy(array)), wanted)
-    assert_law_5(on_device(torch.from_numpy(array)), wanted)
+    for way in ALL_WAYS:
+        assert_law_5(way(torch.from_numpy(array)), wanted)
 
 
 @given(
@@ -344,8 +353,8 @@ def test_law_5_for_any_float64_whose_sums_can_be_held(array: np.ndarray[Any, Any
 def test_law_5_for_any_mean_and_spread(dtype: torch.dtype, mean: float, spread: float, size: int, seed: int) -> None:
     tensor = (drawn(size, seed=seed, dtype=torch.float64) * spread + mean).to(dtype)
     wanted = reference(numpy_of(tensor))
-    assert_law_5(in_blocks(tensor), wanted)
-    assert_law_5(on_device(tensor), wanted)
+    for way in ALL_WAYS:
+        assert_law_5(way(tensor), wanted)
 
 
 ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
@@ -371,13 +380,15 @@ ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 def test_law_5_where_float32_adds_up(adversary: str, scale: float, size: int) -> None:
     values = ADVERSARIES[adversary](np.random.default_rng(size), size) * scale
     tensor = torch.from_numpy(values.astype(np.float32))
-    assert_law_5(in_blocks(tensor), reference(tensor.numpy()))
+    wanted = reference(tensor.numpy())
+    for way in (in_one_pass, in_blocks):
+        assert_law_5(way(tensor), wanted)
 
 
 @pytest.mark.parametrize("names", [("mean",), ("min", "max"), ("zero_fraction",), ("l1", "std"), DEFAULT], ids=str)
 def test_what_is_not_asked_for_changes_nothing_of_what_is(names: tuple[str, ...]) -> None:
     tensor = torch.randn(3 * BLOCK).relu()
-    wanted = in_blocks(tensor)
+    wanted = in_one_pass(tensor)
     assert list(measure(tensor, names)) == [wanted[name] for name in names]
 
 
@@ -391,5 +402,37 @@ def test_threads_that_measure_at_once_do_not_mix_their_numbers() -> None:
 
 def test_a_tensor_of_inference_mode_is_measured_and_so_is_the_next_one() -> None:
     with torch.inference_mode():
-        inside = in_blocks(torch.arange(5.0))
-    assert in_blocks(torch.arange(5.0)) == inside
+        inside = in_one_pass(torch.arange(5.0))
+    assert in_one_pass(torch.arange(5.0)) == inside
+
+
+def test_the_compiled_kernel_is_there() -> None:
+    """Where there is no C compiler all is as right, and several times slower; the tests are to see both."""
+    assert single_pass.native is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 4095, 4096, 4097, 4111, 4112, 8191, 8192, 8209])
+def test_values_at_the_edges_of_lanes_and_chunks_count_like_all_others(dtype: torch.dtype, size: int) -> None:
+    tensor = (drawn(size, dtype=torch.float64).abs() + 0.5).to(dtype)
+    for special in (math.nan, math.inf, -math.inf, 0.0, -0.0, -700.0, 700.0):
+        for place in {0, 15, 16, 4095, 4096, size // 2, size - 1}:
+            if place < size:
+                changed = tensor.clone()
+                changed[place] = special
+                assert_law_5(in_one_pass(changed), reference(numpy_of(changed)))
+
+
+def test_every_element_is_met_once() -> None:
+    for size in range(1, 200):
+        assert in_one_pass(torch.ones(size))["l2"] == math.sqrt(size)
+        assert in_one_pass(torch.zeros(size).index_fill_(0, torch.tensor([size - 1]), 1.0))["l1"] == 1.0
+
+
+def test_nothing_but_known_types_are_read() -> None:
+    assert single_pass.native is not None
+    with pytest.raises(ValueError, match="kind has to be 0, 1 or 2"):
+        single_pass.native.moments(0, 0, 3, 0.0, False)
+    with pytest.raises(ValueError, match="count 0 or more"):
+        single_pass.native.moments(0, -1, 0, 0.0, False)
+    assert single_pass.native.moments(0, 0, 0, 0.0, False)[:4] == (0, 0, 0, 0)

@@ -1,0 +1,108 @@
+"""What a user pays for looking: a training step with hooks over the same step without, statistics written to Parquet.
+
+python benchmarks/steps.py [--rounds N] [--only mnist_cnn gpt resnet18] [--device cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Ratio, machine, paired
+from workloads import GPU_WORKLOADS, WORKLOADS, Training, Workload
+
+import instrument
+
+NEVER = {"start": 10**9}
+
+
+def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows of the table: hook specs by what is recorded."""
+    leaves = training.leaves()
+    record = {"action": "record"}
+    output = {"layers": leaves, "kind": "forward", **record}
+    gradient = {"layers": leaves, "kind": "tensor", **record}
+    parameters = {
+        "weights": {"layers": "**", "kind": "step_post", "role": "param", **record},
+        "gradients": {"layers": "**", "kind": "parameter_grad", **record},
+        "updates": {"layers": "**", "kind": "step_post", "role": "update", **record},
+    }
+    return {
+        "nothing due (hooks attached)": {"outputs": {**output, **NEVER}, "grads": {**gradient, **NEVER}},
+        "every leaf's output and gradient, every 10 steps": {
+            "outputs": {**output, "every": 10},
+            "grads": {**gradient, "every": 10},
+        },
+        "every leaf's output, every step": {"outputs": output},
+        "every leaf's output and gradient, every step": {"outputs": output, "grads": gradient},
+        "the same and every parameter, its gradient and its update": {
+            "outputs": output,
+            "grads": gradient,
+            **parameters,
+        },
+    }
+
+
+FLOOR = "physical floor for the fourth row: one read of each tensor"
+
+
+def floor(workload: Workload, rounds: int, device: str) -> Ratio:
+    """The sum of every leaf's output and gradient, and nothing else."""
+    bare, read = workload.training(device), workload.training(device)
+
+    def look(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
+        output.detach().sum()
+        if output.requires_grad:
+            output.register_hook(lambda gradient: (gradient.sum(), None)[1])
+
+    for name in read.leaves():
+        read.model.get_submodule(name).register_forward_hook(look)
+    return paired(bare.step, read.step, rounds=rounds, device=device)
+
+
+def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, device: str) -> Ratio:
+    """A step with hooks over a step without."""
+    bare, hooked = workload.training(device), workload.training(device)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "run") as probe,
+    ):
+
+        def step() -> None:
+            probe.end_step(loss=hooked.step())
+
+        def bare_step() -> None:
+            bare.step().item()
+
+        every = 10 if any("every" in spec for spec in specs.values()) else 1
+        return paired(bare_step, step, rounds=max(4, rounds // every), steps=every, device=device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", nargs="*")
+    given = parser.parse_args()
+    table = WORKLOADS if given.device == "cpu" else GPU_WORKLOADS
+    chosen = {name: workload for name, workload in table.items() if not given.only or name in given.only}
+    print(machine())
+    columns: dict[str, dict[str, Ratio]] = {}
+    for workload in chosen.values():
+        column = columns[workload.name] = {}
+        for name, specs in jobs(workload.training("cpu")).items():
+            column[name] = measure(workload, specs, given.rounds, given.device)
+            print(f"{workload.name}: {name}: {column[name]}  (bare {column[name].bare * 1e3:.1f} ms)", flush=True)
+        column[FLOOR] = floor(workload, given.rounds, given.device)
+        print(f"{workload.name}: {FLOOR}: {column[FLOOR]}", flush=True)
+    print("\n| what is recorded | " + " | ".join(columns) + " |")
+    print("|---|" + "---|" * len(columns))
+    for name in next(iter(columns.values())):
+        print(f"| {name} | " + " | ".join(f"{column[name].ratio:.2f}" for column in columns.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What is trained in the benchmarks: three models with their batches, of the sizes that the table names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class MnistCNN(nn.Module):
+    """The network of PyTorch's own MNIST example, every operation a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+            nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.act, self.down = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(width, 2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.project(mixed)
+        return x + self.down(self.act(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """A decoder of the usual kind."""
+
+    def __init__(
+        self, layers: int = 6, width: int = 256, heads: int = 8, length: int = 128, vocabulary: int = 1024
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its training step.
+
+    Attributes:
+        name: As in the table.
+        model: Makes the model.
+        batch: Makes inputs and targets, on a device.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[str], tuple[Tensor, Tensor]]
+
+    def training(self, device: str = "cpu") -> Training:
+        """A model of its own, with its optimizer and a batch."""
+        torch.manual_seed(0)
+        return Training(self.model().to(device).train(), *self.batch(device))
+
+
+class Training:
+    """One model with its optimizer; `step` makes a training step on the same batch, and gives the loss."""
+
+    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        self.model, self.inputs, self.targets = model, inputs, targets
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(self.inputs).flatten(0, -2), self.targets.flatten())
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def leaves(self) -> list[str]:
+        """The names of the modules without submodules."""
+        return [name for name, module in self.model.named_modules() if not list(module.children())]
+
+
+def _images(shape: tuple[int, ...], classes: int) -> Callable[[str], tuple[Tensor, Tensor]]:
+    return lambda device: (torch.randn(shape, device=device), torch.randint(classes, shape[:1], device=device))
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> Callable[[str], tuple[Tensor, Tensor]]:
+    def make(device: str) -> tuple[Tensor, Tensor]:
+        text = torch.randint(vocabulary, (batch, length + 1), device=device)
+        return text[:, :-1], text[:, 1:]
+
+    return make
+
+
+WORKLOADS = {
+    "mnist_cnn": Workload("MNIST CNN, batch 64", MnistCNN, _images((64, 1, 28, 28), 10)),
+    "gpt": Workload("GPT 6x256, batch 8 x 128", GPT, _tokens(8, 128, 1024)),
+    "resnet18": Workload(
+        "ResNet-18, 64x64, batch 32",
+        lambda: torchvision.models.resnet18(num_classes=100),
+        _images((32, 3, 64, 64), 100),
+    ),
+}
+GPU_WORKLOADS = {
+    "resnet50": Workload(
+        "ResNet-50, 224x224, batch 64",
+        lambda: torchvision.models.resnet50(num_classes=1000),
+        _images((64, 3, 224, 224), 1000),
+    ),
+    "gpt2_small": Workload(
+        "GPT-2-small, batch 8 x 1024",
+        lambda: GPT(layers=12, width=768, heads=12, length=1024, vocabulary=50_304),
+        _tokens(8, 1024, 50_304),
+    ),
+}

@@ -1,0 +1,3 @@
+def moments(
+    address: int, count: int, kind: int, shift: float, with_l1: bool
+) -> tuple[int, int, int, int, float, float, float, float, float]: ...
