@@ -49,11 +49,10 @@ class Record:
         """Nothing: each tensor is recorded for itself."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
-        seen = tensor.detach()
         if self.statistics:
-            self.rows.add_stats(context, self.statistics, measure(seen, self.statistics))
+            self.rows.add_stats(context, self.statistics, measure(tensor, self.statistics))
         if self.spec.tensors:
-            plain = as_plain(seen)
+            plain = as_plain(tensor.detach())
             try:
                 kept = cut(plain, self.spec)
             except IndexError as error:

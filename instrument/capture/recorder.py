@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect
-from ..spec.statistics import STATISTICS
-from ..stats.kernel import Values
+from ..spec.statistics import ALL, STATISTICS
+from ..stats.kernel import Values, positions
 from .sink import Row, Sink
 
 RANK = int(os.environ.get("RANK", "0"))
-_POSITION = {name: i for i, name in enumerate(STATISTICS)}
-_COUNTS = frozenset(_POSITION[name] for name, statistic in STATISTICS.items() if statistic.unit == "count")
+_COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
 
 
 class Recorder:
@@ -72,7 +71,7 @@ class Recorder:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
         fetched = fetch(on_device)
         stats = [
-            key + _statistics(names, next(fetched) if isinstance(values, Tensor) else values)
+            (*key, *(_fetched(names, next(fetched)) if isinstance(values, Tensor) else _statistics(names, values)))
             for key, names, values in self._stats
         ]
         effects = [key + _effect(effect, fetched) for key, effect in self._effects]
@@ -113,14 +112,21 @@ def fetch(tensors: list[Tensor]) -> Iterator[list[float]]:
         yield fetched[tensor.device][start : taken[tensor.device]]
 
 
-def _statistics(names: tuple[str, ...], values: Any) -> Row:
+def _statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:
     """All columns of the statistics: None for those that were not asked for, and for those that have no value."""
-    row: list[float | None] = [None] * len(_POSITION)
-    for name, value in zip(names, values, strict=True):
-        at = _POSITION[name]
-        if value is not None and not math.isnan(value):
+    row: list[float | None] = [None] * len(ALL)
+    for at, value in zip(positions(names), values, strict=True):
+        row[at] = value
+    return row
+
+
+def _fetched(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:
+    """The same of numbers that were on a device, where all are floats, and NaN is no value."""
+    row: list[float | None] = [None] * len(ALL)
+    for at, value in zip(positions(names), values, strict=True):
+        if not math.isnan(value):
             row[at] = int(value) if at in _COUNTS else value
-    return tuple(row)
+    return row
 
 
 def _effect(effect: Effect, fetched: Iterator[list[float]]) -> Row:

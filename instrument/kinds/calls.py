@@ -34,7 +34,7 @@ class Call:
         segment: The innermost segment of checkpointing that it is in; None outside of all.
         given: What the module was given, where gradients of it are awaited.
         versions: The tensors that went in, by identity, and their versions.
-        on_data: Whether no gradient can be asked of it: what went in needs none, and there is no parameter.
+        on_data: Whether what went in needs no gradient.
     """
 
     number: int

@@ -97,11 +97,11 @@ class ModuleHooks(Uncopied):
         if self.input_gradients.wanted:
             new = self.input_gradients.bespeak(module, new, call)
         if self.output_gradients.lives:
-            self.output_gradients.note_inputs(module, new, call)
+            self.output_gradients.note_inputs(new, call)
         return None if new is given else _part(new, len(args))
 
     @outside_graphs
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ARG002
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active or _is_transformed():
             return None
@@ -113,7 +113,7 @@ class ModuleHooks(Uncopied):
             self._act(self.seen_input, _join(args, kwargs), call)
         new = self._act(self.output, output, call) if self.output else output
         if self.output_gradients.lives:
-            new = self.output_gradients.bespeak(new, call)
+            new = self.output_gradients.bespeak(module, new, call)
         return None if new is output else new
 
     def _act(self, lives: list[LiveSite], value: Any, call: Call) -> Any:

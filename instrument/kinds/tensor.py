@@ -208,13 +208,13 @@ class OutputGradients:
         self.lives: list[LiveSite] = []
         self.on_leaves = LeafHooks(clock)
 
-    def note_inputs(self, module: nn.Module, value: Any, call: Call) -> None:
+    def note_inputs(self, value: Any, call: Call) -> None:
         """Remember which tensors went in, and at which version, to know an output that is the input itself."""
         inputs = [tensor for _, tensor in leaves(value)]
         call.versions = {id(tensor): tensor._version for tensor in inputs}
-        call.on_data = not any(tensor.requires_grad for tensor in inputs) and next(module.parameters(), None) is None
+        call.on_data = not any(tensor.requires_grad for tensor in inputs)
 
-    def bespeak(self, output: Any, call: Call) -> Any:
+    def bespeak(self, module: nn.Module, output: Any, call: Call) -> Any:
         """Register for every tensor of the output; gives the output that the caller is to get."""
         awaiting = GradientCall(self.lives, call, self.clock)
         looking = all(live.records for live in awaiting.lives)
@@ -228,7 +228,8 @@ class OutputGradients:
                     self.on_leaves.register(tensor, hook)
                 else:
                     Awaited(awaiting.alias(tensor), hook).settle()
-        awaiting.bespoken(no_fault=call.on_data)
+        by_nature = call.on_data and not awaiting.awaited and next(module.parameters(), None) is None
+        awaiting.bespoken(no_fault=by_nature)
         return awaiting.with_aliases(output)
 
 

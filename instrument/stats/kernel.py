@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
+from ..spec.statistics import ALL
 from .blocks import MOST_EXPONENT, measure_blocks
 from .single_pass import measure_in_one_pass
 
@@ -20,8 +23,7 @@ Values = Sequence[float | None] | Tensor
 """What `measure` gives: numbers, or a float64 tensor of shape [statistics] on the device, NaN where there is none."""
 
 
-@torch.no_grad()
-def measure(tensor: Tensor, names: Sequence[str]) -> Values:
+def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
     """Statistics of a tensor of any shape, layout, dtype and device.
 
     Args:
@@ -32,11 +34,37 @@ def measure(tensor: Tensor, names: Sequence[str]) -> Values:
         The values in the order of `names`: numbers and None for a tensor on the CPU; a float64 tensor of shape
         [len(names)] on the tensor's own device elsewhere, in which NaN stands for None.
     """
-    flat = _flat(tensor.detach().resolve_neg())
-    if flat.device.type == "cpu":
-        values = measure_in_one_pass(flat, names) or measure_blocks(flat, names)
-        return [values[name] for name in names]
-    return measure_on_device(flat, names)
+    if not _is_plain(tensor):
+        tensor = _flat(tensor.detach().resolve_neg())
+        if not tensor.is_cpu:
+            return measure_on_device(tensor, names)
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+    wide = tensor.detach().to(torch.float32) if tensor.dtype == torch.float16 else tensor
+    row = measure_in_one_pass(wide, "l1" in names)
+    if row is not None:
+        return [row[i] for i in positions(names)]
+    values = measure_blocks(tensor.detach().view(-1), names)
+    return [values[name] for name in names]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory as they are, without a gap: nearly all do."""
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.is_floating_point()
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+@cache
+def positions(names: tuple[str, ...]) -> tuple[int, ...]:
+    """Where statistics stand among all of them."""
+    return tuple(ALL.index(name) for name in names)
 
 
 def _flat(tensor: Tensor) -> Tensor:

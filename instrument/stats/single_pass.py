@@ -1,4 +1,4 @@
-"""Statistics of a flat tensor on the CPU in one pass over its memory, by `native.c`.
+"""Statistics of a tensor on the CPU in one pass over its memory, by `native.c`.
 
 Sums are formed in double, so that a mean far from zero costs the variance nothing that float32 would notice; beyond that
 a second pass is made, with the mean taken away first.
@@ -7,7 +7,6 @@ a second pass is made, with the mean taken away first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -23,32 +22,33 @@ SMALLEST, LARGEST = (
     1e140,
 )  # the largest magnitude of a float64 tensor whose squares a double adds up without loss
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+Row = tuple[float | None, ...]
+"""All statistics, in the order of `instrument.spec.statistics.ALL`."""
+
+_FLOAT64 = 2
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: _FLOAT64}
 
 
-def measure_in_one_pass(flat: Tensor, names: Collection[str]) -> dict[str, float | None] | None:
-    """Statistics of a flat CPU tensor.
+def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
+    """Statistics of a CPU tensor that lies in memory without gaps, in whatever order.
 
     Args:
-        flat: Any dtype, shape [elements].
-        names: What is asked for.
+        tensor: Any shape and dtype.
+        with_l1: Whether l1 is asked for; it costs a second look at each piece of the tensor.
 
     Returns:
-        All statistics, of which l1 is right only where it was asked for; None where this is not the way: the type is
-        another one, squares overflow or vanish, or there is no compiled kernel.
+        All statistics, in their order, of which l1 is right only where it was asked for; None where this is not the
+        way: the type is another one, squares overflow or vanish, or there is no compiled kernel.
     """
-    if flat.dtype == torch.float16:
-        flat = flat.to(torch.float32)
-    kind = _KINDS.get(flat.dtype)
+    kind = _KINDS.get(tensor.dtype)
     if native is None or kind is None:
         return None
-    flat = flat.contiguous()
-    address, numel = flat.data_ptr(), flat.numel()
-    n, nan, inf, zeros, low, high, total, squares, l1 = native.moments(address, numel, kind, 0.0, "l1" in names)
+    address, numel = tensor.data_ptr(), tensor.numel()
+    n, nan, inf, zeros, low, high, total, squares, l1 = native.moments(address, numel, kind, 0.0, with_l1)
     if not n:
-        return {**_NOTHING, "numel": numel, "nan_count": nan, "inf_count": inf}
+        return (numel, None, None, None, None, None, None, None, None, None, nan, inf)
     largest = max(-low, high)
-    if kind == 2 and not (SMALLEST <= largest <= LARGEST or largest == 0.0):
+    if kind == _FLOAT64 and not (SMALLEST <= largest <= LARGEST or largest == 0.0):
         return None
     mean = total / n
     spread = squares - total * mean
@@ -58,23 +58,6 @@ def measure_in_one_pass(flat: Tensor, names: Collection[str]) -> dict[str, float
         *_, moved, spread, _ = native.moments(address, numel, kind, mean, False)
         mean += moved / n
         spread -= moved * moved / n
-    l2 = math.sqrt(squares)
-    return {
-        "numel": numel,
-        "mean": mean,
-        "std": math.sqrt(max(spread, 0.0) / n),
-        "rms": math.sqrt(squares / n),
-        "min": low,
-        "max": high,
-        "abs_max": largest,
-        "l1": l1,
-        "l2": l2,
-        "zero_fraction": zeros / n,
-        "nan_count": nan,
-        "inf_count": inf,
-    }
-
-
-_NOTHING: dict[str, float | None] = dict.fromkeys(
-    ("mean", "std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction")
-)
+    std = math.sqrt(spread / n) if spread > 0.0 else 0.0
+    rms, l2 = math.sqrt(squares / n), math.sqrt(squares)
+    return (numel, mean, std, rms, low, high, largest, l1, l2, zeros / n, nan, inf)
