@@ -50,19 +50,20 @@ class StepHooks:
     def _on_gradients(self, call: int) -> None:
         self._act([live for live in self.pre if _is_gradient(live)], call)
 
+    @torch.no_grad()
     def _keep(self) -> None:
-        """Keep what the parameters are before they are updated."""
-        self.before = {
-            live: live.current_parameter().detach().clone()
-            for live in self.post
-            if live.due and live.site.spec.tensor_role == "update"
-        }
+        """Keep what the parameters are before they are updated, in memory that is used again at the next step."""
+        for live in self.post:
+            if live.due and live.site.spec.tensor_role == "update":
+                parameter, room = live.current_parameter(), self.before.get(live)
+                if room is None or (room.shape, room.dtype, room.device) != _kind_of(parameter):
+                    room = self.before[live] = torch.empty_like(parameter)
+                room.copy_(parameter)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Act at step_post."""
         if not self.clock.closed:
             self._act(self.post)
-        self.before = {}
 
     @torch.no_grad()
     def _act(self, lives: Sequence[LiveSite], call: int = 0) -> None:
@@ -91,7 +92,7 @@ class StepHooks:
             case "param_grad":
                 return parameter.grad
             case "update":
-                return parameter.detach() - self.before[live]
+                return torch.sub(parameter, self.before[live], out=self.before[live])
         state = self.optimizer.state.get(parameter, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
@@ -99,6 +100,10 @@ class StepHooks:
         """Remove both hooks, the last one first."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _is_gradient(live: LiveSite) -> bool:
