@@ -14,6 +14,17 @@ REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    missing = [item for item in items if item.get_closest_marker("gpu")]
+    if missing:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in missing:
+                item.add_marker(pytest.mark.skip(reason="there is no GPU on this machine"))
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a command printed, and how it ended."""

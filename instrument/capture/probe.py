@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -27,9 +27,10 @@ from ..plan.sites import HookPlan
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
-from .recorder import RANK, Recorder, fetch
+from .recorder import RANK, Recorder
 from .rows import layer_rows
-from .sink import Sink
+from .sink import Row, Sink
+from .transfer import LateMetrics, Transfer
 from .watch import LoadWatch, ModuleWatch, RateWatch, ScalerWatch
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
@@ -223,23 +224,25 @@ class Probe:
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
-    ) -> dict[str, float | None]:
+    ) -> Mapping[str, float | None]:
         """The optimizer has made its step: the rows go to the sink, and the next step begins.
 
+        What is on a GPU is not waited for: it goes to the sink when the next step ends.
+
         Args:
-            loss: The step's loss; a tensor is read here, with all else that is on the device.
+            loss: The step's loss.
             samples: Samples in the step, for samples_per_second.
             metrics: Further columns of the metrics table: accuracy, grad_norm, lr.
 
         Returns:
-            The row of metrics that was written.
+            The row of metrics; where it is on a GPU, whoever looks at it waits for it.
         """
         with held_back():
             return self._end_step(loss, samples, metrics)
 
     def _end_step(
         self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
-    ) -> dict[str, float | None]:
+    ) -> Mapping[str, float | None]:
         if self._busy or not self.clock.moment.micro_step:
             self.end_micro_step()
         skipped = None if self._scaling is None else self._scaling.take()
@@ -247,7 +250,7 @@ class Probe:
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
         for live in self.lives:
             if live.due and live.rhythm == "step":
-                live.settle(SKIPPED_STEP if row["skipped"] else None)
+                live.settle(SKIPPED_STEP if self._scaling is not None and row["skipped"] else None)
         self._notice_replacements()
         self.recorder.end_step()
         self._step_began = time.perf_counter()
@@ -256,17 +259,33 @@ class Probe:
 
     def write_metrics(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
-    ) -> dict[str, float | None]:
-        """A row of the metrics table for this step and phase; tensors are read here, all at once."""
+    ) -> Mapping[str, float | None]:
+        """A row of the metrics table for this step and phase.
+
+        Returns:
+            The row; where numbers of it are on a GPU, whoever looks at it waits for them.
+        """
         metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
         if metrics.get("lr") is None and self._rate is not None and self.phase == "train":
             metrics["lr"] = self._rate.take()
-        fetched = fetch([value for value in metrics.values() if isinstance(value, Tensor)])
-        row: dict[str, float | None] = dict.fromkeys((*METRICS, "skipped"))
-        row |= {name: next(fetched)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        step, _, epoch, phase = self.clock.moment
-        skipped = None if row["skipped"] is None else bool(row["skipped"])
-        self.recorder.write("metrics", [(step, epoch, phase, RANK, *(row[name] for name in METRICS), skipped)])
+        moment = self.clock.moment
+        transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
+
+        def read() -> dict[str, Any]:
+            numbers = transfer.read()
+            read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            return {**dict.fromkeys((*METRICS, "skipped")), **read}
+
+        row = read() if transfer.is_here else LateMetrics(read)
+
+        def cells() -> Row:
+            skipped = None if row["skipped"] is None else bool(row["skipped"])
+            return (moment.step, moment.epoch, moment.phase, RANK, *(row[name] for name in METRICS), skipped)
+
+        if transfer.is_here:
+            self.recorder.write("metrics", [cells()])
+        else:
+            self.recorder.write_late("metrics", cells)
         return row
 
     def _retime(self, **moment: Any) -> None:
@@ -312,6 +331,7 @@ class Probe:
         if self._busy and not self.step and error is None:
             self.event("no_end_step", "end_step was never called: all rows bear step 0, and no schedule moved on")
         self.recorder.end_step()
+        self.recorder.flush()
         for live in self.lives:
             if live.ever_due and live.rhythm == "occasion":
                 live.settle()
@@ -325,6 +345,10 @@ class Probe:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")
         self.sink.end_step()
+
+    def flush(self) -> None:
+        """Hand all rows of finished steps to the sink, those too that are on their way from a GPU."""
+        self.recorder.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """What a probe on the same plan has to know to go on from here, between two steps: numbers, texts and lists."""

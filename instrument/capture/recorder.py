@@ -1,6 +1,7 @@
 """The rows of the step that is running.
 
-Numbers that are on a device stay there until the step ends; then all of them come over at once.
+Numbers that are on a device stay there until the step ends; then all of them come over at once, and nobody waits: they
+are read when the next step ends.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..actions.base import Context, Effect
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.kernel import Values, positions
 from .sink import Row, Sink
+from .transfer import Transfer
 
 RANK = int(os.environ.get("RANK", "0"))
 _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
@@ -32,6 +34,8 @@ class Recorder:
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
+        self._late: list[tuple[str, Callable[[], Row]]] = []
+        self._under_way: _Step | None = None
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
@@ -65,21 +69,47 @@ class Recorder:
         self.rows_written += len(rows)
 
     def end_step(self) -> None:
-        """Bring over what is on a device, and hand the step's rows to the sink."""
-        on_device = [values for _, _, values in self._stats if isinstance(values, Tensor)]
-        for _, effect in self._effects:
+        """Hand the step's rows to the sink; of one whose numbers are on a GPU when the next step ends."""
+        self.flush()
+        stats, effects, self._stats, self._effects = self._stats, self._effects, [], []
+        on_device = [values for _, _, values in stats if isinstance(values, Tensor)]
+        for _, effect in effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
-        fetched = fetch(on_device)
+        late, self._late = self._late, []
+        self._under_way = _Step(stats, effects, late, Transfer(on_device))
+        if self._under_way.transfer.is_here and not late:
+            self.flush()
+
+    def write_late(self, table: str, row: Callable[[], Row]) -> None:
+        """A row that is made when the step's rows are handed over."""
+        self._late.append((table, row))
+
+    def flush(self) -> None:
+        """Hand over the step whose numbers were left on their way, where there is one; waits for them."""
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return
+        fetched = step.transfer.read()
         stats = [
             (*key, *(_fetched(names, next(fetched)) if isinstance(values, Tensor) else _statistics(names, values)))
-            for key, names, values in self._stats
+            for key, names, values in step.stats
         ]
-        effects = [key + _effect(effect, fetched) for key, effect in self._effects]
-        self._stats, self._effects = [], []
+        effects = [key + _effect(effect, fetched) for key, effect in step.effects]
         for table, rows in (("stats", stats), ("effects", effects)):
             if rows:
                 self.write(table, rows)
+        for table, row in step.late:
+            self.write(table, [row()])
         self.sink.end_step()
+
+
+class _Step(NamedTuple):
+    """What a step has to say, perhaps still on its way."""
+
+    stats: list[tuple[Row, tuple[str, ...], Values]]
+    effects: list[tuple[Row, Effect]]
+    late: list[tuple[str, Callable[[], Row]]]
+    transfer: Transfer
 
 
 def identity(context: Context) -> Row:
@@ -97,19 +127,6 @@ def identity(context: Context) -> Row:
         context.backward,
         context.recompute,
     )
-
-
-def fetch(tensors: list[Tensor]) -> Iterator[list[float]]:
-    """The numbers of many small tensors, in their order; one transfer for each device that they are on."""
-    flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
-    fetched: dict[torch.device, list[float]] = {}
-    for device in {tensor.device for tensor in flat}:
-        fetched[device] = torch.cat([tensor for tensor in flat if tensor.device == device]).tolist()
-    taken = dict.fromkeys(fetched, 0)
-    for tensor in flat:
-        start = taken[tensor.device]
-        taken[tensor.device] += tensor.numel()
-        yield fetched[tensor.device][start : taken[tensor.device]]
 
 
 def _statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:

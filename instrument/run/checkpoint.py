@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ class Checkpoints:
         """Whether there is one after so many steps of the run's."""
         return bool(self.every) and (step % self.every == 0 or step == steps)
 
-    def save(self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: dict[str, float | None]) -> None:
+    def save(
+        self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
+    ) -> None:
         """Write down how everything stands after a step.
 
         Args:
@@ -57,10 +60,11 @@ class Checkpoints:
         Raises:
             InstrumentError: A part of the state cannot be read back, or nothing can be written.
         """
+        probe.flush()
         state = {
             "version": VERSION,
             "step": probe.step,
-            "metrics": metrics,
+            "metrics": dict(metrics),
             "parts": sink.settle(),
             "probe": probe.state_dict(),
             "batches": experiment.batches.state_dict(),

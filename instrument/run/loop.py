@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ class Progress:
 
     step: int
     steps: int
-    metrics: dict[str, float | None]
+    metrics: Mapping[str, float | None]
     rows: int
     phase: str
 
@@ -38,9 +38,9 @@ def train(
     experiment: Experiment,
     probe: Probe,
     show: Callable[[Progress], None],
-    keep: Callable[[dict[str, float | None]], None] | None = None,
-    last: dict[str, float | None] | None = None,
-) -> dict[str, float | None]:
+    keep: Callable[[Mapping[str, float | None]], None] | None = None,
+    last: Mapping[str, float | None] | None = None,
+) -> Mapping[str, float | None]:
     """Train to the end, and evaluate when it is time.
 
     Args:
@@ -94,7 +94,7 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(experiment: Experiment, probe: Probe) -> dict[str, float | None]:
+def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
     """Loss and accuracy over the evaluation's slice, in eval mode; the model's mode is put back."""
     model = experiment.model
     began = time.perf_counter()

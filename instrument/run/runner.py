@@ -27,7 +27,7 @@ class Result:
     """What came of a run: its folder, and the metrics of its last evaluation."""
 
     folder: Path
-    metrics: dict[str, float | None]
+    metrics: Mapping[str, float | None]
 
 
 def run(
@@ -67,7 +67,7 @@ def run(
         training = _Training(experiment, folder, terminal)
         terminal.begin(experiment)
         metrics, failure = training.run()
-        place.update(metrics=metrics, recording_stopped=failure)
+        place.update(metrics=dict(metrics), recording_stopped=failure)
     if failure is None:
         terminal.end(experiment, folder, metrics)
     else:
@@ -99,7 +99,7 @@ class _Training:
             self.probe.load_state_dict(self.state["probe"])
             rewind(folder, RANK, self.state["parts"])
 
-    def run(self) -> tuple[dict[str, float | None], str | None]:
+    def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Train to the end; gives the metrics of the last evaluation, and why recording stopped where it did."""
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show:
@@ -116,6 +116,6 @@ class _Training:
                 probe.event("graph_break", message, severity="info")
         return metrics, self.sink.failure
 
-    def _keep(self, metrics: dict[str, float | None]) -> None:
+    def _keep(self, metrics: Mapping[str, float | None]) -> None:
         if self.checkpoints.due(self.probe.step, self.experiment.steps):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Terminal:
 
         return show
 
-    def end(self, experiment: Experiment, folder: Path, metrics: dict[str, float | None]) -> None:
+    def end(self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None]) -> None:
         """The summary: what was recorded, what each intervention did, what is wrong, where the files are, what to type next."""
         run = load(folder)
         if self.brief:
@@ -144,7 +144,7 @@ class Terminal:
             self.console.print(f"files       {folder}  ({human_bytes(size)} of Parquet)", soft_wrap=True)
             self.console.print("next        " + escape(next_command(folder)), soft_wrap=True)
 
-    def end_unrecorded(self, failure: str, metrics: dict[str, float | None]) -> None:
+    def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
         """The end of a training that went on without recording."""
         self.alarm(failure)
         self.console.print(f"evaluation  {_metrics(metrics)}")
@@ -159,7 +159,7 @@ def _step(progress: Progress) -> str:
     return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
-def _metrics(metrics: dict[str, float | None]) -> str:
+def _metrics(metrics: Mapping[str, float | None]) -> str:
     parts = []
     if metrics.get("loss") is not None:
         parts.append(f"loss {metrics['loss']:.4f}")

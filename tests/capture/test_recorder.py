@@ -14,7 +14,8 @@ import instrument
 from instrument import MemorySink
 from instrument.actions.base import Context, Effect, Moment
 from instrument.capture import recorder as module
-from instrument.capture.recorder import Recorder, fetch
+from instrument.capture.recorder import Recorder
+from instrument.capture.transfer import Transfer
 from instrument.stats.kernel import measure_on_device
 
 CONTEXT = Context(
@@ -143,8 +144,8 @@ def test_numbers_on_a_device_come_over_in_one_transfer_a_step(monkeypatch: pytes
 
 def test_fetch_keeps_order_lengths_and_values_and_takes_no_tensor_at_all() -> None:
     tensors = [torch.tensor(1.5), torch.tensor([2, 3]), torch.tensor([True]), torch.tensor([], dtype=torch.float16)]
-    assert list(fetch(tensors)) == [[1.5], [2.0, 3.0], [1.0], []]
-    assert list(fetch([])) == []
+    assert list(Transfer(tensors).read()) == [[1.5], [2.0, 3.0], [1.0], []]
+    assert list(Transfer([]).read()) == []
 
 
 def test_nothing_of_a_graph_is_held_until_the_step_ends() -> None:

@@ -1,0 +1,83 @@
+"""Numbers on their way from a device.
+
+A copy is asked for when a step ends, and read when the next one does: nobody waits for the device, which has long been
+done with it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Transfer:
+    """The numbers of many small tensors, as one copy from each device that they are on."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
+        self._places = [(tensor.device, tensor.numel()) for tensor in flat]
+        self._arriving = {
+            device: _Copy(torch.cat([tensor for tensor in flat if tensor.device == device]))
+            for device in {tensor.device for tensor in flat}
+        }
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be read without waiting for anything: all of it was in the CPU's memory."""
+        return all(device.type == "cpu" for device in self._arriving)
+
+    def read(self) -> Iterator[list[float]]:
+        """The numbers of each tensor, in their order; waits for those that have not arrived."""
+        numbers = {device: copy.numbers() for device, copy in self._arriving.items()}
+        taken = dict.fromkeys(numbers, 0)
+        for device, count in self._places:
+            start = taken[device]
+            taken[device] += count
+            yield numbers[device][start : taken[device]]
+
+
+class _Copy:
+    """One vector on its way to the CPU; from a CUDA device into pinned memory, beside whatever the device does next."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+        self.arrived: torch.cuda.Event | None = None
+        if vector.is_cuda:
+            self.vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            self.vector.copy_(vector, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(torch.cuda.current_stream(vector.device))
+
+    def numbers(self) -> list[float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found: list[float] = self.vector.tolist()
+        return found
+
+
+class LateMetrics(Mapping[str, float | None]):
+    """A row of metrics that is still on its way: whoever looks at it waits for it."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self._read = read
+        self._row: dict[str, Any] | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row, arrived."""
+        if self._row is None:
+            self._row = self._read()
+        return self._row
+
+    def __getitem__(self, name: str) -> float | None:
+        value: float | None = self.row[name]
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.row)
+
+    def __len__(self) -> int:
+        return len(self.row)
