@@ -12,6 +12,7 @@ from ..spec.base import parse_slice
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
+from ..spec.schedule import Evaluations, common
 from .sites import HookPlan, Site
 from .trial import TensorInfo, Trial, tensors_of
 
@@ -33,21 +34,23 @@ class Length:
         steps: Its steps.
         accumulate: Micro-batches in a step.
         epoch_batches: Batches in an epoch; the last step of an epoch takes what is left of them.
-        eval_steps: The steps at which it evaluates.
+        evaluations: When it evaluates.
         eval_batches: The batches of an evaluation.
     """
 
     steps: int
     accumulate: int
     epoch_batches: int
-    eval_steps: Sequence[int]
+    evaluations: Evaluations
     eval_batches: int
 
     def micro_steps(self, steps: Sequence[int]) -> int:
         """Micro-batches in these steps together."""
         per_epoch = -(-self.epoch_batches // self.accumulate)
         missing = per_epoch * self.accumulate - self.epoch_batches
-        return len(steps) * self.accumulate - missing * sum((step + 1) % per_epoch == 0 for step in steps)
+        ends = range(per_epoch - 1, self.steps, per_epoch)
+        shorter = len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)
+        return len(steps) * self.accumulate - missing * shorter
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,20 @@ def cost_of(plan: HookPlan, trials: dict[str, Trial], length: Length) -> dict[st
     """
     costs = {}
     for name, spec in plan.specs.items():
-        steps = range(length.steps) if spec.phase == "train" else length.eval_steps
-        due = spec.schedule.among(steps)
+        training = spec.phase == "train"
+        due = spec.schedule.among(range(length.steps)) if training else ()
+        firings = len(due) if training else length.evaluations.due(spec.schedule)
         if spec.definition.rhythm == "occasion":
             per_step, times = 0, 0
         elif spec.definition.rhythm == "step":
-            per_step, times = 1, len(due)
-        elif spec.phase == "train":
+            per_step, times = 1, firings
+        elif training:
             per_step, times = length.accumulate, length.micro_steps(due)
         else:
-            per_step, times = length.eval_batches, len(due) * length.eval_batches
+            per_step, times = length.eval_batches, firings * length.eval_batches
         seen = [info for site in plan.of(name) for info in tensors_at(site, trials[spec.phase])]
         rows = len(seen) * _rows_at_a_tensor(spec)
-        costs[name] = Cost(len(due), rows * per_step, rows * times, round(_bytes(seen, spec) * times))
+        costs[name] = Cost(firings, rows * per_step, rows * times, round(_bytes(seen, spec) * times))
     return costs
 
 

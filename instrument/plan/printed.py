@@ -138,7 +138,7 @@ def describe_action(spec: HookSpec) -> str:
     parts = [
         spec.action,
         fn["_target_"] if isinstance(fn, dict) else fn,
-        *(f"{key} {value:g}" for key, value in told.items()),
+        *(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in told.items()),
     ]
     return " ".join(part for part in parts if part)
 

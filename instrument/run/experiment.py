@@ -23,6 +23,7 @@ from ..plan.sites import HookPlan, make_plan
 from ..plan.trial import Trial, materialise, try_forward
 from ..spec.config import RunConfig
 from ..spec.fields import Target
+from ..spec.schedule import Evaluations
 from ..targets import build, takes
 from .apply import apply_specs, build_module
 from .data import Batches, Data, in_order, load_data
@@ -108,7 +109,7 @@ def prepare(config: RunConfig) -> Experiment:
         batches.steps,
         config.train.accumulate,
         batches.in_epoch,
-        evaluation_steps(batches.steps, config.train.eval_every),
+        Evaluations(batches.steps, config.train.eval_every),
         len(evaluation),
     )
     cost = cost_of(plan, trials, length)
@@ -128,12 +129,6 @@ def prepare(config: RunConfig) -> Experiment:
         trials=trials,
         cost=cost,
     )
-
-
-def evaluation_steps(steps: int, every: int) -> list[int]:
-    """The numbers of steps done after which there is an evaluation: every N, and at the end."""
-    regular = range(every, steps + 1, every) if every else range(0)
-    return sorted({*regular, steps})
 
 
 def _compiled(model: nn.Module) -> nn.Module:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..capture.probe import Probe
 from ..nested import to_device
-from .experiment import Experiment, evaluation_steps
+from ..spec.schedule import Evaluations
+from .experiment import Experiment
 from .tasks import Outcome, accuracy, mean_loss
 
 
@@ -59,7 +60,7 @@ def train(
         experiment.scheduler,
         experiment.scaler,
     )
-    evaluations = set(evaluation_steps(experiment.steps, experiment.config.train.eval_every))
+    evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
     model.train()
     for epoch, micro_batches in experiment.batches:

@@ -86,24 +86,31 @@ class Reading:
     torn: bool = False
     problem: str | None = None
     rows: int = 0
-    _source: pa.BufferReader | None = field(default=None, repr=False)
+    _source: pa.NativeFile | None = field(default=None, repr=False)
     _stream: pa.ipc.RecordBatchStreamReader | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, path: Path) -> Reading:
+    def of(cls, path: Path, *, ours: bool = False) -> Reading:
         """Open a journal.
+
+        Args:
+            path: The file.
+            ours: Whether nobody else writes to it, so that it need not be held in memory as a whole.
 
         Raises:
             FileNotFoundError: It is not there (any more: its rows are in a Parquet file now).
         """
-        reading = cls(path)
-        content = path.read_bytes()  # as a whole: a length that is damaged is then held against what there is
-        if not content:
+        size = path.stat().st_size
+        if not size:
             return cls(path, torn=True)
-        if not content.startswith(BEGINNING[: len(content)]):
+        # Not as a stream: a length that is damaged is to be held against what there is.
+        content = pa.memory_map(str(path)) if ours else pa.BufferReader(path.read_bytes())
+        if content.read(len(BEGINNING)) != BEGINNING[:size]:
             return cls(path, problem="no Arrow stream: it is not read")
+        content.seek(0)
+        reading = cls(path)
         try:
-            reading._source = pa.BufferReader(content)
+            reading._source = content
             reading._stream = pa.ipc.open_stream(reading._source)
             reading.schema = reading._stream.schema
         except UNREADABLE as error:

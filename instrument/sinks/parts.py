@@ -26,7 +26,8 @@ from .journal import SUFFIX, Reading
 JOURNALS = "journal"
 RESERVE = "reserve"  # room on the disk, see instrument.sinks.parquet
 DAMAGED = ".damaged"
-ROW_GROUP_ROWS = 32_768
+ROW_GROUP_ROWS = 8_192
+JOINED, JOINED_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are joined to one
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})\.parquet")
@@ -90,11 +91,11 @@ def settle(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Re
         OSError: The part cannot be written; the journal is left as it is.
     """
     journal = part.journal(folder, table.name)
-    reading = Reading.of(journal)
+    reading = Reading.of(journal, ours=True)
     if not part.file(folder, table.name).exists():
         usable = reading.batches() if reading.schema == table.plain_schema else iter(())
         with new_part(folder, table, part, fsync=fsync) as writer:
-            for group in _groups(usable):
+            for group in _groups(_joined(usable)):
                 writer.write_table(as_table(table, group))
     if reading.problem is None:
         journal.unlink()
@@ -118,6 +119,18 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
             file.unlink()
     for aside in (folder / JOURNALS).glob("*.tmp"):
         aside.unlink()
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in fewer batches: what Arrow needs for a batch of a few rows is more than the rows."""
+    few: list[pa.RecordBatch] = []
+    for batch in batches:
+        few.append(batch)
+        if len(few) == JOINED or batch.num_rows > JOINED or batch.nbytes > JOINED_BYTES:
+            yield from pa.Table.from_batches(few).combine_chunks().to_batches()
+            few = []
+    if few:
+        yield from pa.Table.from_batches(few).combine_chunks().to_batches()
 
 
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:

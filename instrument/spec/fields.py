@@ -69,8 +69,10 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_ty
 # Bounds stand beside the type, where the JSON Schema takes them from. Finite they are by the configuration of `Spec`.
 Number = Annotated[float, BeforeValidator(_no_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_no_bool)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
-Index = Annotated[int, Field(ge=0), BeforeValidator(_no_bool)]
+LARGEST = 10**12  # more steps, samples or elements than anything has
+
+Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_no_bool)]
+Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_no_bool)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_bool)]
 
 

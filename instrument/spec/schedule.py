@@ -4,9 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 Phase = Literal["train", "eval"]
+
+
+def common(one: range, other: range) -> range:
+    """The numbers that two ascending ranges have in common; a range too, by the Chinese remainder theorem."""
+    divisor = gcd(one.step, other.step)
+    apart = other.start - one.start
+    if apart % divisor or not one or not other:
+        return range(0)
+    step = one.step * (other.step // divisor)
+    # one.start + times * one.step is the first number of the one, from its start on, that is in line with the other.
+    modulus = other.step // divisor
+    times = apart // divisor * pow(one.step // divisor, -1, modulus) % modulus if modulus > 1 else 0
+    first = one.start + times * one.step
+    start = max(one.start, other.start)
+    first += -((first - start) // step) * step if first < start else 0
+    return range(first, min(one.stop, other.stop), step)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """After which numbers of steps there is an evaluation: every N, and after the last one.
+
+    Attributes:
+        steps: The run's steps.
+        every: N; 0: after the last one only.
+    """
+
+    steps: int
+    every: int
+
+    @property
+    def regular(self) -> range:
+        """Those every N steps."""
+        return range(self.every, self.steps + 1, self.every) if self.every else range(0)
+
+    def __contains__(self, step: int) -> bool:
+        return step == self.steps or step in self.regular
+
+    def due(self, schedule: Schedule) -> int:
+        """How many of them a schedule for evaluations is due at."""
+        last = self.steps not in self.regular and schedule.due(self.steps, "eval")
+        return len(schedule.among(self.regular)) + last
 
 
 @dataclass(frozen=True)
@@ -33,9 +76,11 @@ class Schedule:
             return False
         return (step - self.start) % self.every == 0
 
-    def among(self, steps: Sequence[int]) -> list[int]:
-        """The steps of these at which a hook with this schedule is due, in the phase that it is for."""
-        return [step for step in steps if self.due(step, self.phase)]
+    def among(self, steps: range) -> Sequence[int]:
+        """The steps of these at which a hook with this schedule is due, in the phase that it is for; none is gone through."""
+        if self.steps is not None:
+            return [step for step in sorted(self.steps) if step in steps]
+        return common(range(self.start, steps.stop if self.stop is None else self.stop, self.every), steps)
 
     def __str__(self) -> str:
         if self.steps is not None:

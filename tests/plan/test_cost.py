@@ -23,6 +23,7 @@ from instrument.run.runner import run
 from instrument.run.terminal import Terminal
 from instrument.spec.config import TrainConfig
 from instrument.spec.parse import parse_config, parse_hooks
+from instrument.spec.schedule import Evaluations
 
 
 class Recurrent(nn.Module):
@@ -171,17 +172,18 @@ def test_micro_steps_are_those_of_the_batches(
 ) -> None:
     dataset: Any = torch.utils.data.TensorDataset(torch.zeros(samples))
     batches = Batches(dataset, TrainConfig(steps=steps, batch_size=batch_size, accumulate=accumulate), seed=0)
-    length = Length(steps, accumulate, batches.in_epoch, [], 0)
+    length = Length(steps, accumulate, batches.in_epoch, Evaluations(steps, 0), 0)
     groups = [len(group) for _, group in batches]
     due = range(0, steps, every)
-    assert length.micro_steps(due) == sum(groups[step] for step in due)
+    wanted = sum(groups[step] for step in due)
+    assert length.micro_steps(due) == length.micro_steps(list(due)) == wanted
 
 
 def test_a_tensor_met_again_costs_little() -> None:
     def bytes_of(model: nn.Module) -> int:
         plan = make_plan(parse_hooks({"a": LOOK}), model)
         trial = try_forward(model, lambda: model(torch.ones(2, 3)), training=True)
-        return cost_of(plan, {"train": trial, "eval": trial}, Length(1, 1, 1, [], 0))["a"].bytes
+        return cost_of(plan, {"train": trial, "eval": trial}, Length(1, 1, 1, Evaluations(1, 0), 0))["a"].bytes
 
     one = bytes_of(nn.Linear(3, 3))
     assert bytes_of(nn.Sequential(nn.Linear(3, 3))) < 1.2 * one

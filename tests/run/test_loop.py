@@ -11,9 +11,10 @@ from torch import nn
 
 from instrument import MemorySink
 from instrument.capture.probe import Probe
-from instrument.run.experiment import Experiment, evaluation_steps, prepare
+from instrument.run.experiment import Experiment, prepare
 from instrument.run.loop import Progress, evaluate, gradient_norm, train
 from instrument.spec.parse import parse_config
+from instrument.spec.schedule import Evaluations
 
 BASE: dict[str, Any] = {
     "model": {"_target_": "instrument.run.models.MLP", "sizes": [64, 16, 10]},
@@ -87,7 +88,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_big_batch(batch_size
     ("steps", "every", "at"), [(10, 0, [10]), (10, 5, [5, 10]), (10, 4, [4, 8, 10]), (3, 7, [3]), (2, 1, [1, 2])]
 )
 def test_it_evaluates_every_so_many_steps_and_at_the_end(steps: int, every: int, at: list[int]) -> None:
-    assert evaluation_steps(steps, every) == at
+    assert [step for step in range(steps + 2) if step in Evaluations(steps, every)] == at
     sink, shown, last = trained(made(train={"steps": steps, "batch_size": 16, "eval_every": every}))
     frame = sink.frame("metrics")
     assert list(frame[frame.phase == "eval"].step) == at

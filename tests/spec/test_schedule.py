@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.spec.parse import parse_hooks
-from instrument.spec.schedule import Phase, Schedule
+from instrument.spec.schedule import Evaluations, Phase, Schedule, common
 
 small = st.integers(0, 40)
 END = 60
@@ -35,12 +35,43 @@ def test_in_the_other_phase_nothing_is_due(step: int, phase: Phase, every: int) 
     assert not Schedule(steps=frozenset([step]), phase=phase).due(step, other)
 
 
-@given(every=st.integers(1, 9), start=small, phase=st.sampled_from(["train", "eval"]), steps=st.lists(small))
+ranges = st.builds(range, st.integers(0, 40), st.integers(0, 200), st.integers(1, 12))
+
+
+@given(
+    every=st.integers(1, 9),
+    start=small,
+    stop=st.none() | st.integers(1, 60),
+    chosen=st.none() | st.frozensets(small),
+    phase=st.sampled_from(["train", "eval"]),
+    steps=ranges,
+)
 def test_among_steps_are_those_that_are_due_in_the_schedules_own_phase(
-    every: int, start: int, phase: Phase, steps: list[int]
+    every: int, start: int, stop: int | None, chosen: frozenset[int] | None, phase: Phase, steps: range
 ) -> None:
-    schedule = Schedule(every=every, start=start, phase=phase)
-    assert schedule.among(steps) == [step for step in steps if step >= start and (step - start) % every == 0]
+    schedule = Schedule(every=every, start=start, stop=stop, steps=chosen, phase=phase)
+    assert list(schedule.among(steps)) == [step for step in steps if schedule.due(step, phase)]
+
+
+@given(one=ranges, other=ranges)
+def test_what_two_ranges_have_in_common(one: range, other: range) -> None:
+    assert list(common(one, other)) == sorted(set(one) & set(other))
+
+
+@given(steps=st.integers(1, 60), every=st.integers(0, 20), hook=st.integers(1, 9), start=st.integers(0, 30))
+def test_how_many_evaluations_a_schedule_is_due_at(steps: int, every: int, hook: int, start: int) -> None:
+    schedule, evaluations = Schedule(every=hook, start=start, phase="eval"), Evaluations(steps, every)
+    held = [step for step in range(steps + 1) if step in evaluations]
+    assert (
+        held == sorted({*range(every, steps + 1, every or 1)} & {*range(1, steps + 1)} | {steps}) if every else [steps]
+    )
+    assert evaluations.due(schedule) == sum(schedule.due(step, "eval") for step in held)
+
+
+def test_the_longest_run_is_counted_at_once() -> None:
+    schedule, evaluations = Schedule(every=7, start=3, phase="eval"), Evaluations(10**12, 5)
+    assert len(schedule.among(range(10**12))) == 142857142857
+    assert evaluations.due(schedule) == (10**12 - 10) // 35 + 1  # those that are 3 modulo 7 and 0 modulo 5
 
 
 @pytest.mark.parametrize(
