@@ -5,7 +5,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs clean
+.PHONY: help demo test test-all bench check format docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -18,6 +18,12 @@ test: $(DEV_STAMP)  ## run the tests
 
 test-all: $(DEV_STAMP)  ## run the tests, with those that take long
 	$(BIN)/python -m pytest -m ""
+
+bench: $(DEV_STAMP)  ## measure what hooks cost a step, tensors on disk, and growth
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -W ignore benchmarks/steps.py
+	$(BIN)/python -W ignore benchmarks/storage.py
+	$(BIN)/python -W ignore benchmarks/growth.py
 
 check: $(DEV_STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -24,6 +24,7 @@ from ..sinks.parquet import ParquetSink
 from ..spec.base import HookBase
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_hooks
+from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import RunFolder, config_hash
 
@@ -106,6 +107,7 @@ def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int)
         overrides={},
         device=_device(model),
         data=None,
+        statistics=KERNEL,
     )
 
 

@@ -13,6 +13,7 @@ from ..capture.recorder import RANK
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import rewind
 from ..spec.config import RunConfig
+from ..stats.single_pass import KERNEL
 from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import broken_graphs, graph_breaks
 from .device import process_state
@@ -59,6 +60,7 @@ def run(
             overrides=overrides,
             device=None,
             data=None,
+            statistics=KERNEL,
             on_error=config.sink.on_error,
         )
     with place.recording(), process_state(seed=config.seed, deterministic=config.deterministic):

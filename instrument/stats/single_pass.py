@@ -16,6 +16,9 @@ try:
 except ImportError:  # installed where there was no C compiler: instrument.stats.blocks does it all
     native = None  # type: ignore[assignment]
 
+KERNEL = "portable" if native is None else "native"
+"""Which kernel measures tensors on the CPU, for run.json."""
+
 CANCELLATION = 1e6  # squared mean over variance, up to which the variance is a difference of two sums
 SMALLEST, LARGEST = (
     1e-140,
