@@ -43,7 +43,21 @@ class Record:
         self.spec = spec
         self.rows = rows
         self.statistics = spec.statistics
+        self.keeps_tensors = spec.tensors
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+
+    def without_tensors(self) -> Record:
+        """The same action, which keeps statistics only."""
+        other = Record(self.spec, self.rows)
+        other.statistics, other.keeps_tensors = self.statistics, False
+        return other
+
+    def without(self, statistic: str) -> Record:
+        """The same action, which leaves out a statistic."""
+        other = Record(self.spec, self.rows)
+        other.statistics = tuple(name for name in self.statistics if name != statistic)
+        other.keeps_tensors = self.keeps_tensors
+        return other
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Nothing: each tensor is recorded for itself."""
@@ -51,7 +65,7 @@ class Record:
     def __call__(self, tensor: Tensor, context: Context) -> None:
         if self.statistics:
             self.rows.add_stats(context, self.statistics, measure(tensor, self.statistics))
-        if self.spec.tensors:
+        if self.keeps_tensors:
             plain = as_plain(tensor.detach())
             try:
                 kept = cut(plain, self.spec)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..kinds.live import LiveSite
-from .recorder import RANK
+from .recorder import RANK, at_site
 
 NEVER_DUE = "never due: its schedule has none of the steps that were run"
 
@@ -33,19 +33,11 @@ def coverage_rows(
             "rank": RANK,
             "expected": live.expected,
             "fired": live.fired,
-            "dropped": _dropped_at(live, dropped),
+            "dropped": at_site(dropped, live),
             "cause": live.cause or ("" if live.expected or (running and live.due) else NEVER_DUE),
         }
         for live in lives
     ]
-
-
-def _dropped_at(live: LiveSite, dropped: Mapping[tuple[str, str, str], int]) -> int:
-    """Of a module's site the tensors at all paths, of a parameter's its own."""
-    name, layer, own = live.site.spec.name, live.site.layer.name, live.site.own_name
-    return sum(
-        count for (hook, at, path), count in dropped.items() if (hook, at) == (name, layer) and own in ("", path)
-    )
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +24,8 @@ from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
+from ..spec.budget import BudgetConfig
+from .budget import Budget
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
@@ -58,6 +60,9 @@ class Probe:
         steps_by_loop: The loop calls `before_optimizer_step`, where a hook on the optimizer would come too early: when
             the forward and backward pass are in the closure that the optimizer is called with.
 
+        budget: What recording may cost; without it, what it costs.
+        steps: How many steps there will be, where that is known; a budget of bytes is divided among them.
+
     Raises:
         ConfigError: A kind needs the optimizer, and there is none, or one that keeps no such state; a function of the
             user's is not there; or there is no archive, and a spec needs one.
@@ -73,6 +78,8 @@ class Probe:
         seed: int = 0,
         archive: Archive | None = None,
         steps_by_loop: bool = False,
+        budget: BudgetConfig | None = None,
+        steps: int | None = None,
     ) -> None:
         self.plan = plan
         self.sink = sink
@@ -84,6 +91,10 @@ class Probe:
         found = archive or NoArchive()
         actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
         self.lives = [LiveSite(site, actions[site.spec.name], self.clock) for site in plan.sites]
+        self.budget: Budget | None = None
+        if budget is not None and (budget.time is not None or budget.bytes is not None):
+            self.budget = Budget(budget, self.lives, self.recorder, steps, self._thinned)
+            self.clock.meter = self.budget.meter
         self._families: list[Family] = []
         self._scaling: ScalerWatch | None = None
         self._loading: LoadWatch | None = None
@@ -237,8 +248,11 @@ class Probe:
         Returns:
             The row of metrics; where it is on a GPU, whoever looks at it waits for it.
         """
-        with held_back():
-            return self._end_step(loss, samples, metrics)
+        with held_back(), self.clock.meter or nullcontext():
+            row = self._end_step(loss, samples, metrics)
+        if self.budget is not None:
+            self.budget.end_step(self.step)
+        return row
 
     def _end_step(
         self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
@@ -295,10 +309,7 @@ class Probe:
         changed = False
         dues = {name: spec.schedule.due(self.step, self.phase) for name, spec in self.plan.specs.items()}
         for live in self.lives:
-            due = dues[live.site.spec.name]
-            changed |= due != live.due
-            live.due = due
-            live.ever_due |= due
+            changed |= live.turn(dues[live.site.spec.name])
         if changed or self.clock.turn == 1:
             for family in self._families:
                 family.refresh()
@@ -322,6 +333,10 @@ class Probe:
             self.warnings.append(message)
         self.recorder.write("events", [(self.step, RANK, layer, rule, message, severity)])
 
+    def _thinned(self, message: str, live: LiveSite) -> None:
+        """A site is looked at less often, for the budget's sake."""
+        self.event("budget", message, severity="info", layer=live.site.layer.name)
+
     def coverage(self) -> list[dict[str, Any]]:
         """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""
         return coverage_rows(self.lives, self.recorder.dropped, running=self._busy)
@@ -339,6 +354,8 @@ class Probe:
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):
             self.event("coverage", message, layer=layer)
+        for message in [] if self.budget is None else self.budget.summary():
+            self.event("budget", message)
         for message in drop_warnings(rows):
             self.event("dropped", message)
         if error is not None:

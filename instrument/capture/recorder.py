@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect
+from ..kinds.live import LiveSite
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.kernel import Values, positions
 from .sink import Row, Sink
@@ -32,6 +33,7 @@ class Recorder:
         self.sink = sink
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
+        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors, likewise
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
         self._late: list[tuple[str, Callable[[], Row]]] = []
@@ -47,12 +49,17 @@ class Recorder:
         """One tensor's values, which the sink copies; one that it has no room for is counted."""
         if self.sink.keep(identity(context), source_shape, tensor, dtype):
             self.rows_written += 1
+            self.bytes[context.hook, context.layer, context.path] += tensor.numel() * (dtype or tensor.dtype).itemsize
         else:
             self.dropped[context.hook, context.layer, context.path] += 1
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """What one intervention changed."""
         self._effects.append((identity(context), effect))
+
+    def bytes_of(self, live: LiveSite) -> int:
+        """Bytes of the tensors that were kept at a site."""
+        return at_site(self.bytes, live)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, as numbers and lists."""
@@ -110,6 +117,12 @@ class _Step(NamedTuple):
     effects: list[tuple[Row, Effect]]
     late: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
+
+
+def at_site(counts: Mapping[tuple[str, str, str], int], live: LiveSite) -> int:
+    """Of counts by hook, layer and path those of a site: of a module's at all paths, of a parameter's its own."""
+    name, layer, own = live.site.spec.name, live.site.layer.name, live.site.own_name
+    return sum(count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own in ("", path))
 
 
 def identity(context: Context) -> Row:

@@ -208,7 +208,7 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, dropped, fallback, hidden_module, fast_path, replaced, no_end_step, compiled, "
+                    "kind: coverage, dropped, budget, fallback, hidden_module, fast_path, replaced, no_end_step, compiled, "
                     "graph_break, recording, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),

@@ -19,6 +19,7 @@ from ..spec.functions import FunctionSpec, PenaltySpec
 from ..spec.globs import matches
 from ..spec.record import RecordSpec
 from .causes import NO_GRADIENT, absent
+from .meter import Meter
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Clock:
 
     `turn` counts the micro-steps of the whole run, in all phases: what belongs to one of them starts anew when it
     has moved on. `amp_scale` gives what a gradient scaler has multiplied the loss by; None where there is no scaler.
+    `meter` measures what hooks cost; None where nobody asks.
     """
 
     moment: Moment
@@ -34,6 +36,7 @@ class Clock:
     turn: int = 0
     closed: bool = False
     amp_scale: Callable[[], Tensor] | None = None
+    meter: Meter | None = None
 
     @property
     def boundary(self) -> Moment:
@@ -57,6 +60,7 @@ class LiveSite:
 
     __slots__ = (
         "_calls",
+        "_due_at",
         "_excused",
         "_fired",
         "_missed",
@@ -65,6 +69,7 @@ class LiveSite:
         "causes",
         "clock",
         "due",
+        "dues",
         "ever_due",
         "expected",
         "fired",
@@ -72,6 +77,7 @@ class LiveSite:
         "records",
         "rhythm",
         "site",
+        "thin",
     )
 
     def __init__(self, site: Site, action: Action, clock: Clock) -> None:
@@ -84,10 +90,25 @@ class LiveSite:
         self.optimized = True
         self.due = False
         self.ever_due = False
+        self.thin = 1  # once in how many times that its schedule is due it is looked at, where there is a budget
+        self.dues = 0  # steps at which its schedule was due
+        self._due_at: tuple[int, str] | None = None
         self.expected = 0
         self.fired = 0
         self.causes: Counter[str] = Counter()
         self._calls = self._fired = self._missed = self._excused = 0  # in the turn that is running
+
+    def turn(self, due: bool) -> bool:
+        """The clock has moved on, and the schedule is due or not; whether that makes a difference."""
+        moment = (self.clock.moment.step, self.clock.moment.phase)
+        if due and moment != self._due_at:
+            self._due_at = moment
+            self.dues += 1
+        due = due and (self.dues - 1) % self.thin == 0
+        changed = due != self.due
+        self.due = due
+        self.ever_due |= due
+        return changed
 
     def called(self) -> None:
         """The site had an opportunity: its module was called, its optimizer made a step."""
@@ -141,6 +162,8 @@ class LiveSite:
             "causes": dict(self.causes),
             "ever_due": self.ever_due,
             "absent": self.absent,
+            "thin": self.thin,
+            "dues": self.dues,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,6 +171,7 @@ class LiveSite:
         self.expected, self.fired = state["expected"], state["fired"]
         self.causes = Counter(state["causes"])
         self.ever_due, self.absent = state["ever_due"], state["absent"]
+        self.thin, self.dues = state["thin"], state["dues"]
 
     def wants(self, path: str) -> bool:
         """Whether the spec means the tensor at this path."""
@@ -157,6 +181,11 @@ class LiveSite:
     def takes(self, tensor: Tensor, path: str) -> bool:
         """Whether the site acts on this tensor: a record takes any, an intervention floating-point ones."""
         return self.wants(path) and (self.records or tensor.is_floating_point())
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether each firing writes a row of statistics."""
+        return isinstance(self.site.spec, RecordSpec) and bool(self.site.spec.statistics)
 
     @property
     def needs_value(self) -> bool:
@@ -218,6 +247,12 @@ class LiveSite:
         return tensor if new is true else (new * scale.to(tensor.device)).to(tensor.dtype)
 
     def _act(self, tensor: Tensor, context: Context) -> Tensor:
+        if (meter := self.clock.meter) is None:
+            return self._do(tensor, context)
+        with meter.acting(self):
+            return self._do(tensor, context)
+
+    def _do(self, tensor: Tensor, context: Context) -> Tensor:
         try:
             new = self.action(tensor, context)
         except (InstrumentError, _StopRecomputationError):  # the latter is how checkpointing ends what it repeats

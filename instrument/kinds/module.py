@@ -7,6 +7,7 @@ written. The gradients come from hooks on the tensors themselves (`instrument.ki
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ from .tensor import InputGradients, OutputGradients
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+
+_UNMEASURED = nullcontext()
 
 
 def outside_graphs(hook: HookT) -> HookT:
@@ -84,6 +88,10 @@ class ModuleHooks(Uncopied):
         """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active:
             return None
+        with self.clock.meter or _UNMEASURED:
+            return self._before(module, args, kwargs)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if _is_transformed():
             for live in self.lives:
                 if live.due:
@@ -105,6 +113,10 @@ class ModuleHooks(Uncopied):
         """The forward hook: outputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active or _is_transformed():
             return None
+        with self.clock.meter or _UNMEASURED:
+            return self._after(module, args, kwargs, output)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if (call := self.calls.leave()) is None:
             return None
         if call.given is not None:

@@ -4,6 +4,7 @@ buffers and the optimizer's state."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class StepHooks:
         if self.clock.closed:
             return None
         self._act([live for live in self.pre if not _is_gradient(live)])
-        self._keep()
+        with self.clock.meter or nullcontext():
+            self._keep()
         return when_gradients_are_there(args, kwargs, self._on_gradients)
 
     def before_step(self) -> None:

@@ -23,7 +23,7 @@ from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
 from ..spec.base import HookBase
 from ..spec.hooks import HookSpec
-from ..spec.parse import parse_hooks
+from ..spec.parse import parse_budget, parse_hooks
 from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import RunFolder, config_hash
@@ -41,6 +41,7 @@ def attach(
     out: str | Path | None = None,
     seed: int = 0,
     steps_by_loop: bool = False,
+    budget: Mapping[str, Any] | None = None,
 ) -> Iterator[Probe]:
     """Attach hook specs to a model for the time of a `with` block.
 
@@ -56,6 +57,8 @@ def attach(
         seed: The seed of what interventions draw at random.
         steps_by_loop: The loop calls `probe.before_optimizer_step()` itself, since its optimizer is given the forward
             and backward pass as a closure.
+
+        budget: What record hooks may cost: `{"time": "5%", "bytes": "2GB"}`, one of them or both.
 
     Yields:
         The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
@@ -79,6 +82,7 @@ def attach(
         seed=seed,
         archive=RunArchive(),
         steps_by_loop=steps_by_loop,
+        budget=parse_budget(budget),
     )
     # The folder is made once nothing can be refused any more.
     place = contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed).recording()

@@ -95,6 +95,8 @@ class _Training:
             scaler=experiment.scaler,
             seed=config.seed,
             archive=RunArchive(),
+            budget=config.budget,
+            steps=experiment.steps,
         )
         if self.state is not None:
             restore(self.state, experiment)

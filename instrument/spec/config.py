@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from .apply import ApplySpec
+from .budget import BudgetConfig
 from .fields import Count, Index, Seed, Spec, Target
 from .hooks import HookSpec
 
@@ -126,5 +127,8 @@ class RunConfig(Spec):
     )
     hooks: SkipValidation[dict[str, HookSpec]] = Field(
         default_factory=dict, description="What is seen and changed, by name."
+    )
+    budget: Annotated[BudgetConfig, BeforeValidator(_mapping)] = Field(
+        default_factory=BudgetConfig, description="What record hooks may cost; what costs more is looked at less often."
     )
     sink: Annotated[SinkConfig, BeforeValidator(_mapping)] = Field(default_factory=SinkConfig)

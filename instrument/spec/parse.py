@@ -13,6 +13,7 @@ from . import apply as apply_specs
 from . import hooks as hook_specs
 from .apply import ApplySpec
 from .base import UnknownNameError
+from .budget import BudgetConfig
 from .config import RunConfig
 from .functions import FUNCTIONS, FunctionSpec
 from .hooks import HookSpec
@@ -62,6 +63,15 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if mistakes:
         raise ConfigError(*mistakes)
     return config
+
+
+def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
+    """What recording may cost.
+
+    Raises:
+        ConfigError: It cannot be meant.
+    """
+    return None if raw is None else _build(BudgetConfig, dict(raw), "budget")
 
 
 def parse_hooks(raw: Any) -> dict[str, HookSpec]:

@@ -1,0 +1,166 @@
+"""Recording within a budget: what costs too much is looked at less often.
+
+Time is what hooks and the ends of steps take, over what is left of the steps. It is added up since the last change, and
+looked at after a while; where it is more than allowed, the costliest sites become due half as often, one after the other,
+until what they cost at that rate is within the budget. Sites that are due as seldom as they may keep no tensors any more,
+then no l1.
+
+Bytes are kept so that they last: until the run's end where that is known, and for several times as many steps as were made
+where it is not. Interventions are never touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ..actions.record import Record
+from ..kinds.live import LiveSite
+from ..kinds.meter import Meter
+from ..spec.budget import BudgetConfig
+from ..spec.record import RecordSpec
+from .recorder import Recorder
+
+WARM_UP = 3  # steps that are not counted: the first ones allocate
+LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # between two looks
+SELDOM = 64  # how many times as seldom as it was asked for a site may become due
+HORIZON = 4  # how many times the steps that were made bytes are to last for, where nobody knows the run's length
+ROW_BYTES = 70  # of a row of statistics, on disk
+
+Tell = Callable[[str, LiveSite], None]
+
+
+class Budget:
+    """Watches what recording costs, and thins it out.
+
+    Args:
+        config: What is allowed.
+        lives: All sites.
+        recorder: Knows the bytes of tensors.
+        steps: The steps of the run; None where nobody knows.
+        tell: Called with each change, in words, and its site.
+    """
+
+    def __init__(
+        self, config: BudgetConfig, lives: Sequence[LiveSite], recorder: Recorder, steps: int | None, tell: Tell
+    ) -> None:
+        self.config = config
+        self.records = [live for live in lives if isinstance(live.site.spec, RecordSpec)]
+        self.recorder = recorder
+        self.steps = steps
+        self.tell = tell
+        self.meter = Meter()
+        self.measured: float | None = None  # the share of time at the last look
+        self._firings: Counter[LiveSite] = Counter()  # of the whole run
+        self._warm_up = WARM_UP
+        self._began = time.perf_counter()
+        self._counted = 0  # steps since the last change
+
+    def end_step(self, done: int) -> None:
+        """A step is over; so many are done."""
+        if self._warm_up:
+            self._warm_up -= 1
+            self._start_anew()
+            return
+        self._counted += 1
+        elapsed = time.perf_counter() - self._began
+        if self._counted < LEAST_STEPS or elapsed < LEAST_SECONDS:
+            return
+        changed = self.config.time is not None and self._keep_time(self.config.time, elapsed)
+        if self.config.bytes is not None:
+            changed |= self._keep_bytes(self.config.bytes, done)
+        if changed or self._counted >= 10 * LEAST_STEPS:
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._firings.update(self.meter.firings)
+        self.meter.reset()
+        self._began = time.perf_counter()
+        self._counted = 0
+
+    def _keep_time(self, allowed: float, elapsed: float) -> bool:
+        spent = self.meter.seconds
+        bare = max(elapsed - spent, 1e-9)
+        self.measured = spent / bare
+        if self.measured <= allowed:
+            return False
+        # What is around the actions is shared by all who fire.
+        around = (spent - sum(self.meter.at.values())) / max(1, sum(self.meter.firings.values()))
+        costs = {live: self.meter.at[live] + around * self.meter.firings[live] for live in self.records}
+        told = f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
+        return self._thin_out(costs, spent - allowed * bare, told)
+
+    def _keep_bytes(self, allowed: int, done: int) -> bool:
+        total = sum(self._bytes_of(live) for live in self.records)
+        ahead = HORIZON * done if self.steps is None else max(0, self.steps - done)
+        coming = {live: self._bytes_a_step(live, done) * ahead for live in self.records}
+        told = f"{total:,.0f} bytes are recorded, and {allowed:,} are allowed in all"
+        return self._thin_out(coming, sum(coming.values()) - (allowed - total), told)
+
+    def _bytes_of(self, live: LiveSite) -> float:
+        """What a site has recorded so far, about."""
+        rows = self._firings[live] + self.meter.firings[live] if live.has_statistics else 0
+        return rows * ROW_BYTES + self.recorder.bytes_of(live)
+
+    def _bytes_a_step(self, live: LiveSite, done: int) -> float:
+        """What a site records a step, as often as it is looked at now."""
+        firings = self._firings[live] + self.meter.firings[live]
+        return self._bytes_of(live) / max(1, firings) * live.dues / max(1, done) / live.thin
+
+    def _thin_out(self, costs: dict[LiveSite, float], excess: float, told: str) -> bool:
+        """Thin the costliest out until what they cost less makes up for the excess; whether anything was changed."""
+        before = {live: live.thin for live in self.records}
+        costs = dict(costs)
+        while excess > 0:
+            able = [live for live in self.records if live.thin < SELDOM and costs[live] > 0]
+            if not able:
+                break
+            costliest = max(able, key=lambda live: costs[live])
+            costliest.thin *= 2
+            costs[costliest] /= 2
+            excess -= costs[costliest]
+        thinned = [live for live in self.records if live.thin != before[live]]
+        for live in thinned:
+            self.tell(f"{told}: {_name(live)} is looked at {_often(live.thin)}", live)
+        if excess > 0:
+            return self._do_without(costs, told) or bool(thinned)
+        return bool(thinned)
+
+    def _do_without(self, costs: dict[LiveSite, float], told: str) -> bool:
+        """Nothing can be looked at less often: the costliest site that still can does without its tensors, or without l1."""
+        for live in sorted(self.records, key=lambda live: -costs[live]):
+            spec = live.site.spec
+            assert isinstance(spec, RecordSpec)
+            action = live.action
+            if isinstance(action, Record) and action.keeps_tensors:
+                live.action = action.without_tensors()
+                self.tell(f"{told}: {_name(live)} keeps no tensors any more", live)
+                return True
+            if isinstance(action, Record) and "l1" in action.statistics:
+                live.action = action.without("l1")
+                self.tell(f"{told}: {_name(live)} has no l1 any more", live)
+                return True
+        return False
+
+    def summary(self) -> list[str]:
+        """One line for each hook that was thinned out."""
+        lines = []
+        for name in dict.fromkeys(live.site.spec.name for live in self.records):
+            thinned = [live for live in self.records if live.site.spec.name == name and live.thin > 1]
+            if thinned:
+                most = max(live.thin for live in thinned)
+                share = "" if self.measured is None else f"; hooks took {self.measured:.1%} of a step's time in the end"
+                lines.append(
+                    f"budget: hook '{name}' was looked at less often at {len(thinned)} places, down to "
+                    f"{_often(most)}{share}"
+                )
+        return lines
+
+
+def _name(live: LiveSite) -> str:
+    return f"hook '{live.site.spec.name}' on {live.site.label}"
+
+
+def _often(thin: int) -> str:
+    return f"once in {thin} times that it is due"

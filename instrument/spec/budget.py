@@ -1,0 +1,46 @@
+"""What recording may cost."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from .fields import Spec
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _share(value: Any) -> Any:
+    """`5%` as 0.05."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", value)):
+        return float(match[1]) / 100
+    if isinstance(value, bool | str):
+        raise ValueError("has to be a share of the step's time, such as 5% or 0.05")
+    return value
+
+
+def _size(value: Any) -> Any:
+    """`2GB` as 2,000,000,000; `GiB` counts in powers of two."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError("has to be a size, such as 500MB, 2GB or 1GiB")
+        return round(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(value, bool):
+        raise ValueError("has to be a size, such as 500MB, 2GB or 1GiB")
+    return value
+
+
+Share = Annotated[float, Field(gt=0, le=10), BeforeValidator(_share, json_schema_input_type=float | str)]
+Size = Annotated[int, Field(ge=1), BeforeValidator(_size, json_schema_input_type=int | str)]
+
+
+class BudgetConfig(Spec):
+    """What record hooks may cost; where they cost more they look less often. Interventions are never touched."""
+
+    time: Share | None = Field(
+        None, description="Of the time of a step without hooks: 5% or 0.05. Measured while it runs."
+    )
+    bytes: Size | None = Field(None, description="Of all that is recorded, on disk: 500MB, 2GB. About.")

@@ -1,0 +1,189 @@
+"""Budgets: what costs too much is looked at less often, said, and the rest is left as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument.capture.budget import SELDOM
+from instrument.plan.sites import make_plan
+from instrument.run.attach import read_specs
+from instrument.spec.parse import parse_budget
+
+Cli = Callable[..., Any]
+
+
+class World:
+    """A clock that stands still but for what a test says that things take, in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.costs: dict[int, float] = {}  # of measuring a tensor, by its number of elements
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        for module in ("instrument.kinds.meter", "instrument.capture.budget", "instrument.capture.probe"):
+            monkeypatch.setattr(f"{module}.time", clock)
+        monkeypatch.setattr("instrument.actions.record.measure", self.measure)
+        self.spent = 0.0
+
+    def measure(self, tensor: Tensor, names: tuple[str, ...]) -> list[float]:
+        cost = self.costs[tensor.numel()]
+        self.now += cost
+        self.spent += cost
+        return [0.0] * len(names)
+
+
+def model_of(layers: int) -> nn.Module:
+    """Each layer puts out another number of elements, by which the world knows it."""
+    return nn.Sequential(*(nn.Linear(i + 1, i + 2) for i in range(layers)))
+
+
+RECORD = {"layers": "*", "kind": "forward", "action": "record"}
+
+
+def train(world: World, probe: instrument.Probe, steps: int, bare: float) -> float:
+    """The share of time that hooks took."""
+    model = probe.plan.layers.model
+    before = world.spent
+    for _ in range(steps):
+        world.now += bare
+        model(torch.ones(1, 1))
+        probe.end_step()
+    return (world.spent - before) / (bare * steps)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_over_ten_workloads_the_overhead_ends_within_a_point_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    draw = random.Random(number)
+    layers, bare = draw.randrange(8, 40), 10 ** draw.uniform(-3, -1)
+    budget = draw.choice([0.01, 0.02, 0.05, 0.1])
+    world = World(monkeypatch)
+    at_first = budget * draw.uniform(1.2, 8.0)  # what it would cost
+    shares = [draw.expovariate(1.0) for _ in range(layers)]
+    world.costs = {i + 2: at_first * bare * share / sum(shares) for i, share in enumerate(shares)}
+    with instrument.attach(model_of(layers), {"h": RECORD}, budget={"time": budget}) as probe:
+        train(world, probe, 4000, bare)
+        ends = train(world, probe, 64 * 8, bare)
+    assert ends <= budget + 0.01
+    assert ends >= budget - 0.01 or ends >= 0.7 * budget, "no more was given up than had to be"
+    events = [row for row in probe.sink.records("events") if row["rule"] == "budget"]
+    assert events
+    assert all("are allowed: hook 'h' on" in row["message"] for row in events if row["severity"] == "info")
+    (line,) = [warning for warning in probe.warnings if warning.startswith("budget: hook 'h'")]
+    assert "of a step's time in the end" in line
+
+
+def test_within_the_budget_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.costs = {2: 0.0005, 3: 0.0004}
+    with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": "10%"}) as probe:
+        train(world, probe, 500, 0.01)
+    assert len(probe.sink.rows["stats"]) == 1000
+    assert not [row for row in probe.sink.records("events") if row["rule"] == "budget"]
+    assert probe.warnings == []
+
+
+def test_the_costliest_site_is_thinned_first_and_the_ledger_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.costs = {2: 0.0001, 3: 0.002}
+    with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": 0.15}) as probe:
+        train(world, probe, 1000, 0.01)
+    rows = {row["layer"]: row for row in probe.sink.records("coverage")}
+    assert rows["0"]["fired"] == rows["0"]["expected"] == 1000
+    assert rows["1"]["fired"] == rows["1"]["expected"] == pytest.approx(525, abs=30)
+    steps = [row["step"] for row in probe.sink.records("stats") if row["layer"] == "1"]
+    assert {later - earlier for earlier, later in zip(steps[-100:], steps[-99:], strict=False)} == {2}
+
+
+def test_what_can_be_thinned_no_more_does_without_tensors_and_then_without_l1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    world.costs = {2: 10.0}
+    spec = {**RECORD, "stats": ["mean", "l1"], "tensors": True}
+    with instrument.attach(model_of(1), {"h": spec}, budget={"time": "1%"}) as probe:
+        train(world, probe, 6000, 0.01)
+    told = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
+    assert any(f"once in {SELDOM} times" in message for message in told)
+    assert any(message.endswith("keeps no tensors any more") for message in told)
+    assert any(message.endswith("has no l1 any more") for message in told)
+    assert len(probe.sink.rows["tensors"]) < len(probe.sink.rows["stats"])
+
+
+def test_interventions_are_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.costs = {2: 0.01}
+    specs = {"seen": RECORD, "half": {**RECORD, "action": "scale", "factor": 0.5}}
+    with instrument.attach(model_of(1), specs, budget={"time": "1%"}) as probe:
+        train(world, probe, 1000, 0.01)
+    assert len(probe.sink.rows["effects"]) == 1000
+    assert len(probe.sink.rows["stats"]) < 100
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_bytes_last_to_the_end(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """Ten tensors of 4 kB a step for 2,000 steps would be 80 MB."""
+
+    world = World(monkeypatch)
+    allowed = 10_000_000
+    model = nn.Sequential(*(nn.Identity() for _ in range(10)))
+    specs = read_specs({"h": {**RECORD, "stats": "none", "tensors": True}})
+    sink = instrument.MemorySink()
+    steps = 2000 if known else None
+    probe = instrument.Probe(make_plan(specs, model), sink, budget=parse_budget({"bytes": "10MB"}), steps=steps)
+    with probe:
+        for _ in range(2000):
+            world.now += 0.05
+            model(torch.ones(1000))
+            probe.end_step()
+    kept = len(sink.rows["tensors"]) * 4000
+    assert kept <= allowed
+    assert kept >= allowed / (2 if known else 10)
+    assert max(row["step"] for row in sink.records("tensors")) > 1900, "there are some of the last steps too"
+
+
+def test_a_run_says_in_its_summary_and_events_what_it_did_without(cli: Cli) -> None:
+    arguments = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"]
+    answer = cli(*arguments, "train.steps=1500", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    assert "budget: hook 'activations' was looked at less often at" in answer.out
+    run = instrument.load("out")
+    assert (run.events.rule == "budget").sum() > 2
+    assert (run.coverage.fired == run.coverage.expected).all()
+    assert len(run.stats) < 1500 * 3
+    assert Path("out/stats").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"time": "5%"}, (0.05, None)),
+        ({"time": 0.2}, (0.2, None)),
+        ({"bytes": "2GB"}, (None, 2 * 10**9)),
+        ({"bytes": "1.5 MiB"}, (None, 3 * 2**19)),
+        ({"bytes": 500}, (None, 500)),
+        ({}, (None, None)),
+    ],
+    ids=str,
+)
+def test_shares_and_sizes_are_read(written: dict[str, Any], meant: tuple[float | None, int | None]) -> None:
+    budget = parse_budget(written)
+    assert budget is not None
+    assert (budget.time, budget.bytes) == meant
+
+
+@pytest.mark.parametrize(
+    "written", [{"time": "much"}, {"time": 0}, {"time": "-5%"}, {"bytes": "2 elephants"}, {"bytes": 0}, {"money": 1}]
+)
+def test_what_is_neither_is_refused(written: dict[str, Any]) -> None:
+    with pytest.raises(instrument.ConfigError, match="budget"):
+        parse_budget(written)
