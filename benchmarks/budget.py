@@ -8,15 +8,18 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
-from measure import machine, paired
+from measure import keep_memory, machine, paired
 from torch import nn
 from workloads import WORKLOADS, Training, Workload, _images
 
 import instrument
 
-SETTLING = 12.0  # seconds of training before it is measured
+SETTLING = 160  # steps before it is measured
+MEASURING = 6.0  # seconds of a measurement, about
 
 
 def narrow(layers: int, width: int, batch: int) -> Workload:
@@ -37,30 +40,45 @@ CASES = [
 
 
 def ends_at(workload: Workload, budget: float) -> tuple[float, float, float]:
-    """The share at first and in the end, both measured against bare steps, and what the probe says of the end."""
+    """The share at first and in the end, and what the probe says of the end.
+
+    Two trainings of one kind differ by some percent, by where their memory lies. So the one with hooks is measured against
+    the other both with its hooks and without them, before and after.
+    """
     bare, hooked = workload.training(), workload.training()
     specs = _specs(hooked)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "free") as probe,
-    ):
-        first = paired(lambda: bare.step().item(), lambda: probe.end_step(loss=hooked.step()), rounds=10).ratio - 1
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        instrument.attach(
-            hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "kept", budget={"time": budget}
-        ) as probe,
-    ):
-        began = time.perf_counter()
-        while time.perf_counter() - began < SETTLING:
-            probe.end_step(loss=hooked.step())
-        steps = 16  # of which some look, and some do not
-        last = paired(
-            lambda: bare.step().item(), lambda: probe.end_step(loss=hooked.step()), rounds=8, steps=steps
-        ).ratio
-        assert probe.budget is not None
-        told = probe.budget.measured or 0.0
-    return first, last - 1, told
+
+    def against_bare(step: Callable[[], object]) -> float:
+        steps = 8  # of which some look, and some do not
+        rounds = max(4, round(MEASURING / (2 * steps * _seconds(bare))))
+        return paired(lambda: bare.step().item(), step, rounds=rounds, steps=steps).ratio
+
+    def looking(out: Path, **settings: object) -> tuple[float, float]:
+        with instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=out, **settings) as probe:  # type: ignore[arg-type]
+            for _ in range(SETTLING if settings else 5):
+                probe.end_step(loss=hooked.step())
+            ratio = against_bare(lambda: probe.end_step(loss=hooked.step()))
+            return ratio, 0.0 if probe.budget is None else probe.budget.measured or 0.0
+
+    def without_hooks() -> float:
+        return against_bare(lambda: hooked.step().item())
+
+    with tempfile.TemporaryDirectory() as folder:
+        alone = [without_hooks()]
+        first, _ = looking(Path(folder) / "free")
+        alone.append(without_hooks())
+        last, told = looking(Path(folder) / "kept", budget={"time": budget})
+        alone.append(without_hooks())
+    return first / mean(alone[:2]) - 1, last / mean(alone[1:]) - 1, told
+
+
+def _seconds(training: Training) -> float:
+    for _ in range(3):
+        training.step().item()
+    began = time.perf_counter()
+    for _ in range(5):
+        training.step().item()
+    return (time.perf_counter() - began) / 5
 
 
 def _specs(training: Training) -> dict[str, dict[str, object]]:
@@ -70,6 +88,7 @@ def _specs(training: Training) -> dict[str, dict[str, object]]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    keep_memory()
     print(machine())
     print("\n| workload, every leaf's output and gradient | budget | without one | in the end | as the run says |")
     print("|---|---|---|---|---|")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import os
 import platform
 import statistics
@@ -67,6 +69,19 @@ def _time(step: Callable[[], object], steps: int, device: str) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def keep_memory() -> None:
+    """Let glibc keep the memory that it was given.
+
+    By default it hands large blocks back to the system and fetches them again in each step. How many depends on what else
+    lies on the heap, which hooks change for better or worse: that moved ratios of the small network by up to 0.15.
+    """
+    libc = ctypes.util.find_library("c")
+    if libc and hasattr(ctypes.CDLL(libc), "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3  # from malloc.h
+        ctypes.CDLL(libc).mallopt(trim_threshold, 2**31 - 1)
+        ctypes.CDLL(libc).mallopt(mmap_threshold, 2**30)
 
 
 def machine() -> str:

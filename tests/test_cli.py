@@ -19,7 +19,7 @@ from conftest import REPOSITORY
 import instrument
 
 Cli = Callable[..., Any]
-TABLES = ("stats", "tensors", "effects", "metrics", "coverage", "layers", "events")
+TABLES = ("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events")
 TIMES = ["seconds", "samples_per_second"]
 SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
@@ -117,7 +117,16 @@ def test_the_main_job_prints_its_progress_and_leaves_all_that_it_promises(cli: C
 
 def test_pandas_polars_and_duckdb_read_every_table_with_no_help(cli: Cli) -> None:
     assert cli(*TINY, "hooks=activations", "hydra.run.dir=out").code == 0
-    expected = {"stats": 3, "tensors": 0, "effects": 0, "metrics": 3, "coverage": 3, "layers": 3, "events": 0}
+    expected = {
+        "stats": 3,
+        "distributions": 0,
+        "tensors": 0,
+        "effects": 0,
+        "metrics": 3,
+        "coverage": 3,
+        "layers": 3,
+        "events": 0,
+    }
     for table, rows in expected.items():
         assert len(pd.read_parquet(f"out/{table}")) == rows
         assert polars.read_parquet(f"out/{table}/*.parquet").height == rows

@@ -108,6 +108,9 @@ class Rows(Protocol):
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
 
+    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
+        """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
+
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:

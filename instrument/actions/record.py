@@ -1,9 +1,10 @@
-"""Record: statistics of a tensor, its values, or both. The tensor itself is left as it is."""
+"""Record: statistics of a tensor, its distribution, its values. The tensor itself is left as it is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..errors import HookError
 from ..spec.base import parse_slice
 from ..spec.record import RecordSpec
+from ..stats.distribution import distribution
 from ..stats.kernel import measure
 from .base import Context, Rows
 from .intervention import describe
@@ -37,27 +39,40 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 class Record:
-    """Writes the rows that a record spec asks for."""
+    """Writes the rows that a record spec asks for.
+
+    Attributes:
+        statistics: The names of those that are measured.
+        levels: Of the quantiles; none where there are none.
+        bins: Of the histogram; 0 where there is none.
+        keeps_tensors: Whether values are kept.
+    """
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:
         self.spec = spec
         self.rows = rows
         self.statistics = spec.statistics
+        self.levels = spec.quantiles or ()
+        self.bins = spec.histogram or 0
         self.keeps_tensors = spec.tensors
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
 
-    def without_tensors(self) -> Record:
-        """The same action, which keeps statistics only."""
-        other = Record(self.spec, self.rows)
-        other.statistics, other.keeps_tensors = self.statistics, False
-        return other
-
-    def without(self, statistic: str) -> Record:
-        """The same action, which leaves out a statistic."""
-        other = Record(self.spec, self.rows)
-        other.statistics = tuple(name for name in self.statistics if name != statistic)
-        other.keeps_tensors = self.keeps_tensors
-        return other
+    def without_the_dearest(self) -> tuple[Record, str] | None:
+        """The same action without what costs most of it, and what that was; None where nothing dear is left."""
+        lighter = copy(self)
+        if self.keeps_tensors:
+            lighter.keeps_tensors = False
+            return lighter, "tensors"
+        if self.bins:
+            lighter.bins = 0
+            return lighter, "histogram"
+        if self.levels:
+            lighter.levels = ()
+            return lighter, "quantiles"
+        if "l1" in self.statistics:
+            lighter.statistics = tuple(name for name in self.statistics if name != "l1")
+            return lighter, "l1"
+        return None
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Nothing: each tensor is recorded for itself."""
@@ -65,6 +80,9 @@ class Record:
     def __call__(self, tensor: Tensor, context: Context) -> None:
         if self.statistics:
             self.rows.add_stats(context, self.statistics, measure(tensor, self.statistics))
+        if self.levels or self.bins:
+            found = distribution(tensor, self.levels, self.bins)
+            self.rows.add_distribution(context, self.levels, self.bins, found)
         if self.keeps_tensors:
             plain = as_plain(tensor.detach())
             try:

@@ -100,6 +100,11 @@ class Run:
         return self._frame("stats")
 
     @cached_property
+    def distributions(self) -> pd.DataFrame:
+        """Quantiles and histograms: a row is one tensor at one firing."""
+        return self._frame("distributions")
+
+    @cached_property
     def effects(self) -> pd.DataFrame:
         """What interventions changed: a row is one intervention at one firing."""
         return self._frame("effects")

@@ -1,9 +1,12 @@
 """Recording within a budget: what costs too much is looked at less often.
 
-Time is what hooks and the ends of steps take, over what is left of the steps. It is added up since the last change, and
-looked at after a while; where it is more than allowed, the costliest sites become due half as often, one after the other,
-until what they cost at that rate is within the budget. Sites that are due as seldom as they may keep no tensors any more,
-then no l1.
+Time is what hooks and the ends of steps take, over what is left of the steps. A stopwatch tells it, for each site; but hooks
+also push other things out of the caches and keep memory from being used again, which no stopwatch in them sees. So at first
+records look away in every other four steps, and what such steps take less is held against the stopwatch.
+
+The time is added up since the last change, and looked at after a while; where it is more than allowed, the costliest sites
+become due half as often, one after the other, until what they cost at that rate is within the budget. Sites that are due as
+seldom as they may do without tensors, then without a histogram, quantiles, l1.
 
 Bytes are kept so that they last: until the run's end where that is known, and for several times as many steps as were made
 where it is not. Interventions are never touched.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from ..actions.record import Record
 from ..kinds.live import LiveSite
@@ -23,12 +27,55 @@ from ..spec.record import RecordSpec
 from .recorder import Recorder
 
 WARM_UP = 3  # steps that are not counted: the first ones allocate
+BLOCK, ENOUGH, MOST_CALIBRATING, MOST_FACTOR = 4, 18, 400, 5.0
 LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # between two looks
-SELDOM = 64  # how many times as seldom as it was asked for a site may become due
+SELDOM = 1024  # how many times as seldom as it was asked for a site may become due
 HORIZON = 4  # how many times the steps that were made bytes are to last for, where nobody knows the run's length
 ROW_BYTES = 70  # of a row of statistics, on disk
 
-Tell = Callable[[str, LiveSite], None]
+Tell = Callable[[str, LiveSite | None], None]
+
+
+class Calibration:
+    """Some steps with records, then some without, and so on."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.looking: list[tuple[float, float]] = []  # what a step took, and what the stopwatch said
+        self.away: list[tuple[float, float]] = []
+
+    def add(self, seconds: float, meter: Meter) -> None:
+        """A step is over. The first one of each kind still feels what was before it."""
+        if self.steps % BLOCK:
+            if meter.paused:
+                self.away.append((seconds, meter.seconds))
+            elif meter.firings:
+                self.looking.append((seconds, meter.seconds))
+        self.steps += 1
+
+    @property
+    def turns(self) -> bool:
+        """Whether it is time to look away, or back."""
+        return self.steps % BLOCK == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough of both; hooks that are due seldom are not waited for for ever."""
+        return min(len(self.looking), len(self.away)) >= ENOUGH or self.steps >= MOST_CALIBRATING
+
+    @property
+    def steady(self) -> float:
+        """What the stopwatch says of a step, in seconds, where nothing is recorded."""
+        return median(told for _, told in self.away) if self.away else 0.0
+
+    @property
+    def factor(self) -> float:
+        """What recording costs over what the stopwatch says of it; 1 where it cannot be told."""
+        if min(len(self.looking), len(self.away)) < ENOUGH:
+            return 1.0
+        more = median(seconds for seconds, _ in self.looking) - median(seconds for seconds, _ in self.away)
+        told = median(told for _, told in self.looking) - self.steady
+        return min(max(more / told, 1.0), MOST_FACTOR) if told > 0 else 1.0
 
 
 class Budget:
@@ -39,7 +86,7 @@ class Budget:
         lives: All sites.
         recorder: Knows the bytes of tensors.
         steps: The steps of the run; None where nobody knows.
-        tell: Called with each change, in words, and its site.
+        tell: Called with each change, in words, and its site; None where all records are meant.
     """
 
     def __init__(
@@ -54,14 +101,20 @@ class Budget:
         self.measured: float | None = None  # the share of time at the last look
         self._firings: Counter[LiveSite] = Counter()  # of the whole run
         self._warm_up = WARM_UP
+        self._calibration = None if config.time is None else Calibration()
+        self._steady, self._factor = 0.0, 1.0
         self._began = time.perf_counter()
         self._counted = 0  # steps since the last change
 
     def end_step(self, done: int) -> None:
         """A step is over; so many are done."""
+        self.meter.lap()
         if self._warm_up:
             self._warm_up -= 1
             self._start_anew()
+            return
+        if self._calibration is not None:
+            self._calibrate(self._calibration, done)
             return
         self._counted += 1
         elapsed = time.perf_counter() - self._began
@@ -79,15 +132,32 @@ class Budget:
         self._began = time.perf_counter()
         self._counted = 0
 
+    def _calibrate(self, calibration: Calibration, done: int) -> None:
+        """A step is over, of those in which records look away now and then."""
+        calibration.add(time.perf_counter() - self._began, self.meter)
+        if calibration.turns:
+            self.meter.paused = not self.meter.paused
+        if calibration.is_over:
+            self.meter.paused = False
+            self._steady, self._factor = calibration.steady, calibration.factor
+            self._calibration = None
+            self.tell(
+                f"in every other {BLOCK} of the first {done} steps nothing was recorded, to measure what recording "
+                f"costs: {self._factor:.1f} times what is seen from within hooks",
+                None,
+            )
+        self._start_anew()
+
     def _keep_time(self, allowed: float, elapsed: float) -> bool:
-        spent = self.meter.seconds
+        steady = min(self._steady * self._counted, self.meter.seconds)
+        spent = steady + self._factor * (self.meter.seconds - steady)
         bare = max(elapsed - spent, 1e-9)
         self.measured = spent / bare
         if self.measured <= allowed:
             return False
         # What is around the actions is shared by all who fire.
-        around = (spent - sum(self.meter.at.values())) / max(1, sum(self.meter.firings.values()))
-        costs = {live: self.meter.at[live] + around * self.meter.firings[live] for live in self.records}
+        around = (spent - self._factor * sum(self.meter.at.values())) / max(1, sum(self.meter.firings.values()))
+        costs = {live: self._factor * self.meter.at[live] + around * self.meter.firings[live] for live in self.records}
         told = f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
         return self._thin_out(costs, spent - allowed * bare, told)
 
@@ -128,18 +198,13 @@ class Budget:
         return bool(thinned)
 
     def _do_without(self, costs: dict[LiveSite, float], told: str) -> bool:
-        """Nothing can be looked at less often: the costliest site that still can does without its tensors, or without l1."""
+        """Nothing can be looked at less often: the costliest site that has something dear does without it."""
         for live in sorted(self.records, key=lambda live: -costs[live]):
-            spec = live.site.spec
-            assert isinstance(spec, RecordSpec)
-            action = live.action
-            if isinstance(action, Record) and action.keeps_tensors:
-                live.action = action.without_tensors()
-                self.tell(f"{told}: {_name(live)} keeps no tensors any more", live)
-                return True
-            if isinstance(action, Record) and "l1" in action.statistics:
-                live.action = action.without("l1")
-                self.tell(f"{told}: {_name(live)} has no l1 any more", live)
+            assert isinstance(live.action, Record), "a site that records"
+            lighter = live.action.without_the_dearest()
+            if lighter is not None:
+                live.action, left_out = lighter
+                self.tell(f"{told}: {_name(live)} goes on without {left_out}", live)
                 return True
         return False
 

@@ -248,11 +248,13 @@ class Probe:
         Returns:
             The row of metrics; where it is on a GPU, whoever looks at it waits for it.
         """
-        with held_back(), self.clock.meter or nullcontext():
+        with self.clock.meter or nullcontext(), held_back():
             row = self._end_step(loss, samples, metrics)
-        if self.budget is not None:
-            self.budget.end_step(self.step)
-        return row
+            if self.budget is not None:
+                self.budget.end_step(self.step + 1)
+            self._step_began = time.perf_counter()
+            self._retime(step=self.step + 1, micro_step=0)
+            return row
 
     def _end_step(
         self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
@@ -267,8 +269,6 @@ class Probe:
                 live.settle(SKIPPED_STEP if self._scaling is not None and row["skipped"] else None)
         self._notice_replacements()
         self.recorder.end_step()
-        self._step_began = time.perf_counter()
-        self._retime(step=self.step + 1, micro_step=0)
         return row
 
     def write_metrics(
@@ -333,9 +333,9 @@ class Probe:
             self.warnings.append(message)
         self.recorder.write("events", [(self.step, RANK, layer, rule, message, severity)])
 
-    def _thinned(self, message: str, live: LiveSite) -> None:
-        """A site is looked at less often, for the budget's sake."""
-        self.event("budget", message, severity="info", layer=live.site.layer.name)
+    def _thinned(self, message: str, live: LiveSite | None) -> None:
+        """A site is looked at less often, for the budget's sake; or all were."""
+        self.event("budget", message, severity="info", layer=None if live is None else live.site.layer.name)
 
     def coverage(self) -> list[dict[str, Any]]:
         """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""

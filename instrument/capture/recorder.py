@@ -18,6 +18,7 @@ from torch import Tensor
 from ..actions.base import Context, Effect
 from ..kinds.live import LiveSite
 from ..spec.statistics import ALL, STATISTICS
+from ..stats.distribution import cells
 from ..stats.kernel import Values, positions
 from .sink import Row, Sink
 from .transfer import Transfer
@@ -35,6 +36,7 @@ class Recorder:
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors, likewise
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
+        self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
         self._late: list[tuple[str, Callable[[], Row]]] = []
         self._under_way: _Step | None = None
@@ -42,6 +44,10 @@ class Recorder:
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
         self._stats.append((identity(context), names, values))
+
+    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
+        """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
+        self._distributions.append((identity(context), levels, bins, values))
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
@@ -78,12 +84,15 @@ class Recorder:
     def end_step(self) -> None:
         """Hand the step's rows to the sink; of one whose numbers are on a GPU when the next step ends."""
         self.flush()
-        stats, effects, self._stats, self._effects = self._stats, self._effects, [], []
+        stats, self._stats = self._stats, []
+        distributions, self._distributions = self._distributions, []
+        effects, self._effects = self._effects, []
         on_device = [values for _, _, values in stats if isinstance(values, Tensor)]
+        on_device += [values for *_, values in distributions if isinstance(values, Tensor)]
         for _, effect in effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
         late, self._late = self._late, []
-        self._under_way = _Step(stats, effects, late, Transfer(on_device))
+        self._under_way = _Step(stats, distributions, effects, late, Transfer(on_device))
         if self._under_way.transfer.is_here and not late:
             self.flush()
 
@@ -101,8 +110,12 @@ class Recorder:
             (*key, *(_fetched(names, next(fetched)) if isinstance(values, Tensor) else _statistics(names, values)))
             for key, names, values in step.stats
         ]
+        distributions = [
+            key + cells(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
+            for key, levels, bins, values in step.distributions
+        ]
         effects = [key + _effect(effect, fetched) for key, effect in step.effects]
-        for table, rows in (("stats", stats), ("effects", effects)):
+        for table, rows in (("stats", stats), ("distributions", distributions), ("effects", effects)):
             if rows:
                 self.write(table, rows)
         for table, row in step.late:
@@ -114,6 +127,7 @@ class _Step(NamedTuple):
     """What a step has to say, perhaps still on its way."""
 
     stats: list[tuple[Row, tuple[str, ...], Values]]
+    distributions: list[tuple[Row, tuple[float, ...], int, Values]]
     effects: list[tuple[Row, Effect]]
     late: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer

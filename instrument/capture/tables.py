@@ -5,7 +5,7 @@ The files are written with these schemas, and the docs' table is made from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,16 +48,15 @@ class Table:
         return tuple(column.name for column in self.columns)
 
     @cached_property
-    def plain_types(self) -> tuple[pa.DataType, ...]:
-        """The columns' types where labels are plain strings."""
-        return tuple(
-            column.type.value_type if pa.types.is_dictionary(column.type) else column.type for column in self.columns
-        )
-
-    @cached_property
     def plain_schema(self) -> pa.Schema:
         """The schema of the journal, in which labels are plain strings."""
-        return pa.schema(list(zip(self.names, self.plain_types, strict=True)))
+        types = [c.type.value_type if pa.types.is_dictionary(c.type) else c.type for c in self.columns]
+        return pa.schema(list(zip(self.names, types, strict=True)))
+
+    @cached_property
+    def plain_struct(self) -> pa.DataType:
+        """One row of the journal as one value."""
+        return pa.struct(list(self.plain_schema))
 
 
 MOMENT = (
@@ -99,6 +98,33 @@ TABLES: dict[str, Table] = {
             "stats",
             "one tensor at one firing",
             (*IDENTITY, *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.formula) for s in STATISTICS.values())),
+        ),
+        Table(
+            "distributions",
+            "one tensor at one firing whose quantiles or histogram were asked for",
+            (
+                *IDENTITY,
+                Column(
+                    "sampled", pa.int64(), "elements", "finite elements that the quantiles are of; null without them"
+                ),
+                Column("levels", pa.list_(pa.float64()), "fraction", "which quantiles, ascending"),
+                Column(
+                    "quantiles",
+                    pa.list_(pa.float64()),
+                    "the tensor's own",
+                    "one for each level; of all elements up to 16,384, of that many beyond; null where none is finite",
+                ),
+                Column(
+                    "low", pa.float64(), "the tensor's own", "lower end of the histogram: the smallest finite value"
+                ),
+                Column("high", pa.float64(), "the tensor's own", "its upper end: the largest finite value"),
+                Column(
+                    "counts",
+                    pa.list_(pa.int64()),
+                    "elements",
+                    "finite elements in each of the equal parts from low to high; null without a histogram",
+                ),
+            ),
         ),
         Table(
             "tensors",
@@ -221,9 +247,7 @@ TABLES: dict[str, Table] = {
 
 def as_batch(table: Table, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
     """Rows, each a tuple in the order of the columns, with labels as the strings that they are."""
-    columns: Iterable[Sequence[Any]] = zip(*rows, strict=True) if rows else ([] for _ in table.columns)
-    arrays = [pa.array(cells, kind) for kind, cells in zip(table.plain_types, columns, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=table.plain_schema)
+    return pa.RecordBatch.from_struct_array(pa.array(rows, table.plain_struct))
 
 
 def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:

@@ -104,7 +104,9 @@ class LiveSite:
         if due and moment != self._due_at:
             self._due_at = moment
             self.dues += 1
-        due = due and (self.dues - 1) % self.thin == 0
+        meter = self.clock.meter
+        looks_away = self.records and meter is not None and meter.paused
+        due = due and not looks_away and (self.dues - 1) % self.thin == 0
         changed = due != self.due
         self.due = due
         self.ever_due |= due

@@ -19,12 +19,14 @@ class Meter:
         seconds: In hooks, in all.
         at: Seconds in the action of each site; they are part of `seconds`.
         firings: How often each site acted.
+        paused: Whether records look away for a step, to see what the step takes without them.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.at: Counter[LiveSite] = Counter()
         self.firings: Counter[LiveSite] = Counter()
+        self.paused = False
         self._depth = 0
         self._began = 0.0
 
@@ -37,6 +39,13 @@ class Meter:
         self._depth -= 1
         if not self._depth:
             self.seconds += time.perf_counter() - self._began
+
+    def lap(self) -> None:
+        """Add up what was taken so far, in the middle of it."""
+        if self._depth:
+            now = time.perf_counter()
+            self.seconds += now - self._began
+            self._began = now
 
     @contextmanager
     def acting(self, live: LiveSite) -> Iterator[None]:

@@ -98,7 +98,7 @@ def cost_of(plan: HookPlan, trials: dict[str, Trial], length: Length) -> dict[st
 
 
 def _rows_at_a_tensor(spec: HookSpec) -> int:
-    return bool(spec.statistics) + spec.tensors if isinstance(spec, RecordSpec) else 1
+    return bool(spec.statistics) + spec.distribution + spec.tensors if isinstance(spec, RecordSpec) else 1
 
 
 def _bytes(seen: Sequence[TensorInfo], spec: HookSpec) -> float:

@@ -126,7 +126,14 @@ def describe_action(spec: HookSpec) -> str:
     """`record stats, tensors`, `clip norm 1.0`, `modify noise`: what a spec does, in a few words."""
     if isinstance(spec, RecordSpec):
         return "record " + ", ".join(
-            part for part, asked in (("stats", spec.statistics), ("tensors", spec.tensors)) if asked
+            part
+            for part, asked in (
+                ("stats", spec.statistics),
+                ("quantiles", spec.quantiles),
+                ("histogram", spec.histogram),
+                ("tensors", spec.tensors),
+            )
+            if asked
         )
     told = spec.model_dump(
         include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},

@@ -188,13 +188,13 @@ class TensorWriter:
 def rows_of(tensors: Sequence[Copied]) -> pa.Table:
     """Plain rows of the tensors table; their values are the tensors' own memory."""
     table = TABLES["tensors"]
-    cells = zip(*(copied.row for copied in tensors), strict=True)
-    columns = [pa.array(column, kind) for column, kind in zip(cells, table.plain_types, strict=False)]
+    columns = pa.array([copied.row for copied in tensors], _KEYS).flatten()
     values = [_list_of(copied.flat) if copied.as_list else _NO_LIST for copied in tensors]
     data = [_NO_BYTES if copied.as_list else _bytes_of(copied.flat) for copied in tensors]
     return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
 
 
+_KEYS = pa.struct(list(TABLES["tensors"].plain_schema)[:-2])  # all but the values and the data
 _NO_LIST = pa.nulls(1, pa.list_(pa.float32()))
 _NO_BYTES = pa.nulls(1, pa.large_binary())
 

@@ -18,6 +18,7 @@ from torch.nn.parameter import Parameter
 from ..spec.statistics import ALL
 from .blocks import MOST_EXPONENT, measure_blocks
 from .single_pass import measure_in_one_pass
+from .vector import as_vector
 
 Values = Sequence[float | None] | Tensor
 """What `measure` gives: numbers, or a float64 tensor of shape [statistics] on the device, NaN where there is none."""
@@ -35,11 +36,9 @@ def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
         [len(names)] on the tensor's own device elsewhere, in which NaN stands for None.
     """
     if not _is_plain(tensor):
-        tensor = _flat(tensor.detach().resolve_neg())
+        tensor = as_vector(tensor)
         if not tensor.is_cpu:
             return measure_on_device(tensor, names)
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
     wide = tensor.detach().to(torch.float32) if tensor.dtype == torch.float16 else tensor
     row = measure_in_one_pass(wide, "l1" in names)
     if row is not None:
@@ -65,22 +64,6 @@ def _is_plain(tensor: Tensor) -> bool:
 def positions(names: tuple[str, ...]) -> tuple[int, ...]:
     """Where statistics stand among all of them."""
     return tuple(ALL.index(name) for name in names)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements as one real vector, without a copy where the layout lets us."""
-    if tensor.is_nested:
-        return torch.cat([_flat(part) for part in tensor.unbind()])
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = tensor.to(torch.complex128).abs()  # a magnitude may be larger than its parts' type can hold
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    if tensor.dim() > 1:  # channels_last, transposed: statistics do not ask for an order, memory's own is the fastest
-        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        tensor = tensor.permute(by_stride)
-    return tensor.reshape(-1)
 
 
 def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:

@@ -1,11 +1,19 @@
-/* Moments of floats in one pass over memory.
+/* Moments and histograms of floats, each in one pass over memory.
+
+   Both read `count` elements of C-contiguous memory at `address`: kind 0 float32, 1 bfloat16, 2 float64. The interpreter's
+   lock is let go of meanwhile.
 
    moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)
 
-   Reads `count` elements of C-contiguous memory at `address`: kind 0 float32, 1 bfloat16, 2 float64. Of the finite
-   ones, n of them: how many are zero, the smallest and the largest, sum(x - shift), sum((x - shift)^2) and, where it is
-   asked for, sum(|x|). All sums are formed in double, in 16 lanes a chunk. A chunk whose sum is not finite is gone
-   through once more, element by element. The interpreter's lock is let go of meanwhile. */
+   Of the finite ones, n of them: how many are zero, the smallest and the largest, sum(x - shift), sum((x - shift)^2)
+   and, where it is asked for, sum(|x|). All sums are formed in double, in 16 lanes a chunk. A chunk whose sum is not
+   finite is gone through once more, element by element.
+
+   histogram(address, count, kind, low, high, bins, counts) -> None
+
+   Adds to `bins` int64 at `counts` how many elements lie in each of that many parts, equally wide, of low to high. An
+   element that is on an edge belongs to the part above it, the last one's upper edge to the last one. What is outside
+   is left out, and so is NaN. Where low is high, all are in the first part. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,6 +24,8 @@
 #define LANES 16
 #define CHUNK 4096 /* elements between two looks at whether all is finite */
 #define AHEAD 1024 /* elements that are fetched ahead of their use */
+#define TURNS 4    /* counts that take turns, since one and the same cannot be raised twice at once */
+#define MOST_BINS 65536
 
 #if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -141,14 +151,79 @@ static PyObject *moments(PyObject *self, PyObject *args) {
                          m.high, m.sum, m.squares, m.l1);
 }
 
+/* What all is multiplied with, so that neither the width nor its inverse leaves the numbers there are. */
+static double unit_of(double low, double high) {
+    const double width = high - low;
+    return !isfinite(width) ? 0.5 : width < 0x1p-1000 ? 0x1p+600 : 1.0;
+}
+
+/* Where each element of a chunk belongs: a loop that has no branch. What is left out belongs behind the last part. */
+#define HISTOGRAM(NAME, ELEMENT, READ)                                                                                \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static void NAME(const ELEMENT *x, size_t count, double low, double high, int32_t bins, int64_t *counts) {        \
+        const double unit = unit_of(low, high), base = low * unit;                                                    \
+        const double scale = high > low ? bins / (high * unit - base) : 0.0;                                          \
+        int32_t part[CHUNK];                                                                                          \
+        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
+            const ELEMENT *chunk = x + start;                                                                         \
+            const int size = (int)(count - start < CHUNK ? count - start : CHUNK);                                    \
+            for (int i = 0; i < size; i++) {                                                                          \
+                const double value = READ(chunk[i]);                                                                  \
+                const int inside = (value >= low) & (value <= high);                                                  \
+                const double at = inside ? (value * unit - base) * scale : 0.0;                                       \
+                const int32_t last = bins - 1, found = (int32_t)at;                                                   \
+                part[i] = inside ? (found < last ? found : last) : bins;                                              \
+            }                                                                                                         \
+            for (int i = 0; i < size; i++)                                                                            \
+                counts[(size_t)(i % TURNS) * ((size_t)bins + 1) + (size_t)part[i]]++;                                 \
+        }                                                                                                             \
+    }
+
+HISTOGRAM(bins_of_float32, float, AS_IT_IS)
+HISTOGRAM(bins_of_bfloat16, uint16_t, from_bfloat16)
+HISTOGRAM(bins_of_float64, double, AS_IT_IS)
+
+static PyObject *histogram(PyObject *self, PyObject *args) {
+    unsigned long long address, result;
+    Py_ssize_t count;
+    int kind, bins;
+    double low, high;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KniddiK", &address, &count, &kind, &low, &high, &bins, &result))
+        return NULL;
+    if (kind < 0 || kind > 2 || count < 0 || bins < 1 || bins > MOST_BINS) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, count 0 or more, and bins 1 to 65536");
+        return NULL;
+    }
+    const void *memory = (const void *)(uintptr_t)address;
+    int64_t *totals = (int64_t *)(uintptr_t)result;
+    int64_t *counts = PyMem_Calloc((size_t)(bins + 1) * TURNS, sizeof *counts);
+    if (!counts)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    if (kind == 0)
+        bins_of_float32(memory, (size_t)count, low, high, bins, counts);
+    else if (kind == 1)
+        bins_of_bfloat16(memory, (size_t)count, low, high, bins, counts);
+    else
+        bins_of_float64(memory, (size_t)count, low, high, bins, counts);
+    for (int turn = 0; turn < TURNS; turn++)
+        for (int i = 0; i < bins; i++)
+            totals[i] += counts[turn * (bins + 1) + i];
+    Py_END_ALLOW_THREADS
+    PyMem_Free(counts);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"moments", moments, METH_VARARGS,
      "moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)"},
+    {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "native", "Moments of floats in one pass over memory.", 0, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "native", "Moments and histograms of floats, each in one pass over memory.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit_native(void) { return PyModule_Create(&module); }

@@ -7,7 +7,9 @@ a second pass is made, with the mean taken away first.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,3 +66,22 @@ def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
     std = math.sqrt(spread / n) if spread > 0.0 else 0.0
     rms, l2 = math.sqrt(squares / n), math.sqrt(squares)
     return (numel, mean, std, rms, low, high, largest, l1, l2, zeros / n, nan, inf)
+
+
+def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    """Count a CPU vector's elements between low and high in equal bins.
+
+    Args:
+        vector: Shape [elements], contiguous.
+        low: The lower end of the first bin.
+        high: The upper end of the last.
+        counts: Shape [bins], contiguous; they are added to.
+
+    Returns:
+        Whether that was done; not where the type is another one, or there is no compiled kernel.
+    """
+    kind = _KINDS.get(vector.dtype)
+    if native is None or kind is None:
+        return False
+    native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
+    return True

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import instrument
-from instrument.actions.record import cut
+from instrument.actions.record import Record, cut
+from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, DEFAULT
 
@@ -53,6 +54,41 @@ def test_counts_are_whole_numbers_and_what_has_no_value_is_none() -> None:
     assert (row["numel"], row["nan_count"], row["inf_count"]) == (3, 2, 1)
     assert all(type(row[name]) is int for name in ("numel", "nan_count", "inf_count"))
     assert all(row[name] is None for name in ALL if name not in ("numel", "nan_count", "inf_count"))
+
+
+def test_quantiles_and_a_histogram_are_a_row_of_their_own() -> None:
+    sink = recorded(torch.tensor([4.0, 1.0, 2.0, 3.0, 5.0]), stats="none", quantiles=[0.5, 0.0], histogram=2)
+    assert not sink.rows["stats"]
+    (row,) = sink.records("distributions")
+    assert (row["sampled"], row["levels"], row["quantiles"]) == (5, [0.0, 0.5], [1.0, 3.0])
+    assert (row["low"], row["high"], row["counts"]) == (1.0, 5.0, [2, 3])
+    assert (row["layer"], row["kind"], row["role"], row["step"]) == ("", "forward", "output", 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "absent"),
+    [({"quantiles": True}, ("low", "high", "counts")), ({"histogram": True}, ("sampled", "levels", "quantiles"))],
+    ids=str,
+)
+def test_of_quantiles_and_histogram_only_what_is_asked_for(asked: dict[str, Any], absent: tuple[str, ...]) -> None:
+    sink = recorded(torch.arange(10.0), **asked)
+    (row,) = sink.records("distributions")
+    assert all(row[name] is None for name in absent)
+    assert all(
+        row[name] is not None for name in {"low", "high", "counts", "sampled", "levels", "quantiles"} - {*absent}
+    )
+    assert len(sink.rows["stats"]) == 1
+
+
+def test_what_is_dear_is_left_out_the_dearest_first() -> None:
+    asked = spec(stats=["mean", "l1"], tensors=True, quantiles=True, histogram=True)
+    action = Record(parse_hooks({"h": asked})["h"], Recorder(instrument.MemorySink()))
+    told = []
+    while (lighter := action.without_the_dearest()) is not None:
+        action, left_out = lighter
+        told.append(left_out)
+    assert told == ["tensors", "histogram", "quantiles", "l1"]
+    assert (action.keeps_tensors, action.bins, action.levels, action.statistics) == (False, 0, (), ("mean",))
 
 
 def test_tensors_only_statistics_only_or_both() -> None:

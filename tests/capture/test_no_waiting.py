@@ -15,6 +15,7 @@ from instrument.capture.transfer import Transfer
 from instrument.kinds.live import LiveSite
 from instrument.plan.sites import make_plan
 from instrument.run.attach import read_specs
+from instrument.stats.distribution import distribution_on_device
 from instrument.stats.kernel import measure_on_device
 
 # What makes Python wait for a device: these methods, and these operations below them.
@@ -67,16 +68,20 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def on_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
         return measure_on_device(tensor.detach().reshape(-1), names)
 
+    def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
+        return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
+
     for name in WAITING_METHODS:
         monkeypatch.setattr(Tensor, name, refusing(name))
     monkeypatch.setattr(LiveSite, "fire", watched)
     monkeypatch.setattr("instrument.actions.record.measure", on_device)
+    monkeypatch.setattr("instrument.actions.record.distribution", distribution)
     monkeypatch.setattr("instrument.actions.intervention.measure", on_device)
     return met
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "record": {"action": "record", "stats": "all"},
+    "record": {"action": "record", "stats": "all", "quantiles": True, "histogram": True},
     "clip_values": {"action": "clip", "min": -0.5, "max": 0.5},
     "clip_norm": {"action": "clip", "norm": 0.1},
     "clip_samples": {"action": "clip", "norm": 0.1, "scope": "sample"},
@@ -118,7 +123,8 @@ def test_no_hook_waits_for_the_device(guarded: list[str], change: str, kind: str
             optimizer.step()
             probe.end_step(loss=loss)
     assert len(guarded) >= 2
-    assert len(probe.sink.rows["stats" if change == "record" else "effects"]) >= 2
+    for table in ("stats", "distributions") if change == "record" else ("effects",):
+        assert len(probe.sink.rows[table]) >= 2
 
 
 def impatient(tensor: Tensor, context: instrument.Context) -> Tensor:

@@ -25,8 +25,9 @@ def sink() -> instrument.MemorySink:
     model.spare = nn.Linear(1, 1)
     model.forward = lambda x: model[2](model[1](model[0](x)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = {"layers": "**", "kind": "forward", "action": "record"}
     specs = {
-        "r": {"layers": "**", "kind": "forward", "action": "record", "stats": "all", "tensors": True},
+        "r": {**record, "stats": "all", "tensors": True, "quantiles": True, "histogram": 4},
         "c": {"layers": "0", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
         "z": {"layers": "1", "kind": "forward", "action": "modify", "fn": "zero"},
     }
@@ -74,15 +75,15 @@ def test_a_row_that_is_too_short_or_of_the_wrong_type_is_refused() -> None:
     table = TABLES["events"]
     right = (1, 0, "a", "rule", "message", "info")
     assert as_batch(table, [right]).num_rows == 1
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="uple size"):
         as_batch(table, [right[:-1]])
     with pytest.raises(pa.ArrowException):
         as_batch(table, [("one", *right[1:])])
 
 
 def test_the_tables_are_those_of_the_design_and_their_columns_begin_with_the_identity() -> None:
-    assert list(TABLES) == ["stats", "tensors", "effects", "metrics", "coverage", "layers", "events"]
-    for name in ("stats", "tensors", "effects"):
+    assert list(TABLES) == ["stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events"]
+    for name in ("stats", "distributions", "tensors", "effects"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == list(STATISTICS)
     assert list(TABLES["effects"].names[len(IDENTITY) :]) == [

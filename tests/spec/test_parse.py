@@ -15,6 +15,7 @@ from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
 from instrument.spec.kinds import KINDS
 from instrument.spec.parse import parse_apply, parse_config, parse_hooks
+from instrument.spec.record import DEFAULT_BINS, DEFAULT_LEVELS
 from instrument.spec.statistics import ALL, DEFAULT
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
@@ -98,6 +99,20 @@ def test_statistics_are_given_in_the_order_of_the_columns(asked: Any, given: tup
     spec = parse_hooks({"x": {**RECORD, "stats": asked}})["x"]
     assert isinstance(spec, hook_specs.RecordSpec)
     assert spec.statistics == given
+
+
+@pytest.mark.parametrize(
+    ("asked", "levels"),
+    [(True, DEFAULT_LEVELS), (False, None), (None, None), (0.5, (0.5,)), ([0.9, 0, 0.5, 0.9], (0.0, 0.5, 0.9))],
+    ids=str,
+)
+def test_quantiles_are_asked_for_by_their_levels(asked: Any, levels: tuple[float, ...] | None) -> None:
+    assert parse_hooks({"h": {**RECORD, "quantiles": asked}})["h"].quantiles == levels
+
+
+@pytest.mark.parametrize(("asked", "bins"), [(True, DEFAULT_BINS), (False, None), (None, None), (10, 10)])
+def test_a_histogram_is_asked_for_by_its_bins(asked: Any, bins: int | None) -> None:
+    assert parse_hooks({"h": {**RECORD, "histogram": asked}})["h"].histogram == bins
 
 
 def test_stats_none_records_tensors_alone() -> None:
@@ -222,6 +237,12 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (CLIP, {"norm": math.inf}, "norm", "finite"),
     (CLIP, {"norm": "large"}, "norm", "number"),
     (CLIP, {"norm": True}, "norm", "not true or false"),
+    (RECORD, {"quantiles": [0.5, 1.5]}, "quantiles.1", "less than or equal to 1"),
+    (RECORD, {"quantiles": []}, "quantiles", "at least 1 item"),
+    (RECORD, {"quantiles": "half"}, "quantiles", "tuple"),
+    (RECORD, {"histogram": 1}, "histogram", "greater than or equal to 2"),
+    (RECORD, {"histogram": 5000}, "histogram", "less than or equal to 4096"),
+    (RECORD, {"histogram": "many"}, "histogram", "integer"),
     (CLIP, {"norm": 1.0, "ord": -1.0}, "ord", "greater than or equal to 0"),
     (CLIP, {"norm": 1.0, "ord": math.nan}, "ord", "greater than or equal to 0"),
     (CLIP, {"value": 1.0, "ord": 1.0}, "", "belong to 'norm'"),

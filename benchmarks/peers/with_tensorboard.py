@@ -1,0 +1,27 @@
+"""TensorBoard: a histogram of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from job import Job, Step, Training, watched
+from torch.utils.tensorboard import SummaryWriter
+
+
+@contextmanager
+def histograms(training: Training, folder: Path) -> Iterator[Step]:
+    number = 0
+    with SummaryWriter(str(folder)) as writer:
+
+        def step() -> None:
+            nonlocal number
+            training.step().item()
+            number += 1
+
+        with watched(training, lambda name, role, tensor: writer.add_histogram(f"{name}/{role}", tensor, number)):
+            yield step
+
+
+JOBS = (Job("histograms of outputs and gradients, to event files", histograms),)

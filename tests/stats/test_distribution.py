@@ -1,0 +1,154 @@
+"""Quantiles and histograms: NumPy's numbers, every element counted, a sample only where it is said, any kind of tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from instrument.stats import single_pass
+from instrument.stats.distribution import SAMPLE, cells, distribution, distribution_on_device
+
+LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+WAYS = ("compiled", "portable", "on a device")
+
+
+def found(tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, way: str = "compiled") -> dict[str, Any]:
+    if way == "on a device":
+        values = distribution_on_device(tensor.reshape(-1), levels, bins).tolist()
+    elif way == "portable":
+        with mock.patch.object(single_pass, "native", None):
+            values = list(distribution(tensor, levels, bins))
+    else:
+        values = list(distribution(tensor, levels, bins))
+    names = ("sampled", "levels", "quantiles", "low", "high", "counts")
+    return dict(zip(names, cells(levels, bins, values), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_up_to_the_sample_they_are_numpys(way: str, dtype: torch.dtype) -> None:
+    tensor = (torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
+    x = tensor.double().numpy().reshape(-1)
+    answer = found(tensor, way=way)
+    assert answer["sampled"] == 3000
+    assert answer["quantiles"] == pytest.approx(np.quantile(x, LEVELS), rel=1e-12)
+    assert (answer["low"], answer["high"]) == (x.min(), x.max())
+    edges = np.linspace(x.min(), x.max(), 9)
+    # Elements within a rounding of an edge may be counted on either side of it.
+    near = min(np.abs(x[:, None] - edges[None, 1:-1]).min(axis=0).min(), 1.0)
+    if near > 1e-9:
+        assert answer["counts"] == np.histogram(x, 8)[0].tolist()
+    assert sum(answer["counts"]) == 3000
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_element_on_an_edge_belongs_to_the_bin_above_and_the_largest_to_the_last(way: str) -> None:
+    answer = found(torch.arange(9.0), bins=4, way=way)
+    assert answer["counts"] == [2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("numel", [SAMPLE + 1, 300_000, 1 << 21])
+def test_beyond_the_sample_quantiles_are_within_a_hundredth_in_rank_and_every_element_is_counted(
+    way: str, numel: int
+) -> None:
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).exp()
+    answer = found(tensor, LEVELS[1:-1], way=way)
+    assert answer["sampled"] == SAMPLE
+    x = np.sort(tensor.numpy())
+    ranks = np.searchsorted(x, answer["quantiles"]) / numel
+    assert np.abs(ranks - LEVELS[1:-1]).max() < 0.013
+    assert sum(answer["counts"]) == numel
+    assert (answer["low"], answer["high"]) == (x[0], x[-1])
+
+
+@pytest.mark.parametrize("channels", [2, 3, 16, 64, 128, 1000])
+def test_the_sample_misses_no_channel(channels: int) -> None:
+    """Whatever stride a channel has: each holds its own number, and all have to be met as often."""
+    tensor = torch.arange(float(channels)).repeat(2_000_000 // channels, 1)
+    for layout in (tensor, tensor.t().contiguous()):
+        answer = found(layout, LEVELS[1:-1], bins=2)
+        wanted = np.array(LEVELS[1:-1]) * (channels - 1)
+        assert np.abs(np.array(answer["quantiles"]) - wanted).max() <= 0.015 * channels + 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_finite_elements_count(way: str) -> None:
+    tensor = torch.tensor([math.nan, 1.0, math.inf, 2.0, -math.inf, 3.0, math.nan])
+    answer = found(tensor, (0.0, 0.5, 1.0), bins=2, way=way)
+    assert answer["sampled"] == 3
+    assert answer["quantiles"] == [1.0, 2.0, 3.0]
+    assert (answer["low"], answer["high"], answer["counts"]) == (1.0, 3.0, [1, 2])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(0, 3), torch.full((5,), math.nan)])
+def test_where_nothing_is_finite_there_is_no_number(way: str, tensor: Tensor) -> None:
+    answer = found(tensor, bins=3, way=way)
+    assert answer["sampled"] == 0
+    assert answer["quantiles"] is answer["low"] is answer["high"] is None
+    assert answer["counts"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_elements_are_all_in_the_first_bin(way: str) -> None:
+    answer = found(torch.full((100,), 0.1), bins=3, way=way)
+    assert answer["counts"] == [100, 0, 0]
+    assert set(answer["quantiles"]) == {torch.tensor(0.1).double().item()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("extreme", [[-1.7e308, 0.0, 1.7e308], [0.0, 5e-324, 1e-323], [1e300, 1e300 * (1 + 1e-15)]])
+def test_extremes_overflow_nothing(way: str, extreme: list[float]) -> None:
+    answer = found(torch.tensor(extreme, dtype=torch.float64), (0.0, 0.5, 1.0), bins=4, way=way)
+    assert sum(answer["counts"]) == len(extreme)
+    assert answer["counts"][0] >= 1
+    assert answer["counts"][-1] >= 1
+    assert all(min(extreme) <= quantile <= max(extreme) for quantile in answer["quantiles"])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    elements=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=200),
+    bins=st.integers(2, 70),
+    levels=st.lists(st.floats(0, 1), min_size=1, max_size=5).map(lambda found: tuple(sorted(set(found)))),
+)
+def test_all_ways_agree(elements: list[float], bins: int, levels: tuple[float, ...]) -> None:
+    tensor = torch.tensor(elements, dtype=torch.float32)
+    first, *others = (found(tensor, levels, bins, way) for way in WAYS)
+    for other in others:
+        assert other["counts"] == first["counts"]
+        assert (other["low"], other["high"], other["sampled"]) == (first["low"], first["high"], first["sampled"])
+        if first["quantiles"] is not None:
+            assert other["quantiles"] == pytest.approx(first["quantiles"], rel=1e-12, abs=1e-300)
+
+
+def test_other_layouts_and_types() -> None:
+    plain = torch.arange(24.0).reshape(2, 3, 4)
+    wanted = found(plain)
+    strided = torch.zeros(2, 3, 8)[..., ::2].copy_(plain)
+    for same in (plain.transpose(0, 2), strided, plain.to_sparse(), plain.to(torch.complex64), plain.to(torch.int64)):
+        tensor = same if not same.is_sparse else same.to_dense()
+        assert found(tensor) == wanted
+
+
+def test_what_is_not_asked_for_is_not_there() -> None:
+    tensor = torch.arange(4.0)
+    assert cells((), 2, list(distribution(tensor, (), 2))) == (None, None, None, 0.0, 3.0, [2, 2])
+    assert cells((0.5,), 0, list(distribution(tensor, (0.5,), 0))) == (4, [0.5], [1.5], None, None, None)
+
+
+def test_the_kernel_refuses_what_it_cannot_do() -> None:
+    assert single_pass.native is not None
+    counts = np.zeros(4, np.int64)
+    for kind, count, bins in ((3, 0, 4), (0, -1, 4), (0, 0, 0), (0, 0, 10**6)):
+        with pytest.raises(ValueError, match="has to be"):
+            single_pass.native.histogram(0, count, kind, 0.0, 1.0, bins, counts.ctypes.data)
