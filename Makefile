@@ -5,7 +5,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench check format docs clean
+.PHONY: help demo test test-all bench bench-peers check format docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -19,11 +19,16 @@ test: $(DEV_STAMP)  ## run the tests
 test-all: $(DEV_STAMP)  ## run the tests, with those that take long
 	$(BIN)/python -m pytest -m ""
 
-bench: $(DEV_STAMP)  ## measure what hooks cost a step, tensors on disk, and growth
+bench: $(DEV_STAMP)  ## measure what hooks cost a step, budgets, forecasts, tensors on disk, and growth
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -W ignore benchmarks/steps.py
+	$(BIN)/python -W ignore benchmarks/budget.py
+	$(BIN)/python -W ignore benchmarks/forecasts.py
 	$(BIN)/python -W ignore benchmarks/storage.py
 	$(BIN)/python -W ignore benchmarks/growth.py
+
+bench-peers: $(DEV_STAMP)  ## the same job through other tools, each in an environment of its own
+	$(BIN)/python -W ignore benchmarks/peers/compare.py
 
 check: $(DEV_STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
@@ -38,7 +43,7 @@ docs: $(DEV_STAMP)  ## make anew what is made from the code: tables, columns, th
 	$(BIN)/python docs/make.py
 
 clean:  ## remove the environment, caches and builds; runs are kept
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv:

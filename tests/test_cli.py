@@ -145,10 +145,12 @@ def test_the_plan_is_printed_and_nothing_is_run_or_left(cli: Cli) -> None:
     ):
         assert told in answer.out
     rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}
-    assert rows["activations"][-4:-2] == ["11", "220"]  # rows a step, rows in all
-    assert rows["tame"][-4:-2] == ["4", "400"]
-    assert rows["in"][-4:-2] == ["31", "978"]
-    assert rows["in"][-1] in ("kB", "MB")
+    assert rows["activations"][-5:-3] == ["11", "220"]  # rows a step, rows in all
+    assert rows["tame"][-5:-3] == ["4", "400"]
+    assert rows["in"][-5:-3] == ["31", "978"]
+    assert rows["in"][-2] in ("kB", "MB")
+    assert rows["in"][-1].startswith(("+", "-"))
+    assert "ms on average" in answer.out
     assert "Not matched" in answer.out
     assert list(Path.cwd().iterdir()) == []
 
@@ -182,7 +184,7 @@ def test_the_plan_foretells_the_rows_that_the_run_writes(cli: Cli) -> None:
     run = instrument.load("out")
     wrote = len(run.stats) + len(run.tensors()) + len(run.effects)
     total = next(line.split() for line in plan.out.splitlines() if line.startswith("in all"))
-    assert int(total[-3].replace(",", "")) == wrote
+    assert int(total[-4].replace(",", "")) == wrote
 
 
 def test_the_repository_root_is_a_working_directory_like_any_other(

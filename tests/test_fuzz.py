@@ -20,6 +20,7 @@ from instrument import ConfigError
 from instrument.plan.printed import plan_view
 from instrument.run.device import process_state
 from instrument.run.experiment import prepare
+from instrument.run.rehearsal import rehearse
 from instrument.spec.parse import parse_config
 
 IN_ALL, QUICK = 10_000, 1_000
@@ -47,7 +48,7 @@ def outcome(raw: dict[str, Any]) -> int:
         config = parse_config(raw)
         with process_state(seed=config.seed, deterministic=config.deterministic):
             made = prepare(config)
-            Console(file=io.StringIO(), width=100).print(plan_view(made.plan, made.trials, made.cost, made.steps))
+            Console(file=io.StringIO(), width=100).print(plan_view(made.plan, made.trials, rehearse(made), made.steps))
     except ConfigError as error:
         return error.exit_code if str(error).strip() else 1
     return 0

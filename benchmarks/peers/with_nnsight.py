@@ -34,9 +34,10 @@ def outputs(training: Training, folder: Path) -> Iterator[Step]:  # noqa: ARG001
 
     def step() -> Sequence[Tensor]:
         optimizer.zero_grad()
+        kept: list[Tensor] = []
         with model.trace(inputs):
-            seen = [layer.output for layer in layers]
-            kept = [tensor.save() for tensor in seen]
+            for layer in layers:
+                kept.append(layer.output.save())  # what is bound inside is not known outside
             answer = model.output.save()
         F.cross_entropy(answer.flatten(0, -2), targets.flatten()).backward()
         optimizer.step()
@@ -52,14 +53,16 @@ def outputs_and_gradients(training: Training, folder: Path) -> Iterator[Step]:  
 
     def step() -> Sequence[Tensor]:
         optimizer.zero_grad()
+        kept: list[Tensor] = []
         with model.trace(inputs):
-            seen = [layer.output for layer in layers]
-            kept = [tensor.save() for tensor in seen]
+            for layer in layers:
+                kept.append(layer.output.save())  # what is bound inside is not known outside
             loss = F.cross_entropy(model.output.flatten(0, -2), targets.flatten())
             with loss.backward():
-                gradients = [tensor.grad.save() for tensor in reversed(seen)]
+                for tensor in reversed(list(kept)):
+                    kept.append(tensor.grad.save())
         optimizer.step()
-        return [*kept, *gradients]
+        return kept
 
     yield step
 

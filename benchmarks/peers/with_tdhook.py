@@ -31,7 +31,7 @@ def caching(training: Training, folder: Path, directions: tuple[str, ...]) -> It
 
         def step() -> Sequence[Tensor]:
             training.optimizer.zero_grad()
-            data = hooked(TensorDict({"input": training.inputs}, batch_size=training.inputs.shape[:1]))
+            data = hooked(TensorDict({"input": training.inputs}, batch_size=[]))
             F.cross_entropy(data["output"].flatten(0, -2), training.targets.flatten()).backward()
             training.optimizer.step()
             cache = hooked.hooking_context.cache

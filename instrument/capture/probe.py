@@ -200,6 +200,10 @@ class Probe:
     def epoch(self, epoch: int) -> None:
         self.clock.moment = self.clock.moment._replace(epoch=epoch)
 
+    def go_to(self, step: int) -> None:
+        """Take the next step for this one, whatever was before: for a rehearsal of some steps of a run."""
+        self._retime(step=step, micro_step=0)
+
     def loss(self, loss: Tensor) -> Tensor:
         """Show the loss to the hooks of kind loss; gives the one to call backward on.
 

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from .cost import Cost
+from .cost import Forecast
 from .modules import Layer
 from .remarks import remarks
 from .select import some
@@ -23,10 +23,19 @@ from .trial import Trial
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def plan_view(plan: HookPlan, trials: Mapping[str, Trial], cost: Mapping[str, Cost], steps: int) -> RenderableType:
+def plan_view(plan: HookPlan, trials: Mapping[str, Trial], forecast: Forecast, steps: int) -> RenderableType:
     """The whole plan, to be printed by rich."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
-    parts: list[RenderableType] = [module_tree(plan, colours), Text(), cost_table(plan, cost, steps, colours)]
+    parts: list[RenderableType] = [
+        module_tree(plan, colours),
+        Text(),
+        cost_table(plan, forecast, steps, colours),
+        Text(
+            f"a step takes {human_seconds(forecast.bare)} here, and with these hooks {human_seconds(forecast.hooked)} on "
+            f"average: {forecast.slowdown:.1%} more",
+            style="dim",
+        ),
+    ]
     if any(len(names) > 1 for layer in plan.layers for names in acting_order(plan, layer)):
         parts.insert(1, Text("a → b: at the same tensor, b sees what a returned", style="dim"))
     notes = list(plan_notes(plan, trials))
@@ -74,8 +83,9 @@ def acting_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
     return list(places.values())
 
 
-def cost_table(plan: HookPlan, cost: Mapping[str, Cost], steps: int, colours: Mapping[str, str]) -> Table:
-    """A row a spec: what it does, where, when, and what it writes."""
+def cost_table(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str, str]) -> Table:
+    """A row a spec: what it does, where, when, what it writes, and by how much it makes steps longer."""
+    cost = forecast.cost
     table = Table(
         title=f"{len(plan.specs)} hooks in {steps} steps",
         title_justify="left",
@@ -92,6 +102,7 @@ def cost_table(plan: HookPlan, cost: Mapping[str, Cost], steps: int, colours: Ma
         ("rows/step", "right"),
         ("rows", "right"),
         ("bytes", "right"),
+        ("time", "right"),
     ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, spec in plan.specs.items():
@@ -104,6 +115,7 @@ def cost_table(plan: HookPlan, cost: Mapping[str, Cost], steps: int, colours: Ma
             f"{spent.rows_per_step:,}",
             f"{spent.rows:,}",
             human_bytes(spent.bytes),
+            "" if spec.phase == "eval" else f"+{forecast.share(name, steps):.1%}",
         )
     if cost:
         table.add_section()
@@ -118,6 +130,7 @@ def cost_table(plan: HookPlan, cost: Mapping[str, Cost], steps: int, colours: Ma
             f"{per_step:,}",
             f"[bold]{rows:,}[/]",
             f"[bold]{human_bytes(size)}[/]",
+            f"[bold]{forecast.slowdown:+.1%}[/]",
         )
     return table
 
@@ -214,3 +227,8 @@ def human_bytes(count: float) -> str:
         count /= 1000
         units.pop(0)
     return f"{count:.3g} {units[0]}" if count < 999.5 else f"{count:,.0f} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`25.3 ms`: three digits."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..errors import ConfigError, Mistake, own_frame
@@ -30,14 +29,12 @@ class TensorInfo(NamedTuple):
         shape: Its shape.
         dtype: Its type.
         requires_grad: Whether a gradient will come to it.
-        number: Counted from 1; the same where the very same tensor is met again, unchanged. 0: not counted.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    number: int = 0
 
 
 @dataclass
@@ -66,17 +63,16 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
     layers = Layers.of(model)
     trial: Trial = {}
     running: list[tuple[Layer, Any]] = []
-    census = _Census()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         running.append((layers.by_module[id(module)], given))
-        trial.setdefault(id(module), Calls()).inputs.append(census.infos(given))
+        trial.setdefault(id(module), Calls()).inputs.append(_infos(given))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         while running.pop()[0].module is not module:
             pass  # a layer below it failed, and the model caught that itself
-        trial[id(module)].outputs.append(census.infos(output))
+        trial[id(module)].outputs.append(_infos(output))
 
     handles = []
     try:
@@ -103,6 +99,11 @@ def tensors_of(module: nn.Module, role: str, trial: Trial) -> list[TensorInfo]:
     return [info for call in (calls.inputs if role in ("input", "grad_input") else calls.outputs) for info in call]
 
 
+def _infos(value: Any) -> list[TensorInfo]:
+    """What is to be known of each tensor of a nested value."""
+    return [TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for path, tensor in leaves(value)]
+
+
 def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Give lazy modules their shapes, by one forward pass that keeps the random state.
 
@@ -111,31 +112,6 @@ def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
     """
     if any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in model.modules()):
         try_forward(model, forward, training=False)
-
-
-class _Census:
-    """Numbers the tensors of a forward pass, and knows one again as long as it lives and nobody writes to it."""
-
-    def __init__(self) -> None:
-        self.met: dict[tuple[int, int], tuple[int, ref[Tensor]]] = {}
-        self.count = 0
-
-    def infos(self, value: Any) -> list[TensorInfo]:
-        """What is to be known of each tensor of a nested value."""
-        return [
-            TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, self.number(tensor))
-            for path, tensor in leaves(value)
-        ]
-
-    def number(self, tensor: Tensor) -> int:
-        """The tensor's number."""
-        key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
-        number, known = self.met.get(key, (0, None))
-        if known is None or known() is not tensor:
-            self.count += 1
-            number = self.count
-            self.met[key] = (number, ref(tensor))
-        return number
 
 
 @contextmanager

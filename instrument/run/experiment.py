@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from ..capture.optimized import require_optimizer
 from ..errors import ConfigError, Mistake
 from ..nested import to_device
-from ..plan.cost import Cost, Length, cost_of
+from ..plan.cost import Length, refuse_misfit_slices
 from ..plan.paths import refuse_idle_paths
 from ..plan.sites import HookPlan, make_plan
 from ..plan.trial import Trial, materialise, try_forward
@@ -49,7 +49,6 @@ class Experiment:
         callable: What is called with a batch: the model, or what torch.compile made of it.
         plan: The hooks' sites.
         trials: What a trial forward pass saw, for each phase.
-        cost: What each spec will write.
     """
 
     config: RunConfig
@@ -65,7 +64,6 @@ class Experiment:
     callable: nn.Module
     plan: HookPlan
     trials: dict[str, Trial]
-    cost: dict[str, Cost]
 
     def autocast(self) -> torch.autocast:
         """The context that forward passes run in."""
@@ -77,6 +75,13 @@ class Experiment:
     def steps(self) -> int:
         """Optimizer steps of the run."""
         return self.batches.steps
+
+    @property
+    def length(self) -> Length:
+        """How long the run is."""
+        train = self.config.train
+        evaluations = Evaluations(self.steps, train.eval_every)
+        return Length(self.steps, train.accumulate, self.batches.in_epoch, evaluations, len(self.evaluation))
 
 
 def prepare(config: RunConfig) -> Experiment:
@@ -102,17 +107,10 @@ def prepare(config: RunConfig) -> Experiment:
     plan = make_plan(config.hooks, model)
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
     refuse_idle_paths(plan, trials)
+    refuse_misfit_slices(plan, trials)
     optimizer = _build_optimizer(config.optimizer, trained)
     require_optimizer(plan, optimizer)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
-    length = Length(
-        batches.steps,
-        config.train.accumulate,
-        batches.in_epoch,
-        Evaluations(batches.steps, config.train.eval_every),
-        len(evaluation),
-    )
-    cost = cost_of(plan, trials, length)
     return Experiment(
         config=config,
         device=device,
@@ -127,7 +125,6 @@ def prepare(config: RunConfig) -> Experiment:
         callable=_compiled(model) if config.train.compile else model,
         plan=plan,
         trials=trials,
-        cost=cost,
     )
 
 

@@ -286,10 +286,12 @@ def show_plan(config: RunConfig) -> None:
     """Print what would be hooked, recorded and spent."""
     from .device import process_state
     from .experiment import prepare
+    from .rehearsal import rehearse
     from .terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
-        Terminal().plan(prepare(config))
+        experiment = prepare(config)
+        Terminal().plan(experiment, rehearse(experiment))
 
 
 def complain(error: Exception) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,37 +55,12 @@ def train(
     Returns:
         The metrics of the last evaluation.
     """
-    model, optimizer, scheduler, scaler = (
-        experiment.model,
-        experiment.optimizer,
-        experiment.scheduler,
-        experiment.scaler,
-    )
     evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
-    model.train()
+    experiment.model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
-        samples = sum(_samples(batch) for batch in micro_batches)
-        outcomes: list[Outcome] = []
-        optimizer.zero_grad()
-        for batch in micro_batches:
-            with experiment.autocast():
-                outcome = experiment.task(experiment.callable, to_device(batch, experiment.device))
-            loss = probe.loss(outcome.loss) * (_samples(batch) / samples)  # of the mean over all micro-batches' samples
-            scaler.scale(loss).backward()
-            outcomes.append(outcome)
-            probe.end_micro_step()
-        scaler.unscale_(optimizer)
-        norm = gradient_norm(model)
-        lr = optimizer.param_groups[0]["lr"]
-        scaler.step(optimizer)
-        scaler.update()
-        if scheduler is not None:
-            scheduler.step()
-        metrics = probe.end_step(
-            loss=mean_loss(outcomes), accuracy=accuracy(outcomes), lr=lr, grad_norm=norm, samples=samples
-        )
+        metrics = make_step(experiment, probe, micro_batches)
         show(Progress(probe.step, experiment.steps, metrics, probe.recorder.rows_written, "train"))
         if probe.step in evaluations:
             last = evaluate(experiment, probe)
@@ -92,6 +68,50 @@ def train(
         if keep is not None:
             keep(last)
     return last
+
+
+class Watcher(Protocol):
+    """What a step is shown to: a probe."""
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """The loss of a micro-batch; gives the one to call backward on."""
+
+    def end_micro_step(self) -> None:
+        """A micro-batch's backward pass is over."""
+
+    def end_step(
+        self, *, loss: Tensor | None, samples: int, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """The optimizer has made its step; gives the row of metrics."""
+
+
+def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Sequence[Any]) -> Mapping[str, float | None]:
+    """One optimizer step on its micro-batches.
+
+    Returns:
+        The step's metrics, as the watcher has them.
+    """
+    optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
+    samples = sum(_samples(batch) for batch in micro_batches)
+    outcomes: list[Outcome] = []
+    optimizer.zero_grad()
+    for batch in micro_batches:
+        with experiment.autocast():
+            outcome = experiment.task(experiment.callable, to_device(batch, experiment.device))
+        loss = watcher.loss(outcome.loss) * (_samples(batch) / samples)  # of the mean over all micro-batches' samples
+        scaler.scale(loss).backward()
+        outcomes.append(outcome)
+        watcher.end_micro_step()
+    scaler.unscale_(optimizer)
+    norm = gradient_norm(experiment.model)
+    lr = optimizer.param_groups[0]["lr"]
+    scaler.step(optimizer)
+    scaler.update()
+    if scheduler is not None:
+        scheduler.step()
+    return watcher.end_step(
+        loss=mean_loss(outcomes), accuracy=accuracy(outcomes), lr=lr, grad_norm=norm, samples=samples
+    )
 
 
 @torch.no_grad()

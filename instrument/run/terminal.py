@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ..analysis.load import Run, load
 from ..analysis.summary import changed, recorded
+from ..plan.cost import Forecast
 from ..plan.printed import describe_action, human_bytes, plan_view
 from .experiment import Experiment
 from .loop import Progress
@@ -75,9 +76,9 @@ class Terminal:
         """What nobody may overlook, whatever else is quiet."""
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
-    def plan(self, experiment: Experiment) -> None:
+    def plan(self, experiment: Experiment, forecast: Forecast) -> None:
         """The whole plan."""
-        self.console.print(plan_view(experiment.plan, experiment.trials, experiment.cost, experiment.steps))
+        self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps))
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:

@@ -46,10 +46,11 @@ class Evaluations:
     def __contains__(self, step: int) -> bool:
         return step == self.steps or step in self.regular
 
-    def due(self, schedule: Schedule) -> int:
-        """How many of them a schedule for evaluations is due at."""
+    def among(self, schedule: Schedule) -> Sequence[int]:
+        """Those at which a schedule for evaluations is due."""
+        regular = schedule.among(self.regular)
         last = self.steps not in self.regular and schedule.due(self.steps, "eval")
-        return len(schedule.among(self.regular)) + last
+        return [*regular, self.steps] if last else regular
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from instrument.plan.cost import Length, cost_of
+from instrument.plan.cost import Cost, Forecast, Length, firings_of
 from instrument.plan.printed import describe_action, human_bytes, plan_notes, plan_view
 from instrument.plan.sites import HookPlan, make_plan
 from instrument.plan.trial import Trial, try_forward
 from instrument.spec.parse import parse_hooks
+from instrument.spec.schedule import Evaluations
 
 
 class Small(nn.Module):
@@ -41,9 +42,14 @@ def planned(**hooks: dict[str, Any]) -> tuple[HookPlan, dict[str, Trial]]:
 
 def shown(steps: int = 20, **hooks: dict[str, Any]) -> list[str]:
     plan, trials = planned(**hooks)
-    cost = cost_of(plan, trials, Length(steps, 1, steps, [steps], 1))
+    length = Length(steps, 1, steps, Evaluations(steps, 0), 1)
+    due = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
+    cost = {
+        name: Cost(len(d.steps), 2 * d.times_per_step, 2 * d.times, 4200 * d.times, 0.001) for name, d in due.items()
+    }
+    forecast = Forecast(cost, 0.02, 0.021)
     console = Console(file=io.StringIO(), width=160)
-    console.print(plan_view(plan, trials, cost, steps))
+    console.print(plan_view(plan, trials, forecast, steps))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -100,20 +106,28 @@ def test_every_spec_stands_with_what_it_does_when_and_what_it_writes() -> None:
     lines = shown(steps=20, **SPECS)
     assert "3 hooks in 20 steps" in [line.strip() for line in lines]
     header = next(line for line in lines if line.startswith("hook "))
-    assert header.split() == ["hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes"]
+    assert header.split() == ["hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes", "time"]
     rows = {line.split()[0]: line.split() for line in lines[lines.index(header) + 1 :] if line}
-    # "all" is due in 4 of 20 steps, at 9 modules, one of which never runs
-    assert rows["all"][1:-2] == ["forward", "record", "stats", "9", "every", "5", "steps", "8", "32"]
-    assert rows["maps"][1:-2] == ["forward", "record", "stats,", "tensors", "2", "steps", "0,", "3", "4", "8"]
-    assert rows["tame"][1:-2] == ["parameter_grad", "clip", "norm", "0.5", "2", "every", "step", "2", "40"]
-    assert rows["in"][:-2] == ["in", "all", "13", "14", "80"]
-    assert all(row[-1] in ("B", "kB", "MB") for row in (rows["all"], rows["maps"], rows["tame"], rows["in"]))
+    # "all" is due in 4 of 20 steps, at 9 modules; 1 ms more in each of them is 1% of the run
+    assert rows["all"][1:] == [
+        *["forward", "record", "stats", "9", "every", "5", "steps", "2", "8", "16.8", "kB", "+1.0%"]
+    ]
+    assert rows["maps"][1:] == [
+        *["forward", "record", "stats,", "tensors", "2", "steps", "0,", "3", "2", "4", "8.4", "kB", "+0.5%"]
+    ]
+    assert rows["tame"][1:] == [
+        *["parameter_grad", "clip", "norm", "0.5", "2", "every", "step", "2", "40", "84", "kB", "+5.0%"]
+    ]
+    assert rows["in"] == [*["in", "all", "13", "6", "52", "109", "kB", "+5.0%"]]
+    assert lines[lines.index(header) + 5].strip() == (
+        "a step takes 20 ms here, and with these hooks 21 ms on average: 5.0% more"
+    )
 
 
 def test_a_spec_that_is_never_due_says_so() -> None:
     (line,) = [line for line in shown(steps=3, late={**LOOK, "layers": "**", "start": 5}) if line.startswith("late")]
     assert "never: every step of [5, end)" in line
-    assert line.split()[-3:] == ["0", "0", "B"]
+    assert line.split()[-4:] == ["0", "0", "B", "+0.0%"]
 
 
 def test_a_plan_without_hooks_shows_the_modules_alone() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from instrument import ConfigError, MemorySink, Probe
 from instrument.run.experiment import Experiment, prepare
 from instrument.run.loop import train
+from instrument.run.rehearsal import rehearse
 from instrument.spec.parse import parse_config
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -157,5 +158,6 @@ def test_the_first_layer_that_a_batch_does_not_fit_is_named_with_both_shapes() -
 
 def test_the_cost_foretells_the_rows() -> None:
     experiment = made({"_target_": "instrument.run.models.MLP", "sizes": [64, 16, 10]})
-    foretold = {name: cost.rows for name, cost in experiment.cost.items()}
+    foretold = {name: cost.rows for name, cost in rehearse(experiment).cost.items()}
+    experiment = made({"_target_": "instrument.run.models.MLP", "sizes": [64, 16, 10]})
     assert trained(experiment).frame("stats").hook.value_counts().to_dict() == foretold
