@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Ratio, machine, paired
+from measure import Ratio, keep_memory, machine, paired
 from workloads import GPU_WORKLOADS, WORKLOADS, Training, Workload
 
 import instrument
@@ -89,6 +89,8 @@ def main() -> None:
     given = parser.parse_args()
     table = WORKLOADS if given.device == "cpu" else GPU_WORKLOADS
     chosen = {name: workload for name, workload in table.items() if not given.only or name in given.only}
+    if given.device == "cpu":
+        keep_memory()
     print(machine())
     columns: dict[str, dict[str, Ratio]] = {}
     for workload in chosen.values():

@@ -34,7 +34,7 @@ from .loop import evaluate, make_step
 SECONDS = 2.0  # that steps are made for, where they are short
 LEAST, MOST, KEPT = 2, 40, 4  # passes over the steps: at least, at most, and those whose rows are kept
 BATCHES = 8  # that are trained on
-MOST_BYTES = 256_000_000  # of tensors, after which no more passes are made than there have to be
+MOST_BYTES = 256_000_000  # of tensors, after which no more passes are made
 USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0  # as three networks had it, measured for minutes
 HOOK = TABLES["stats"].names.index("hook")
 TABLES_OF_ROWS = ("stats", "distributions", "effects")
@@ -151,6 +151,7 @@ class _Found:
 
 def _bare_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], seconds: float) -> list[float]:
     """What steps without hooks take; the first one, which allocates, is left out."""
+    _compile_anew(experiment)
     experiment.model.train()
     watcher = _Bare()
     taken: list[float] = []
@@ -160,6 +161,12 @@ def _bare_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], second
         make_step(experiment, watcher, batches[len(taken) % len(batches)])
         taken.append(time.perf_counter() - step_began)
     return taken[1:]
+
+
+def _compile_anew(experiment: Experiment) -> None:
+    """What was compiled without hooks does not notice those that come, nor what was compiled with them that they have gone."""
+    if experiment.config.train.compile:
+        torch.compiler.reset()
 
 
 def _hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], folder: Path) -> _Found:
@@ -174,6 +181,7 @@ def _hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], fold
         plan, sink, optimizer=experiment.optimizer, scaler=experiment.scaler, seed=config.seed, archive=RunArchive()
     )
     meter = probe.clock.meter = Meter()
+    _compile_anew(experiment)
     one_batch: Any = [next(iter(experiment.evaluation))] if first["eval"] else []
     evaluation = replace(experiment, evaluation=one_batch)
 
@@ -185,10 +193,8 @@ def _hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], fold
         probe.go_to(step)
         meter.reset()
         began = time.perf_counter()
-        if phase == "train":
-            make_step(experiment, probe, micro_batches)
-        else:
-            evaluate(evaluation, probe)
+        metrics = make_step(experiment, probe, micro_batches) if phase == "train" else evaluate(evaluation, probe)
+        metrics["loss"]  # waits for a device to be done
         made.seconds = time.perf_counter() - began
         made.told = meter.seconds
         for live, seconds in meter.at.items():
@@ -202,8 +208,9 @@ def _hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], fold
     passes = 0
     with probe:
         began = time.perf_counter()
-        while passes <= LEAST or (
-            passes <= MOST and time.perf_counter() - began < SECONDS and sum(sink.sizes) < MOST_BYTES
+        while not passes or (
+            sum(sink.sizes) < MOST_BYTES
+            and (passes <= LEAST or (passes <= MOST and time.perf_counter() - began < SECONDS))
         ):
             visits += [visit(step, phase) for phase, steps in first.items() for step in steps]
             passes += 1
@@ -212,7 +219,11 @@ def _hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], fold
     in_a_pass = sum(map(len, first.values()))
     idle_told = [made.told - sum(made.acting.values()) for made in idle]
     return _Found(
-        visits[in_a_pass:], median(idle_told or [0.0]), visits[: KEPT * in_a_pass], len(batches[0]), sink.sizes
+        visits[in_a_pass:] or visits,
+        median(idle_told or [0.0]),
+        visits[: KEPT * in_a_pass],
+        len(batches[0]),
+        sink.sizes,
     )
 
 

@@ -21,6 +21,7 @@ from instrument.run.experiment import prepare
 from instrument.run.rehearsal import rehearse
 from instrument.run.runner import run
 from instrument.run.terminal import Terminal
+from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
 
 
@@ -220,6 +221,23 @@ class Broken(torch.optim.SGD):
 def test_a_schedule_that_knows_its_end_is_not_gone_past() -> None:
     scheduler = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 2}
     assert forecast_of({"a": LOOK}, {"steps": 2, "batch_size": 16}, scheduler=scheduler).cost["a"].rows > 0
+
+
+def test_of_a_compiled_model_the_rows_are_those_of_the_run(tmp_path: Path) -> None:
+    model = {"_target_": "instrument.run.models.MLP", "sizes": [64, 8, 10]}
+    cost, folder = run_of(tmp_path, {"a": LOOK}, {"steps": 3, "batch_size": 16, "compile": True}, model=model)
+    assert cost["a"].rows == rows_written(folder)["a"] > 0
+
+
+def test_where_a_step_keeps_very_much_few_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.run.rehearsal.MOST_BYTES", 1)
+    kept = []
+    keep = ParquetSink.keep
+    monkeypatch.setattr(ParquetSink, "keep", lambda *args: (kept.append(1), keep(*args))[1])
+    found = forecast_of({"a": {**LOOK, "layers": "encoder.0", "tensors": True}})
+    assert len(kept) == 1
+    assert found.cost["a"].rows == 40
+    assert found.cost["a"].seconds > 0
 
 
 def test_nothing_is_left_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
