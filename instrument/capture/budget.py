@@ -2,7 +2,7 @@
 
 Time is what hooks and the ends of steps take, over what is left of the steps. A stopwatch tells it, for each site; but hooks
 also push other things out of the caches and keep memory from being used again, which no stopwatch in them sees. So at first
-records look away in every other four steps, and what such steps take less is held against the stopwatch.
+steps with records are held against steps without; where there are none of those, records look away in every other four steps.
 
 The time is added up since the last change, and looked at after a while; where it is more than allowed, the costliest sites
 become due half as often, one after the other, until what they cost at that rate is within the budget. Sites that are due as
@@ -18,16 +18,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 from ..actions.record import Record
 from ..kinds.live import LiveSite
-from ..kinds.meter import Meter
+from ..kinds.meter import Meter, hidden_factor
 from ..spec.budget import BudgetConfig
 from ..spec.record import RecordSpec
 from .recorder import Recorder
 
 WARM_UP = 3  # steps that are not counted: the first ones allocate
-BLOCK, ENOUGH, MOST_CALIBRATING, MOST_FACTOR = 4, 18, 400, 5.0
+BLOCK, ENOUGH, MOST_CALIBRATING = 4, 18, 400
 LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # between two looks
 SELDOM = 1024  # how many times as seldom as it was asked for a site may become due
 HORIZON = 4  # how many times the steps that were made bytes are to last for, where nobody knows the run's length
@@ -37,26 +38,36 @@ Tell = Callable[[str, LiveSite | None], None]
 
 
 class Calibration:
-    """Some steps with records, then some without, and so on."""
+    """Steps with records and steps without.
 
-    def __init__(self) -> None:
+    Where schedules leave too few without, the sites that are due in every step look away in every other block of steps: they
+    alone, so that nothing is missed that is seen seldom, and never in an evaluation.
+    """
+
+    def __init__(self, records: Sequence[LiveSite]) -> None:
+        self.often = [live for live in records if (s := live.site.spec.schedule).every == 1 and s.steps is None]
         self.steps = 0
+        self.is_away = False
         self.looking: list[tuple[float, float]] = []  # what a step took, and what the stopwatch said
         self.away: list[tuple[float, float]] = []
+        self._in_block = 0
 
     def add(self, seconds: float, meter: Meter) -> None:
-        """A step is over. The first one of each kind still feels what was before it."""
-        if self.steps % BLOCK:
-            if meter.paused:
-                self.away.append((seconds, meter.seconds))
-            elif meter.firings:
-                self.looking.append((seconds, meter.seconds))
+        """A step is over. The first one of a block still feels what was before it, and counts for nothing."""
         self.steps += 1
+        recorded = any(live.records for live in meter.firings)
+        if self._in_block and not (recorded and self.is_away):
+            (self.looking if recorded else self.away).append((seconds, meter.seconds))
+        self._in_block += 1
+        if self._in_block >= BLOCK:
+            self._in_block = 0
+            self.look_away(not self.is_away and len(self.away) < len(self.looking))
 
-    @property
-    def turns(self) -> bool:
-        """Whether it is time to look away, or back."""
-        return self.steps % BLOCK == 0
+    def look_away(self, away: bool) -> None:
+        """From the next step on."""
+        self.is_away = away
+        for live in self.often:
+            live.away = away
 
     @property
     def is_over(self) -> bool:
@@ -70,12 +81,10 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """What recording costs over what the stopwatch says of it; 1 where it cannot be told."""
-        if min(len(self.looking), len(self.away)) < ENOUGH:
-            return 1.0
-        more = median(seconds for seconds, _ in self.looking) - median(seconds for seconds, _ in self.away)
-        told = median(told for _, told in self.looking) - self.steady
-        return min(max(more / told, 1.0), MOST_FACTOR) if told > 0 else 1.0
+        """What recording costs over what the stopwatch says of it."""
+        looking, away = ([seconds for seconds, _ in steps] for steps in (self.looking, self.away))
+        told = median(told for _, told in self.looking) - self.steady if looking else 0.0
+        return hidden_factor(looking, away, told)
 
 
 class Budget:
@@ -101,28 +110,30 @@ class Budget:
         self.measured: float | None = None  # the share of time at the last look
         self._firings: Counter[LiveSite] = Counter()  # of the whole run
         self._warm_up = WARM_UP
-        self._calibration = None if config.time is None else Calibration()
+        self._calibration = None if config.time is None else Calibration(self.records)
+        self._looked_away = False
         self._steady, self._factor = 0.0, 1.0
+        self._left_out: Counter[LiveSite] = Counter()  # how often each site was made lighter
         self._began = time.perf_counter()
         self._counted = 0  # steps since the last change
 
     def end_step(self, done: int) -> None:
         """A step is over; so many are done."""
         self.meter.lap()
+        if self.config.bytes is not None and (done <= LEAST_STEPS or done % LEAST_STEPS == 0):
+            self._keep_bytes(self.config.bytes, done)
         if self._warm_up:
             self._warm_up -= 1
             self._start_anew()
             return
         if self._calibration is not None:
-            self._calibrate(self._calibration, done)
+            self._calibrate(self._calibration)
             return
         self._counted += 1
         elapsed = time.perf_counter() - self._began
         if self._counted < LEAST_STEPS or elapsed < LEAST_SECONDS:
             return
         changed = self.config.time is not None and self._keep_time(self.config.time, elapsed)
-        if self.config.bytes is not None:
-            changed |= self._keep_bytes(self.config.bytes, done)
         if changed or self._counted >= 10 * LEAST_STEPS:
             self._start_anew()
 
@@ -132,21 +143,43 @@ class Budget:
         self._began = time.perf_counter()
         self._counted = 0
 
-    def _calibrate(self, calibration: Calibration, done: int) -> None:
-        """A step is over, of those in which records look away now and then."""
+    def _calibrate(self, calibration: Calibration) -> None:
+        """A step is over, of those in which steps with records are held against steps without."""
+        was_away = calibration.is_away
         calibration.add(time.perf_counter() - self._began, self.meter)
-        if calibration.turns:
-            self.meter.paused = not self.meter.paused
         if calibration.is_over:
-            self.meter.paused = False
+            calibration.look_away(False)
             self._steady, self._factor = calibration.steady, calibration.factor
             self._calibration = None
+            self.tell(f"recording costs {self._factor:.1f} times what is seen from within hooks", None)
+        elif calibration.is_away and not was_away and not self._looked_away:
+            self._looked_away = True
             self.tell(
-                f"in every other {BLOCK} of the first {done} steps nothing was recorded, to measure what recording "
-                f"costs: {self._factor:.1f} times what is seen from within hooks",
+                f"in every other {BLOCK} of the first steps what is due in every step is not recorded, to measure what "
+                "recording costs",
                 None,
             )
         self._start_anew()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another budget for the same sites has to know to go on from here: numbers and lists."""
+        return {
+            "measured": self.measured,
+            "known": None if self._calibration is not None else [self._steady, self._factor],
+            "firings": [self._firings[live] + self.meter.firings[live] for live in self.records],
+            "left_out": [self._left_out[live] for live in self.records],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where another one was."""
+        self.measured = state["measured"]
+        if state["known"] is not None:
+            self._steady, self._factor = state["known"]
+            self._calibration = None
+        for live, firings, left_out in zip(self.records, state["firings"], state["left_out"], strict=True):
+            self._firings[live] = firings
+            for _ in range(left_out):
+                self._lighten(live)
 
     def _keep_time(self, allowed: float, elapsed: float) -> bool:
         steady = min(self._steady * self._counted, self.meter.seconds)
@@ -200,13 +233,20 @@ class Budget:
     def _do_without(self, costs: dict[LiveSite, float], told: str) -> bool:
         """Nothing can be looked at less often: the costliest site that has something dear does without it."""
         for live in sorted(self.records, key=lambda live: -costs[live]):
-            assert isinstance(live.action, Record), "a site that records"
-            lighter = live.action.without_the_dearest()
-            if lighter is not None:
-                live.action, left_out = lighter
+            if left_out := self._lighten(live):
                 self.tell(f"{told}: {_name(live)} goes on without {left_out}", live)
                 return True
         return False
+
+    def _lighten(self, live: LiveSite) -> str | None:
+        """Leave out what costs most at a site; gives what that was, None where nothing dear is left."""
+        assert isinstance(live.action, Record), "a site that records"
+        lighter = live.action.without_the_dearest()
+        if lighter is None:
+            return None
+        live.action, left_out = lighter
+        self._left_out[live] += 1
+        return left_out
 
     def summary(self) -> list[str]:
         """One line for each hook that was thinned out."""

@@ -379,6 +379,7 @@ class Probe:
             "warnings": list(self.warnings),
             "recorder": self.recorder.state_dict(),
             "ledger": [live.state_dict() for live in self.lives],
+            "budget": None if self.budget is None else self.budget.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -389,6 +390,8 @@ class Probe:
         self.recorder.load_state_dict(state["recorder"])
         for live, ledger in zip(self.lives, state["ledger"], strict=True):
             live.load_state_dict(ledger)
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
 
     def _in_place_message(self) -> str:
         sites = [live.site for live in self.lives if live.site.spec.via == "module"]

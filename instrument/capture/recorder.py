@@ -24,6 +24,7 @@ from .sink import Row, Sink
 from .transfer import Transfer
 
 RANK = int(os.environ.get("RANK", "0"))
+NUMBER_BYTES = 4  # of one of a distribution's numbers, on disk, about
 _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
 
 
@@ -34,7 +35,7 @@ class Recorder:
         self.sink = sink
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
-        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors, likewise
+        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, likewise
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
@@ -48,33 +49,41 @@ class Recorder:
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
         self._distributions.append((identity(context), levels, bins, values))
+        self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * (2 * len(levels) + bins)
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
         """One tensor's values, which the sink copies; one that it has no room for is counted."""
-        if self.sink.keep(identity(context), source_shape, tensor, dtype):
-            self.rows_written += 1
-            self.bytes[context.hook, context.layer, context.path] += tensor.numel() * (dtype or tensor.dtype).itemsize
-        else:
+        stored = self.sink.keep(identity(context), source_shape, tensor, dtype)
+        if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
+        else:
+            self.rows_written += 1
+            self.bytes[context.hook, context.layer, context.path] += stored
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """What one intervention changed."""
         self._effects.append((identity(context), effect))
 
     def bytes_of(self, live: LiveSite) -> int:
-        """Bytes of the tensors that were kept at a site."""
+        """Bytes of the tensors that were kept at a site, and about those of its quantiles and histograms."""
         return at_site(self.bytes, live)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, as numbers and lists."""
-        return {"rows_written": self.rows_written, "dropped": [[*key, count] for key, count in self.dropped.items()]}
+        counts = {"dropped": self.dropped, "bytes": self.bytes}
+        return {"rows_written": self.rows_written} | {
+            name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from these counts."""
         self.rows_written = state["rows_written"]
-        self.dropped = Counter({(hook, layer, path): count for hook, layer, path, count in state["dropped"]})
+        self.dropped, self.bytes = (
+            Counter({(hook, layer, path): count for hook, layer, path, count in state[name]})
+            for name in ("dropped", "bytes")
+        )
 
     def write(self, table: str, rows: list[Row]) -> None:
         """Rows of a table that no action writes to, straight to the sink."""

@@ -19,7 +19,9 @@ class Sink(Protocol):
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Take rows of one of the tables of `instrument.capture.tables`, all but `tensors`."""
 
-    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
         """Take a copy of a tensor, here and now: it may be written to in place as soon as this returns.
 
         Args:
@@ -29,7 +31,7 @@ class Sink(Protocol):
             dtype: The type to keep it in; its own without it.
 
         Returns:
-            False where there was no room, and the tensor was dropped.
+            The bytes that its values take; None where there was no room, and the tensor was dropped.
         """
 
     def end_step(self) -> None:

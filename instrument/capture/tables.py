@@ -112,7 +112,7 @@ TABLES: dict[str, Table] = {
                     "quantiles",
                     pa.list_(pa.float64()),
                     "the tensor's own",
-                    "one for each level; of all elements up to 16,384, of that many beyond; null where none is finite",
+                    "one for each level; of all elements up to 32,768, of 16,384 of them beyond; null where none is finite",
                 ),
                 Column(
                     "low", pa.float64(), "the tensor's own", "lower end of the histogram: the smallest finite value"

@@ -66,6 +66,7 @@ class LiveSite:
         "_missed",
         "absent",
         "action",
+        "away",
         "causes",
         "clock",
         "due",
@@ -90,6 +91,7 @@ class LiveSite:
         self.optimized = True
         self.due = False
         self.ever_due = False
+        self.away = False  # whether a record looks away from training steps, to see what they take without it
         self.thin = 1  # once in how many times that its schedule is due it is looked at, where there is a budget
         self.dues = 0  # steps at which its schedule was due
         self._due_at: tuple[int, str] | None = None
@@ -104,12 +106,12 @@ class LiveSite:
         if due and moment != self._due_at:
             self._due_at = moment
             self.dues += 1
-        meter = self.clock.meter
-        looks_away = self.records and meter is not None and meter.paused
-        due = due and not looks_away and (self.dues - 1) % self.thin == 0
+        due = due and (self.dues - 1) % self.thin == 0
+        self.ever_due |= due
+        if due and self.away and self.clock.moment.phase == "train":
+            due = False
         changed = due != self.due
         self.due = due
-        self.ever_due |= due
         return changed
 
     def called(self) -> None:

@@ -23,7 +23,7 @@ from ..capture.sink import Row
 from ..capture.tables import TABLES, Table, as_batch
 from ..sinks.log import TableLog
 from ..sinks.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES
-from ..sinks.parts import ROW_GROUP_BYTES, parts_of
+from ..sinks.parts import parts_of
 
 ROW_BYTES = 64  # of a recorded tensor, beside its values, about
 DRIFT = 1.15  # how much more numbers vary in a run than in the few steps that were seen
@@ -80,7 +80,12 @@ def estimate(sizes: Sequence[int]) -> int:
 
 
 def bytes_of_tensors(
-    scratch: Path, written: Path, estimated: int, rows: Mapping[str, list[int]], times: Mapping[str, float]
+    scratch: Path,
+    written: Path,
+    estimated: int,
+    rows: Mapping[str, list[int]],
+    times: Mapping[str, float],
+    least_parts: float,
 ) -> dict[str, float]:
     """What recorded tensors will take on disk.
 
@@ -90,6 +95,7 @@ def bytes_of_tensors(
         estimated: The estimate of all that is there.
         rows: By spec, the bytes of each tensor that it kept in some of the steps.
         times: By spec, how often as much will be kept in the run.
+        least_parts: How many parts there are to be whatever the bytes: one a checkpoint.
 
     Returns:
         Bytes by spec.
@@ -102,8 +108,7 @@ def bytes_of_tensors(
     scale = (sum(parts) - empty * len(parts)) / estimated
     found = {name: estimate(sizes) * scale * times[name] for name, sizes in rows.items()}
     total = sum(found.values())
-    steps = max(times.values())
-    several = steps if total / max(steps, 1.0) > ROW_GROUP_BYTES else -(-total // TENSORS_JOURNAL_BYTES)
+    several = max(least_parts, -(-total // TENSORS_JOURNAL_BYTES))
     return {name: size + several * empty * size / total if total else 0.0 for name, size in found.items()}
 
 

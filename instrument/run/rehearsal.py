@@ -10,9 +10,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
-from statistics import fmean, median, pvariance
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..capture.probe import Probe
 from ..capture.sink import Row
 from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Mistake, own_frame
-from ..kinds.meter import Meter
+from ..kinds.meter import Meter, hidden_factor
 from ..plan.cost import Cost, Firings, Forecast, firings_of
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
@@ -33,9 +33,8 @@ from .loop import evaluate, make_step
 
 SECONDS = 2.0  # that steps are made for, where they are short
 LEAST, MOST, KEPT = 2, 40, 4  # passes over the steps: at least, at most, and those whose rows are kept
-BATCHES = 8  # that are trained on
+BATCHES = 8  # micro-batches that are trained on; more where one step has more
 MOST_BYTES = 256_000_000  # of tensors, after which no more passes are made
-USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0  # as three networks had it, measured for minutes
 HOOK = TABLES["stats"].names.index("hook")
 TABLES_OF_ROWS = ("stats", "distributions", "effects")
 
@@ -46,13 +45,12 @@ def rehearse(experiment: Experiment) -> Forecast:
     Raises:
         ConfigError: A step fails, with hooks or without; the message says which.
     """
-    groups = [group for _, group in islice(experiment.batches, BATCHES)]
-    batches = [group for group in groups if len(group) == len(groups[0])]  # an epoch's last one may be shorter
     spent = replace(experiment, scheduler=None)
     try:
+        batches = _first_batches(experiment)
         bare = _bare_steps(spent, batches, seconds=0.0)
     except Exception as error:
-        raise ConfigError(_failure("model, task", "a step fails, without any hooks", error)) from error
+        raise ConfigError(_failure("model, task, data", "a step fails, without any hooks", error)) from error
     with TemporaryDirectory(prefix="instrument-rehearsal-") as name:
         folder = Path(name)
         try:
@@ -109,19 +107,23 @@ class _Noting:
     def __init__(self, sink: ParquetSink) -> None:
         self.sink = sink
         self.visit = _Visit(0, "train")
+        self.notes = True
         self.sizes: list[int] = []  # of all tensors that were kept
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        if table in TABLES_OF_ROWS:
+        if table in TABLES_OF_ROWS and self.notes:
             for row in rows:
                 self.visit.rows[table][row[HOOK]].append(row)
         self.sink.write(table, rows)
 
-    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
-        size = tensor.numel() * max(4, (dtype or tensor.dtype).itemsize)
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
+        size = self.sink.keep(key, source_shape, tensor, dtype)
+        assert size is not None, "a sink that waits for room drops nothing"
         self.visit.kept[key[HOOK]].append(size)
         self.sizes.append(size)
-        return self.sink.keep(key, source_shape, tensor, dtype)
+        return size
 
     def end_step(self) -> None:
         self.sink.end_step()
@@ -149,6 +151,17 @@ class _Found:
     tensors: list[int]
 
 
+def _first_batches(experiment: Experiment) -> list[Sequence[Any]]:
+    """The micro-batches of some first steps: of several, where that is not much to hold."""
+    groups: list[Sequence[Any]] = []
+    for _, group in experiment.batches:
+        if not groups or len(group) == len(groups[0]):  # an epoch's last one may be shorter
+            groups.append(group)
+        if sum(map(len, groups)) >= BATCHES:
+            break
+    return groups
+
+
 def _bare_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], seconds: float) -> list[float]:
     """What steps without hooks take; the first one, which allocates, is left out."""
     _compile_anew(experiment)
@@ -156,7 +169,7 @@ def _bare_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], second
     watcher = _Bare()
     taken: list[float] = []
     began = time.perf_counter()
-    while len(taken) <= LEAST or (time.perf_counter() - began < seconds and len(taken) <= MOST):
+    while len(taken) <= max(LEAST, len(batches)) or (time.perf_counter() - began < seconds and len(taken) <= MOST):
         step_began = time.perf_counter()
         make_step(experiment, watcher, batches[len(taken) % len(batches)])
         taken.append(time.perf_counter() - step_began)
@@ -214,7 +227,9 @@ def _hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], fold
         ):
             visits += [visit(step, phase) for phase, steps in first.items() for step in steps]
             passes += 1
-        meter.paused = True
+            sink.notes = passes < KEPT
+        for live in probe.lives:
+            live.away = live.records
         idle = [visit(step, "train") for step in first["train"][:1] for _ in range(min(passes, 8))]
     in_a_pass = sum(map(len, first.values()))
     idle_told = [made.told - sum(made.acting.values()) for made in idle]
@@ -257,7 +272,8 @@ def _result(experiment: Experiment, found: _Found, bare: Sequence[float], folder
         rows_in_all = sum(spec.rows for spec in specs.values())
         between = rows_in_all * every / length.steps if every else float("inf")
         sizes.update(bytes_of_rows(scratch, TABLES[table], specs, between))
-    sizes.update(bytes_of_tensors(scratch, folder, estimate(found.tensors), kept, times))
+    parts = length.steps / every if every else 0.0
+    sizes.update(bytes_of_tensors(scratch, folder, estimate(found.tensors), kept, times, parts))
     seconds, fixed = _seconds(found, bare, [name for name, spec in plan.specs.items() if spec.phase == "train"])
     cost = {
         name: Cost(
@@ -282,7 +298,11 @@ def _seconds(found: _Found, bare: Sequence[float], specs: Sequence[str]) -> tupl
     visits = [visit for visit in found.visits if visit.phase == "train"]
     if not visits:
         return {}, 0.0
-    factor = _factor(visits, bare)
+    steps = sorted({visit.step for visit in visits})
+    usual = {step: median(visit.seconds for visit in visits if visit.step == step) for step in steps}
+    middle = fmean(usual.values())
+    certain = [middle + visit.seconds - usual[visit.step] for visit in visits] if len(visits) >= 3 * len(steps) else []
+    factor = hidden_factor(certain, bare, fmean(visit.told for visit in visits))
     spent: dict[str, float] = {}
     for name in specs:
         with_it = [visit for visit in visits if visit.firings[name]]
@@ -295,27 +315,6 @@ def _seconds(found: _Found, bare: Sequence[float], specs: Sequence[str]) -> tupl
             )
             spent[name] = factor * (fmean(visit.acting[name] for visit in with_it) + around)
     return spent, factor * found.idle
-
-
-def _factor(visits: Sequence[_Visit], bare: Sequence[float]) -> float:
-    """What hooks cost over what a stopwatch in them says of it.
-
-    They push other things out of the caches, which makes the rest of a step longer. That is the difference of two times that
-    are much larger, so where it is uncertain it is drawn to what is usual: the mean of both, weighted by their precision.
-    """
-    told = fmean(visit.told for visit in visits)
-    if not told:
-        return USUAL_FACTOR
-    usual = {step: median(v.seconds for v in visits if v.step == step) for step in {v.step for v in visits}}
-    more = fmean(usual[visit.step] for visit in visits) - median(bare)
-    spread = [
-        pvariance([visit.seconds - usual[visit.step] for visit in visits]) / len(visits),
-        pvariance(bare) / len(bare),
-    ]
-    variance = sum(spread) / told**2 + 1e-9
-    weights = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
-    mean = (USUAL_FACTOR * weights[0] + more / told * weights[1]) / sum(weights)
-    return min(max(mean, 1.0), MOST_FACTOR)
 
 
 def _failure(where: str, problem: str, error: Exception) -> Mistake:

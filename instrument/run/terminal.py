@@ -79,6 +79,9 @@ class Terminal:
     def plan(self, experiment: Experiment, forecast: Forecast) -> None:
         """The whole plan."""
         self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps))
+        budget = experiment.config.budget
+        if budget.time is not None or budget.bytes is not None:
+            self.console.print("The budget is not counted in: what is too much will be looked at less often.")
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:

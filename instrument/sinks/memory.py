@@ -27,12 +27,14 @@ class MemorySink:
         """Keep the rows."""
         self.rows[table].extend(rows)
 
-    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
         """Keep a copy of a tensor, on the CPU."""
         copied = tensor.to("cpu", dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         name = str(copied.dtype).removeprefix("torch.")
         self.rows["tensors"].append((*key, name, list(copied.shape), list(source_shape), copied, None))
-        return True
+        return copied.nbytes
 
     def end_step(self) -> None:
         """Count the step."""

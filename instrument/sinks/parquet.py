@@ -84,19 +84,21 @@ class ParquetSink:
         if self.failure is None:
             self._rows[table].extend(rows)
 
-    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
         """Copy a tensor into memory that is written while the step goes on.
 
         Raises:
             SinkError: Tensors cannot be written.
         """
         if self.failure is not None:
-            return False
+            return None
         try:
             return self._tensors.keep(key, source_shape, tensor, dtype)
         except OSError as error:
             self._fail(error)
-            return False
+            return None
 
     def end_step(self) -> None:
         """Hand everything to the operating system.

@@ -75,8 +75,8 @@ class TensorWriter:
 
     # ------------------------------------------------------------------------------------------------ the hook's side
 
-    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> bool:
-        """Copy a tensor and hand it to the thread.
+    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
+        """Copy a tensor and hand it to the thread; gives the bytes that are stored, None where it was dropped.
 
         Raises:
             OSError: What was handed over before could not be written.
@@ -89,17 +89,17 @@ class TensorWriter:
         size = tensor.numel() * stored.itemsize
         room = self.pool.take(size, pinned=tensor.is_cuda, wait=self._hurry if self.waits else None)
         if room is None:
-            return False
+            return None
         flat = room[:size].view(stored)
         flat.view(tensor.shape).copy_(tensor, non_blocking=True)
         arrived = None
         if tensor.is_cuda:
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(tensor.device))
         name = str(tensor.dtype).removeprefix("torch.")
         row = (*key, name, list(tensor.shape), list(source_shape))
         self._order(partial(self._take, Copied(row, flat, as_list, room, arrived)))
-        return True
+        return size
 
     def end_step(self) -> None:
         """Wait until everything that was handed over is written.

@@ -154,7 +154,7 @@ static PyObject *moments(PyObject *self, PyObject *args) {
 /* What all is multiplied with, so that neither the width nor its inverse leaves the numbers there are. */
 static double unit_of(double low, double high) {
     const double width = high - low;
-    return !isfinite(width) ? 0.5 : width < 0x1p-1000 ? 0x1p+600 : 1.0;
+    return !isfinite(width) ? 0.5 : width > 0.0 && width < 0x1p-1000 ? 0x1p+600 : 1.0;
 }
 
 /* Where each element of a chunk belongs: a loop that has no branch. What is left out belongs behind the last part. */
@@ -171,8 +171,8 @@ static double unit_of(double low, double high) {
                 const double value = READ(chunk[i]);                                                                  \
                 const int inside = (value >= low) & (value <= high);                                                  \
                 const double at = inside ? (value * unit - base) * scale : 0.0;                                       \
-                const int32_t last = bins - 1, found = (int32_t)at;                                                   \
-                part[i] = inside ? (found < last ? found : last) : bins;                                              \
+                const int32_t last = bins - 1;                                                                        \
+                part[i] = !inside ? bins : at >= last ? last : at > 0.0 ? (int32_t)at : 0;                            \
             }                                                                                                         \
             for (int i = 0; i < size; i++)                                                                            \
                 counts[(size_t)(i % TURNS) * ((size_t)bins + 1) + (size_t)part[i]]++;                                 \

@@ -25,7 +25,7 @@ def stats_row(step: int, layer: str, mean: float) -> tuple[Any, ...]:
 
 def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:
     key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False)
-    assert sink.keep(key, [*tensor.shape, 1], tensor)
+    assert sink.keep(key, [*tensor.shape, 1], tensor) is not None
 
 
 def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:

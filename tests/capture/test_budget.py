@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.capture.budget import BLOCK, ENOUGH, SELDOM
+from instrument.kinds.meter import MOST_FACTOR, USUAL_FACTOR, hidden_factor
 from instrument.plan.sites import make_plan
 from instrument.run.attach import read_specs
 from instrument.spec.parse import parse_budget
@@ -78,7 +79,7 @@ def test_over_ten_workloads_the_overhead_ends_within_a_point_of_the_budget(
     assert ends >= budget - 0.01 or ends >= 0.7 * budget, "no more was given up than had to be"
     events = [row for row in probe.sink.records("events") if row["rule"] == "budget"]
     assert events
-    assert all("are allowed: hook 'h' on" in row["message"] for row in events[1:] if row["severity"] == "info")
+    assert all("are allowed: hook 'h' on" in row["message"] for row in events[2:] if row["severity"] == "info")
     (line,) = [warning for warning in probe.warnings if warning.startswith("budget: hook 'h'")]
     assert "of a step's time in the end" in line
 
@@ -89,8 +90,9 @@ def test_within_the_budget_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -
     with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": "10%"}) as probe:
         train(world, probe, 500, 0.01)
     assert len(probe.sink.rows["stats"]) == pytest.approx(1000 - 2 * AWAY, abs=2 * BLOCK)
-    (told,) = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
-    assert told.startswith(f"in every other {BLOCK} of the first ")
+    told, done = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
+    assert told.startswith(f"in every other {BLOCK} of the first steps")
+    assert done.startswith("recording costs 1.0 times what is seen")
     assert probe.warnings == []
 
 
@@ -108,6 +110,85 @@ def test_what_no_stopwatch_in_a_hook_sees_is_measured_by_looking_away(monkeypatc
         assert probe.budget is not None
         assert probe.budget.measured == pytest.approx(0.1, rel=0.2), "every second time"
     assert any("2.0 times" in row["message"] for row in probe.sink.records("events"))
+
+
+@pytest.mark.parametrize("schedule", [{"every": 8}, {"every": 16}, {"every": 10}, {"steps": [10, 300]}], ids=str)
+def test_what_is_seen_seldom_is_never_looked_away_from(schedule: dict[str, Any]) -> None:
+    """Steps without records are there without that; beside what is due in every step they are looked away from alone."""
+    for others in ({}, {"often": RECORD}):
+        with instrument.attach(model_of(2), {"h": {**RECORD, **schedule}, **others}, budget={"time": 10.0}) as probe:
+            for _ in range(400):
+                probe.plan.layers.model(torch.ones(1, 1))
+                probe.end_step()
+        seen = {row["step"] for row in probe.sink.records("stats") if row["hook"] == "h"}
+        assert seen == set(schedule.get("steps", range(0, 400, schedule.get("every", 1))))
+        assert probe.warnings == []
+
+
+def test_evaluations_are_never_looked_away_from() -> None:
+    specs = {"train": RECORD, "eval": {**RECORD, "phase": "eval"}}
+    with instrument.attach(model_of(1), specs, budget={"time": 10.0}) as probe:
+        for _ in range(60):
+            probe.plan.layers.model(torch.ones(1, 1))
+            probe.end_step()
+            with probe.evaluating():
+                probe.plan.layers.model(torch.ones(1, 1))
+    assert sum(row["hook"] == "eval" for row in probe.sink.records("stats")) == 60
+    assert sum(row["hook"] == "train" for row in probe.sink.records("stats")) < 60
+
+
+def test_bytes_are_looked_at_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    World(monkeypatch)
+    spec = {**RECORD, "stats": "none", "tensors": True}
+    with instrument.attach(
+        nn.Identity(), {"h": {**spec, "layers": "."}}, budget={"time": "5%", "bytes": 100_000}
+    ) as probe:
+        for _ in range(100):
+            probe.plan.layers.model(torch.ones(1000))
+            probe.end_step()
+    assert len(probe.sink.rows["tensors"]) * 4000 <= 100_000
+
+
+@pytest.mark.parametrize(
+    ("spec", "bytes_a_row"),
+    [({"stats": "none", "histogram": 1000, "quantiles": True}, 4000), ({"stats": "none", "tensors": True}, 4000)],
+    ids=str,
+)
+def test_bytes_are_those_of_all_that_is_recorded(spec: dict[str, Any], bytes_a_row: int) -> None:
+    with instrument.attach(nn.Identity(), {"h": {**RECORD, **spec, "layers": "."}}, budget={"bytes": "1GB"}) as probe:
+        probe.plan.layers.model(torch.ones(1000))
+        assert probe.budget is not None
+        assert probe.recorder.bytes_of(probe.lives[0]) == pytest.approx(bytes_a_row, rel=0.02)
+
+
+def test_a_budget_goes_on_from_where_another_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.costs = {2: 10.0}
+    spec = {**RECORD, "stats": ["mean", "l1"], "tensors": True}
+    model = model_of(1)
+    probe = instrument.attach(model, {"h": spec}, budget={"time": "1%"})
+    with probe as first:
+        train(world, first, 6000, 0.01)
+        state = first.state_dict()
+    plan = make_plan(read_specs({"h": spec}), model)
+    second = instrument.Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "1%"}))
+    second.load_state_dict(state)
+    assert second.budget is not None
+    assert first.budget is not None
+    assert second.budget.state_dict() == first.budget.state_dict()
+    assert second.lives[0].thin == SELDOM
+    assert second.lives[0].action.statistics == ("mean",)
+    assert not second.lives[0].action.keeps_tensors
+
+
+def test_a_factor_that_nobody_can_measure_is_the_usual_one() -> None:
+    steps, slower = [1.0, 1.1, 0.9] * 6, [1.2, 1.3, 1.1] * 6
+    assert hidden_factor(slower, steps, 0.1) == pytest.approx(1.6, abs=0.2), "twice what is seen, not quite certain"
+    assert hidden_factor(slower * 500, steps * 500, 0.1) == pytest.approx(2.0, abs=0.01), "certain"
+    assert hidden_factor(slower, steps, 1e-6) == pytest.approx(USUAL_FACTOR, abs=0.01), "too little to be seen at all"
+    assert hidden_factor(slower[:2], steps, 0.1) == USUAL_FACTOR
+    assert hidden_factor(steps * 500, slower * 500, 0.1) == 1.0, "never less than what is seen"
+    assert hidden_factor([9.0] * 100, [1.0] * 100, 0.1) == MOST_FACTOR
 
 
 def test_a_budget_of_bytes_looks_away_from_nothing() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from instrument.stats import single_pass
-from instrument.stats.distribution import SAMPLE, cells, distribution, distribution_on_device
+from instrument.stats.distribution import SAMPLE, _places, cells, distribution, distribution_on_device
 
 LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 WAYS = ("compiled", "portable", "on a device")
@@ -42,10 +42,10 @@ def test_up_to_the_sample_they_are_numpys(way: str, dtype: torch.dtype) -> None:
     assert answer["quantiles"] == pytest.approx(np.quantile(x, LEVELS), rel=1e-12)
     assert (answer["low"], answer["high"]) == (x.min(), x.max())
     edges = np.linspace(x.min(), x.max(), 9)
-    # Elements within a rounding of an edge may be counted on either side of it.
-    near = min(np.abs(x[:, None] - edges[None, 1:-1]).min(axis=0).min(), 1.0)
-    if near > 1e-9:
-        assert answer["counts"] == np.histogram(x, 8)[0].tolist()
+    # An element within a rounding of an edge may be counted on either side of it.
+    near = (np.abs(x[:, None] - edges[None, 1:-1]) < 1e-9).sum()
+    assert near < 30
+    assert np.abs(np.array(answer["counts"]) - np.histogram(x, 8)[0]).sum() <= 2 * near
     assert sum(answer["counts"]) == 3000
 
 
@@ -56,7 +56,7 @@ def test_an_element_on_an_edge_belongs_to_the_bin_above_and_the_largest_to_the_l
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("numel", [SAMPLE + 1, 300_000, 1 << 21])
+@pytest.mark.parametrize("numel", [2 * SAMPLE + 1, 300_000, 1 << 21])
 def test_beyond_the_sample_quantiles_are_within_a_hundredth_in_rank_and_every_element_is_counted(
     way: str, numel: int
 ) -> None:
@@ -68,6 +68,14 @@ def test_beyond_the_sample_quantiles_are_within_a_hundredth_in_rank_and_every_el
     assert np.abs(ranks - LEVELS[1:-1]).max() < 0.013
     assert sum(answer["counts"]) == numel
     assert (answer["low"], answer["high"]) == (x[0], x[-1])
+
+
+def test_no_element_is_in_the_sample_twice() -> None:
+    for numel in (2 * SAMPLE + 1, 40_000, 123_457, 10_000_019):
+        places = _places(numel, torch.device("cpu"))
+        assert len(places.unique()) == SAMPLE
+        assert places.min() >= 0
+        assert places.max() < numel
 
 
 @pytest.mark.parametrize("channels", [2, 3, 16, 64, 128, 1000])
@@ -99,10 +107,11 @@ def test_where_nothing_is_finite_there_is_no_number(way: str, tensor: Tensor) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_equal_elements_are_all_in_the_first_bin(way: str) -> None:
-    answer = found(torch.full((100,), 0.1), bins=3, way=way)
+@pytest.mark.parametrize("value", [0.1, 0.0, 1e200, -1.7e308, 5e-324])
+def test_equal_elements_are_all_in_the_first_bin(way: str, value: float) -> None:
+    answer = found(torch.full((100,), value, dtype=torch.float64), bins=3, way=way)
     assert answer["counts"] == [100, 0, 0]
-    assert set(answer["quantiles"]) == {torch.tensor(0.1).double().item()}
+    assert set(answer["quantiles"]) == {value}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -135,9 +144,20 @@ def test_other_layouts_and_types() -> None:
     plain = torch.arange(24.0).reshape(2, 3, 4)
     wanted = found(plain)
     strided = torch.zeros(2, 3, 8)[..., ::2].copy_(plain)
-    for same in (plain.transpose(0, 2), strided, plain.to_sparse(), plain.to(torch.complex64), plain.to(torch.int64)):
-        tensor = same if not same.is_sparse else same.to_dense()
-        assert found(tensor) == wanted
+    nested = torch.nested.nested_tensor([plain[0], plain[1]])
+    negative = torch.complex(torch.zeros_like(plain), -plain).conj().imag
+    assert negative.is_neg()
+    for same in (
+        plain.transpose(0, 2),
+        strided,
+        plain.to_sparse(),
+        plain.to(torch.complex64),
+        plain.to(torch.int64),
+        nested,
+        negative,
+        nn.Parameter(plain),
+    ):
+        assert found(same) == wanted
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
