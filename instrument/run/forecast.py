@@ -152,7 +152,7 @@ def _grown(table: Table, specs: Sequence[Seen], most: int) -> pa.RecordBatch:
     columns = []
     for number, (about, column) in enumerate(zip(table.columns, batch.columns, strict=True)):
         if about.name not in EXACT:
-            whole = about.unit in FRACTIONS and "numel" in table.names
+            whole = about.unit in FRACTIONS and "numel" in table.names and not batch.column("numel").null_count
             column = _varied(column, cycles, _spread(number, specs, copies.origin), whole=whole)  # noqa: PLW2901
             if whole:
                 column = _of_elements(column, batch.column("numel"))  # noqa: PLW2901

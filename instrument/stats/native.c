@@ -171,8 +171,8 @@ static double unit_of(double low, double high) {
                 const double value = READ(chunk[i]);                                                                  \
                 const int inside = (value >= low) & (value <= high);                                                  \
                 const double at = inside ? (value * unit - base) * scale : 0.0;                                       \
-                const int32_t last = bins - 1;                                                                        \
-                part[i] = !inside ? bins : at >= last ? last : at > 0.0 ? (int32_t)at : 0;                            \
+                const double last = bins - 1, up = at < last ? at : last, found = up > 0.0 ? up : 0.0;                \
+                part[i] = inside ? (int32_t)found : bins;                                                             \
             }                                                                                                         \
             for (int i = 0; i < size; i++)                                                                            \
                 counts[(size_t)(i % TURNS) * ((size_t)bins + 1) + (size_t)part[i]]++;                                 \
