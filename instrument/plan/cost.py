@@ -111,7 +111,8 @@ def firings_of(spec: HookSpec, length: Length) -> Firings:
     if spec.definition.rhythm == "occasion":
         return Firings(steps, 0, 0)
     if spec.definition.rhythm == "step":
-        return Firings(steps, len(steps), 1)
+        stateless = spec.kind == "step_pre" and spec.tensor_role.startswith("state.") and 0 in steps
+        return Firings(steps, len(steps) - stateless, 1)  # before its first step an optimizer has no state
     return Firings(steps, length.micro_steps(steps), length.accumulate)
 
 

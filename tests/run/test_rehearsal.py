@@ -95,6 +95,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "parameters": {**LOOK, "kind": "step_post", "every": 2},
     "updates": {**LOOK, "kind": "step_post", "role": "update", "tensors": True},
     "buffers": {**LOOK, "kind": "step_post", "role": "buffer"},
+    "momenta_before": {**LOOK, "kind": "step_pre", "role": "state.momentum_buffer"},
     "momenta": {**LOOK, "kind": "step_post", "role": "state.momentum_buffer"},
     "values": {**LOOK, "tensors": True, "samples": 2, "every": 4},
     "values_only": {**LOOK, "tensors": True, "stats": "none", "slice": "0:3, ::2", "every": 5},
@@ -230,7 +231,7 @@ def test_of_a_compiled_model_the_rows_are_those_of_the_run(tmp_path: Path) -> No
 
 
 def test_where_a_step_keeps_very_much_few_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.run.rehearsal.MOST_BYTES", 1)
+    monkeypatch.setattr("instrument.run.visits.MOST_BYTES", 1)
     kept = []
     keep = ParquetSink.keep
     monkeypatch.setattr(ParquetSink, "keep", lambda *args: (kept.append(1), keep(*args))[1])
