@@ -18,7 +18,7 @@ from workloads import WORKLOADS, Training, Workload, _images
 
 import instrument
 
-SETTLING = 160  # steps before it is measured
+SETTLING = 300  # steps before it is measured
 MEASURING = 6.0  # seconds of a measurement, about
 
 

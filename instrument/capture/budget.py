@@ -30,6 +30,7 @@ from .recorder import Recorder
 WARM_UP = 3  # steps that are not counted: the first ones allocate
 BLOCK, ENOUGH, MOST_CALIBRATING = 4, 18, 400
 LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # between two looks
+CALM_STEPS, MARGIN, MOST_LOOKED_AGAIN = 60, 0.8, 4  # after which, and how often, thinned sites are looked at more again
 SELDOM = 1024  # how many times as seldom as it was asked for a site may become due
 HORIZON = 4  # how many times the steps that were made bytes are to last for, where nobody knows the run's length
 ROW_BYTES = 70  # of a row of statistics, on disk
@@ -112,6 +113,7 @@ class Budget:
         self._warm_up = WARM_UP
         self._calibration = None if config.time is None else Calibration(self.records)
         self._looked_away = False
+        self._looked_again = 0
         self._steady, self._factor = 0.0, 1.0
         self._left_out: Counter[LiveSite] = Counter()  # how often each site was made lighter
         self._began = time.perf_counter()
@@ -187,12 +189,26 @@ class Budget:
         bare = max(elapsed - spent, 1e-9)
         self.measured = spent / bare
         if self.measured <= allowed:
-            return False
+            return self._look_again(allowed)
         # What is around the actions is shared by all who fire.
         around = (spent - self._factor * sum(self.meter.at.values())) / max(1, sum(self.meter.firings.values()))
         costs = {live: self._factor * self.meter.at[live] + around * self.meter.firings[live] for live in self.records}
         told = f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
         return self._thin_out(costs, spent - allowed * bare, told)
+
+    def _look_again(self, allowed: float) -> bool:
+        """Where twice as much would be well within the budget for a while, what was thinned out is looked at more often."""
+        assert self.measured is not None, "it was measured"
+        thinned = [live for live in self.records if live.thin > 1]
+        calm = self._counted >= CALM_STEPS and 2.0 * self.measured <= MARGIN * allowed
+        if not thinned or not calm or self._looked_again == MOST_LOOKED_AGAIN or self.config.bytes is not None:
+            return False
+        self._looked_again += 1
+        told = f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
+        for live in thinned:
+            live.thin //= 2
+            self.tell(f"{told}: {_name(live)} is looked at {_often(live.thin)} again", live)
+        return True
 
     def _keep_bytes(self, allowed: int, done: int) -> bool:
         total = sum(self._bytes_of(live) for live in self.records)
@@ -268,4 +284,4 @@ def _name(live: LiveSite) -> str:
 
 
 def _often(thin: int) -> str:
-    return f"once in {thin} times that it is due"
+    return f"once in {thin} times that it is due" if thin > 1 else "each time that it is due"

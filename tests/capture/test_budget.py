@@ -226,6 +226,22 @@ def test_what_can_be_thinned_no_more_does_without_tensors_and_then_without_l1(
     assert len(probe.sink.rows["tensors"]) < len(probe.sink.rows["stats"])
 
 
+def test_what_was_thinned_for_a_burst_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else made hooks slow for a while; when that is over, the budget is used again, and not exceeded."""
+    world = World(monkeypatch)
+    world.costs = {2: 0.02}
+    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "20%"}) as probe:
+        train(world, probe, 400, 0.01)
+        thinned = probe.lives[0].thin
+        world.costs = {2: 0.001}
+        train(world, probe, 4000, 0.01)
+        assert thinned >= 16
+        assert probe.lives[0].thin == thinned // 16, "four times, so that it does not rise and fall for ever"
+        assert train(world, probe, 640, 0.01) <= 0.2
+    told = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
+    assert sum(message.endswith(" again") for message in told) == 4
+
+
 def test_interventions_are_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.costs = {2: 0.01}
