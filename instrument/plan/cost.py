@@ -126,8 +126,8 @@ def refuse_misfit_slices(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
         spec = site.spec
         if isinstance(spec, RecordSpec) and spec.slice is not None:
             for info in _tensors_at(site, trials[spec.phase]):
-                first = () if spec.samples is None else (min(spec.samples, *info.shape[:1]),)
-                _refuse_misfit(first + info.shape[len(first) :], spec.name, spec.slice)
+                first = tuple(min(spec.samples or size, size) for size in info.shape[:1])  # a scalar has no samples
+                _refuse_misfit(first + info.shape[1:], spec.name, spec.slice)
 
 
 def _refuse_misfit(shape: tuple[int, ...], name: str, written: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -18,6 +18,7 @@ from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
 from instrument.run.device import process_state
 from instrument.run.experiment import prepare
+from instrument.run.loop import make_step
 from instrument.run.rehearsal import rehearse
 from instrument.run.runner import run
 from instrument.run.terminal import Terminal
@@ -177,17 +178,40 @@ def forecast_of(hooks: dict[str, Any], train: dict[str, Any] | None = None, **mo
 
 
 def test_the_time_foretold_is_that_of_the_steps_at_which_hooks_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks sleep, and so for as long as the forecast has to find them: 30 ms each, at four layers."""
-    monkeypatch.setattr(
-        "instrument.actions.record.measure", lambda tensor, names: (time.sleep(0.03), [0.0] * len(names))[1]
-    )
+    """By a clock that a step moves on by 0.5 s and each of four hooks by 0.03 s."""
+    now = [0.0]
+
+    def move(seconds: float) -> None:
+        now[0] += seconds
+
+    for module in ("instrument.kinds.meter", "instrument.run.visits", "instrument.capture.probe"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("instrument.run.visits.SECONDS", 30.0)
+    monkeypatch.setattr("instrument.run.visits.make_step", lambda *args: (move(0.5), make_step(*args))[1])
+    monkeypatch.setattr("instrument.actions.record.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1])
     look = {**LOOK, "layers": ["encoder.*", "decoder.*"]}
     found = forecast_of({"often": look, "seldom": {**look, "every": 5}, "late": {**look, "start": 100}})
-    assert found.cost["often"].seconds == pytest.approx(0.12, rel=0.25)
-    assert found.cost["seldom"].seconds == pytest.approx(0.12, rel=0.25)
+    assert found.bare == pytest.approx(0.5)
+    assert found.cost["often"].seconds == pytest.approx(0.12)
+    assert found.cost["seldom"].seconds == pytest.approx(0.12)
     assert found.cost["late"].seconds == 0.0
-    assert found.share("often", 20) == pytest.approx(5 * found.share("seldom", 20), rel=0.3)
-    assert found.hooked - found.bare == pytest.approx(0.12 * 1.2, rel=0.25)
+    assert found.share("often", 20) == pytest.approx(0.24)
+    assert found.share("seldom", 20) == pytest.approx(0.24 / 5)
+    assert found.slowdown == pytest.approx(0.24 * 1.2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "cut", "fits"),
+    [(2, "0:1", True), (None, "3", True), (2, "1", True), (2, "5", False), (None, "90", False)],
+)
+def test_a_slice_is_held_against_the_samples_that_are_left(samples: int | None, cut: str, fits: bool) -> None:
+    keep = {**LOOK, "tensors": True, "slice": cut} | ({} if samples is None else {"samples": samples})
+    scalar = {"loss": {**keep, "layers": ".", "kind": "loss"}} if samples else {}
+    if fits:
+        forecast_of({"a": {**keep, "layers": "decoder"}, **scalar})
+        return
+    with pytest.raises(ConfigError, match="does not fit a tensor of shape"):
+        forecast_of({"a": {**keep, "layers": "decoder"}})
 
 
 def test_a_step_that_fails_with_hooks_is_told_before_the_run() -> None:
