@@ -44,7 +44,8 @@ class Context:
         backward: Which gradient of the tensor this is, from 0: a double backward pass brings a second one, and so does a
             second pass through a graph that was retained. 0 for what is no gradient.
         recompute: Whether it happens while activation checkpointing computes a forward pass again.
-        value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached.
+        value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached; where it is
+            an update, the parameter after it.
         parameters: For a penalty on the loss: the parameters that it is on.
         seed: The seed of the run.
     """

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from ..errors import HookError
 from ..spec.base import parse_slice
+from ..spec.kinds import KINDS
 from ..spec.record import RecordSpec
+from ..spec.statistics import OF_VALUES
 from ..stats.distribution import distribution
-from ..stats.kernel import measure
+from ..stats.kernel import Values, measure
+from ..stats.units import dead_fraction, range_of, ratio_of_norms, saturated_fraction, unit_dim
 from .base import Context, Rows
 from .intervention import describe
 
@@ -38,11 +41,40 @@ def as_plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
+def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
+    """A statistic of more than a tensor's values.
+
+    Args:
+        name: `dead_fraction`, `saturated_fraction` or `update_ratio`.
+        tensor: The tensor.
+        context: The firing that it is of.
+        dim: The dimension that units are along; the usual one without it.
+
+    Returns:
+        A number, or None where there is none; a float64 scalar on another device, where NaN is none.
+    """
+    found: float | Tensor | None = None
+    if name == "update_ratio":
+        assert context.value is not None, "an update is handed on with its parameter"
+        found = ratio_of_norms(tensor, context.value)
+    elif name == "saturated_fraction":
+        ends = range_of(context.module)
+        found = None if ends is None or not tensor.is_floating_point() else saturated_fraction(as_plain(tensor), ends)
+    elif not tensor.is_nested:
+        of_parameter = KINDS[context.kind].family != "module"
+        along = unit_dim(tensor, of_parameter=of_parameter) if dim is None else dim
+        found = None if along is None else dead_fraction(as_plain(tensor.detach()), along)
+    if found is None and not tensor.is_cpu:
+        return torch.full((), math.nan, dtype=torch.float64, device=tensor.device)
+    return found
+
+
 class Record:
     """Writes the rows that a record spec asks for.
 
     Attributes:
         statistics: The names of those that are measured.
+        more: Of those, the ones that are of more than the values.
         levels: Of the quantiles; none where there are none.
         bins: Of the histogram; 0 where there is none.
         keeps_tensors: Whether values are kept.
@@ -52,6 +84,7 @@ class Record:
         self.spec = spec
         self.rows = rows
         self.statistics = spec.statistics
+        self.more = tuple(name for name in spec.statistics if name not in OF_VALUES)
         self.levels = spec.quantiles or ()
         self.bins = spec.histogram or 0
         self.keeps_tensors = spec.tensors
@@ -69,9 +102,10 @@ class Record:
         if self.levels:
             lighter.levels = ()
             return lighter, "quantiles"
-        if "l1" in self.statistics:
-            lighter.statistics = tuple(name for name in self.statistics if name != "l1")
-            return lighter, "l1"
+        for dear in (*self.more, *(name for name in self.statistics if name == "l1")):
+            lighter.statistics = tuple(name for name in self.statistics if name != dear)
+            lighter.more = tuple(name for name in self.more if name != dear)
+            return lighter, dear
         return None
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
@@ -79,7 +113,7 @@ class Record:
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         if self.statistics:
-            self.rows.add_stats(context, self.statistics, measure(tensor, self.statistics))
+            self.rows.add_stats(context, self.statistics, self._measure(tensor, context))
         if self.levels or self.bins:
             found = distribution(tensor, self.levels, self.bins)
             self.rows.add_distribution(context, self.levels, self.bins, found)
@@ -91,3 +125,12 @@ class Record:
                 shape = list(plain.shape)
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
             self.rows.add_tensor(context, plain.shape, kept, self.dtype)
+
+    def _measure(self, tensor: Tensor, context: Context) -> Values:
+        if not self.more:
+            return measure(tensor, self.statistics)
+        values = measure(tensor, self.statistics[: -len(self.more)])
+        others = [more_of(name, tensor, context, self.spec.unit_dim) for name in self.more]
+        if isinstance(values, Tensor):
+            return torch.cat([values, torch.stack([torch.as_tensor(other) for other in others])])
+        return [*values, *(other.item() if isinstance(other, Tensor) else other for other in others)]

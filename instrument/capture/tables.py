@@ -88,7 +88,13 @@ IDENTITY = (
     ),
     Column("recompute", pa.bool_(), "", "seen while activation checkpointing ran the forward pass again"),
 )
-_UNITS = {"count": "elements", "fraction": "fraction of the finite values", "value": "the tensor's own"}
+_UNITS = {
+    "count": "elements",
+    "fraction": "fraction of the finite values",
+    "units": "fraction of the units",
+    "ratio": "",
+    "value": "the tensor's own",
+}
 _ARROW = {"int64": pa.int64(), "float64": pa.float64()}
 
 TABLES: dict[str, Table] = {

@@ -79,7 +79,8 @@ class StepHooks:
                 continue
             live.hit()
             live.action.prepare([tensor])
-            new = live.fire(tensor, live.site.own_name, Firing(call))
+            of = live.current_parameter() if live.site.spec.tensor_role == "update" else None
+            new = live.fire(tensor, live.site.own_name, Firing(call), value=of)
             if new is not tensor:
                 tensor.copy_(new)
 

@@ -8,12 +8,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, fie
 
 from .base import HookBase, SliceText, UnknownNameError
 from .fields import Count
-from .statistics import ALL, DEFAULT
+from .statistics import ALL, DEFAULT, STATISTICS
 
 Statistics = Annotated[
     Literal["default", "all", "none"] | tuple[str, ...],
     WithJsonSchema(
-        {"anyOf": [{"enum": ["default", "all", "none", *ALL]}, {"type": "array", "items": {"enum": list(ALL)}}]}
+        {"anyOf": [{"enum": ["default", "all", "none", *ALL]}, {"type": "array", "items": {"enum": ["default", *ALL]}}]}
     ),
 ]
 DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -56,7 +56,10 @@ class RecordSpec(HookBase):
     """Write down statistics of the tensor, its distribution, the tensor itself, or several of these. Changes nothing."""
 
     action: Literal["record"]
-    stats: Statistics = Field("default", description="Which statistics.")
+    stats: Statistics = Field("default", description="Which statistics; in a list, 'default' stands for those.")
+    unit_dim: int | None = Field(
+        None, description="The dimension that the units of dead_fraction are along, where it is not the usual one."
+    )
     quantiles: Levels = Field(
         None, description=f"Quantiles at these levels, from 0 to 1; true for {', '.join(map(str, DEFAULT_LEVELS))}."
     )
@@ -76,10 +79,20 @@ class RecordSpec(HookBase):
     def _known_statistics(cls, value: Any) -> Any:
         if isinstance(value, str) and value not in ("default", "all", "none"):
             value = [value]
-        for name in value if isinstance(value, list | tuple) else ():
-            if name not in ALL:
-                raise UnknownNameError("statistic", str(name), ALL)
-        return value
+        if not isinstance(value, list | tuple):
+            return value
+        for name in value:
+            if name not in ("default", *ALL):
+                raise UnknownNameError("statistic", str(name), ("default", *ALL))
+        return tuple(known for name in value for known in (DEFAULT if name == "default" else (name,)))
+
+    @model_validator(mode="after")
+    def _role_has_the_statistics(self) -> RecordSpec:
+        for name in self.stats if isinstance(self.stats, tuple) else ():
+            if not self._has(name):
+                where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[name].only)
+                raise ValueError(f"{name} is a statistic of {where}; this is kind {self.kind}, role {self.tensor_role}")
+        return self
 
     @model_validator(mode="after")
     def _records_something(self) -> RecordSpec:
@@ -87,6 +100,8 @@ class RecordSpec(HookBase):
             raise ValueError(
                 "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are asked for"
             )
+        if self.unit_dim is not None and "dead_fraction" not in self.statistics:
+            raise ValueError("unit_dim is for dead_fraction: name it in 'stats' too")
         cuts = {"samples", "slice", "max_elements", "dtype"} & self.model_fields_set
         if cuts and not self.tensors:
             raise ValueError(f"{', '.join(sorted(cuts))} cut recorded tensors: say 'tensors: true' too")
@@ -94,9 +109,13 @@ class RecordSpec(HookBase):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The names asked for, in the order of the columns."""
+        """The names asked for, in the order of the columns; of `all` those that the kind and role have."""
         asked = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        return tuple(name for name in ALL if name in asked)
+        return tuple(name for name in ALL if name in asked and self._has(name))
+
+    def _has(self, statistic: str) -> bool:
+        only = STATISTICS[statistic].only
+        return not only or (self.kind, self.tensor_role) in only
 
     @property
     def distribution(self) -> bool:

@@ -3,6 +3,10 @@
 All are of the finite values x of a tensor, n of them; the others are counted. Where there is no finite value
 (an empty tensor, or nothing but NaN) everything but the counts is null. Integers and booleans are taken as
 numbers, complex values by their magnitude.
+
+Three say more than the values alone do, of tensors of some kinds only; elsewhere they are null. A unit is a channel of an image
+(dimension 1 of a tensor with 4 or 5), a feature of a vector or of a sequence's elements (the last of 2 or 3), a row of a
+parameter or its gradient (dimension 0); `unit_dim` says otherwise.
 """
 
 from __future__ import annotations
@@ -18,19 +22,22 @@ class Statistic:
     Attributes:
         name: As in `stats:`, and the name of the column.
         formula: In terms of the finite values x, n of them.
-        unit: `count`, `fraction` of the finite values (0 to 1), or `value`: the unit of the tensor itself.
+        unit: `count`, `fraction` of the finite values (0 to 1), `units`: fraction of the units, `ratio`, or `value`: the
+            unit of the tensor itself.
         dtype: The column's type. Counts, minimum and maximum are exact; the rest agrees with float64 to 1e-5.
         default: Whether `stats: default` has it.
+        only: The kinds and roles that have it, where it is of more than the values: of a module's range, of a parameter.
     """
 
     name: str
     formula: str
-    unit: Literal["count", "fraction", "value"]
+    unit: Literal["count", "fraction", "units", "ratio", "value"]
     dtype: Literal["int64", "float64"]
     default: bool = True
+    only: tuple[tuple[str, str], ...] = ()
 
 
-_ALL = (
+_OF_VALUES = (
     Statistic("numel", "number of elements, finite or not", "count", "int64"),
     Statistic("mean", "sum(x) / n", "value", "float64"),
     Statistic("std", "sqrt(sum((x - mean)^2) / n), the population's", "value", "float64"),
@@ -44,7 +51,34 @@ _ALL = (
     Statistic("nan_count", "number of NaN", "count", "int64"),
     Statistic("inf_count", "number of +inf and -inf", "count", "int64"),
 )
+_OF_MORE = (
+    Statistic(
+        "dead_fraction",
+        "units that are zero for every sample and position, over all units; null below two dimensions, but for parameters",
+        "units",
+        "float64",
+        default=False,
+    ),
+    Statistic(
+        "saturated_fraction",
+        "count(x within 1.5% of the range of an end of what the activation can give) / n: beyond 0.97 for Tanh; null for "
+        "modules other than Tanh, Sigmoid, Hardtanh, ReLU6 (its upper end), Hardsigmoid, Softsign",
+        "fraction",
+        "float64",
+        default=False,
+        only=(("forward", "output"),),
+    ),
+    Statistic(
+        "update_ratio",
+        "l2 of the update / l2 of the parameter after it",
+        "ratio",
+        "float64",
+        default=False,
+        only=(("step_post", "update"),),
+    ),
+)
 
-STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _ALL}
+STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in (*_OF_VALUES, *_OF_MORE)}
 ALL: tuple[str, ...] = tuple(STATISTICS)
+OF_VALUES: tuple[str, ...] = tuple(statistic.name for statistic in _OF_VALUES)
 DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import ALL
+from ..spec.statistics import OF_VALUES
 
 BLOCK = 65_536  # elements; in float64 half a megabyte, which stays in the L2 cache
 SAFE_EXPONENT = 400  # of two: sums of squares up to here neither overflow float64 nor vanish in it
@@ -154,7 +154,7 @@ def _statistics(moments: Moments, numel: int) -> dict[str, float | None]:
     }
     n, unit = moments.n, moments.unit
     if n == 0:
-        return dict.fromkeys(ALL) | counts
+        return dict.fromkeys(OF_VALUES) | counts
     return counts | {
         "mean": (moments.pivot + moments.mean) * unit,
         "std": math.sqrt(max(moments.m2, 0.0) / n) * unit,

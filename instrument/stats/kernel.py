@@ -29,7 +29,7 @@ def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
 
     Args:
         tensor: What is measured; it is read, never written.
-        names: Names from `instrument.spec.statistics.STATISTICS`.
+        names: Names from `instrument.spec.statistics.OF_VALUES`.
 
     Returns:
         The values in the order of `names`: numbers and None for a tensor on the CPU; a float64 tensor of shape

@@ -28,7 +28,7 @@ SMALLEST, LARGEST = (
 )  # the largest magnitude of a float64 tensor whose squares a double adds up without loss
 
 Row = tuple[float | None, ...]
-"""All statistics, in the order of `instrument.spec.statistics.ALL`."""
+"""All statistics of values, in the order of `instrument.spec.statistics.OF_VALUES`."""
 
 _FLOAT64 = 2
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: _FLOAT64}

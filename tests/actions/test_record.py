@@ -15,7 +15,7 @@ import instrument
 from instrument.actions.record import Record, cut
 from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, DEFAULT
+from instrument.spec.statistics import ALL, DEFAULT, OF_VALUES
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
     ("asked", "names"),
     [
         ("default", DEFAULT),
-        ("all", ALL),
+        ("all", OF_VALUES),
         (["mean", "l2"], ("mean", "l2")),
         (["l2", "nan_count", "mean"], ("mean", "l2", "nan_count")),
         ("l1", ("l1",)),

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
-from instrument.spec.statistics import ALL, DEFAULT, STATISTICS
+from instrument.spec.statistics import DEFAULT, OF_VALUES, STATISTICS
 from instrument.stats import single_pass
 from instrument.stats.blocks import BLOCK
 from instrument.stats.kernel import measure, measure_on_device
@@ -34,9 +34,9 @@ Way = Callable[[Tensor], Numbers]
 
 
 def in_one_pass(tensor: Tensor) -> Numbers:
-    values = measure(tensor, ALL)
+    values = measure(tensor, OF_VALUES)
     assert isinstance(values, list)
-    return dict(zip(ALL, values, strict=True))
+    return dict(zip(OF_VALUES, values, strict=True))
 
 
 def in_blocks(tensor: Tensor) -> Numbers:
@@ -47,10 +47,10 @@ def in_blocks(tensor: Tensor) -> Numbers:
 
 def on_device(tensor: Tensor) -> Numbers:
     """What a GPU would be asked for; on the CPU, so that its numbers can be seen."""
-    values = measure_on_device(tensor, ALL)
+    values = measure_on_device(tensor, OF_VALUES)
     assert values.dtype == torch.float64
-    assert values.shape == (len(ALL),)
-    return {name: None if math.isnan(value) else value for name, value in zip(ALL, values.tolist(), strict=True)}
+    assert values.shape == (len(OF_VALUES),)
+    return {name: None if math.isnan(value) else value for name, value in zip(OF_VALUES, values.tolist(), strict=True)}
 
 
 def reference(elements: Any) -> Numbers:
@@ -61,7 +61,7 @@ def reference(elements: Any) -> Numbers:
     n = finite.size
     counts: Numbers = {"numel": x.size, "nan_count": int(np.isnan(x).sum()), "inf_count": int(np.isinf(x).sum())}
     if n == 0:
-        return {name: counts.get(name) for name in ALL}
+        return {name: counts.get(name) for name in OF_VALUES}
     moved = finite - finite[0]  # so that equal values have no spread, whatever their mean is rounded to
     return {
         **counts,
@@ -78,7 +78,7 @@ def reference(elements: Any) -> Numbers:
 
 
 def assert_law_5(got: Numbers, wanted: Numbers) -> None:
-    assert {name for name in ALL if got[name] is None} == {name for name in ALL if wanted[name] is None}
+    assert {name for name in OF_VALUES if got[name] is None} == {name for name in OF_VALUES if wanted[name] is None}
     for name in EXACT:
         assert got[name] == wanted[name], name
     if wanted["mean"] is None:
@@ -314,8 +314,8 @@ def test_values_come_in_the_order_asked_for(names: Sequence[str]) -> None:
 
 def test_counts_are_whole_numbers_and_the_rest_are_floats() -> None:
     got = in_one_pass(torch.tensor([1.0, math.nan]))
-    for name, statistic in STATISTICS.items():
-        assert type(got[name]) is {"int64": int, "float64": float}[statistic.dtype], name
+    for name in OF_VALUES:
+        assert type(got[name]) is {"int64": int, "float64": float}[STATISTICS[name].dtype], name
 
 
 magnitudes = st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30])
@@ -394,10 +394,10 @@ def test_what_is_not_asked_for_changes_nothing_of_what_is(names: tuple[str, ...]
 
 def test_threads_that_measure_at_once_do_not_mix_their_numbers() -> None:
     tensors = [torch.randn(2 * BLOCK) * 10.0**i for i in range(8)]
-    wanted = [measure(tensor, ALL) for tensor in tensors]
+    wanted = [measure(tensor, OF_VALUES) for tensor in tensors]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
-            assert list(pool.map(lambda tensor: measure(tensor, ALL), tensors)) == wanted
+            assert list(pool.map(lambda tensor: measure(tensor, OF_VALUES), tensors)) == wanted
 
 
 def test_a_tensor_of_inference_mode_is_measured_and_so_is_the_next_one() -> None:

@@ -1,0 +1,112 @@
+"""What a tensor says of its module's units: which of them are dead, how much of it is saturated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .kernel import measure
+
+NEAR = 0.015  # of the range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3)
+
+
+def unit_dim(tensor: Tensor, *, of_parameter: bool) -> int | None:
+    """The dimension that units are along, where nobody has said it; None for scalars, and vectors that are no parameter.
+
+    Args:
+        tensor: Any shape: [out, ...] of a parameter, else [N, C], [N, T, C], [N, C, H, W] or [N, C, D, H, W].
+        of_parameter: Whether it is a parameter, its gradient, its update or the like.
+    """
+    if of_parameter:
+        return 0 if tensor.dim() else None
+    if tensor.dim() < 2:
+        return None
+    return 1 if tensor.dim() > 3 else tensor.dim() - 1
+
+
+def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
+    """The share of units all of whose elements are zero; NaN is not zero.
+
+    Args:
+        tensor: Any dtype with at least one dimension, strided. On the CPU no more of it is looked at than it takes.
+        dim: The dimension that the units are along.
+
+    Returns:
+        A number from 0 to 1 on the CPU, None without a unit or an element; a float64 scalar on any other device.
+
+    Raises:
+        IndexError: The tensor has no such dimension.
+    """
+    if not tensor.numel():
+        return None
+    x = tensor.detach()
+    units = range(x.dim())[dim]
+    others = [other for other in range(x.dim()) if other != units]
+    if not x.is_cpu:
+        return _zero_throughout(x, others).to(torch.float64).mean()
+    dead = _dead(x, others) if others else x == 0
+    return int(dead.sum()) / len(dead)
+
+
+def _dead(tensor: Tensor, others: list[int]) -> Tensor:
+    """Which units are zero throughout, shape [units]; of few samples first, since one that is not zero is enough."""
+    along = others[0]
+    begin, size = 0, 1
+    dead = torch.ones((), dtype=torch.bool)
+    while begin < tensor.shape[along] and dead.any():
+        part = tensor.narrow(along, begin, min(size, tensor.shape[along] - begin))
+        dead = dead & _zero_throughout(part, others)
+        begin, size = begin + size, 2 * size
+    return dead
+
+
+def _zero_throughout(tensor: Tensor, others: list[int]) -> Tensor:
+    """Which units are zero along all other dimensions, shape [units]."""
+    magnitudes = tensor.abs() if tensor.is_floating_point() or tensor.is_complex() else tensor != 0
+    return (magnitudes.amax(others) if others else magnitudes) == 0
+
+
+def range_of(module: nn.Module) -> tuple[float | None, float | None] | None:
+    """The ends of what an activation can give at which its gradient vanishes; None where it has none that we know."""
+    match module:
+        case nn.ReLU6():
+            return None, 6.0
+        case nn.Hardtanh():
+            return float(module.min_val), float(module.max_val)
+        case nn.Tanh() | nn.Softsign():
+            return -1.0, 1.0
+        case nn.Sigmoid() | nn.Hardsigmoid():
+            return 0.0, 1.0
+    return None
+
+
+def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float | None]) -> float | Tensor | None:
+    """The share of the finite elements that lie within 1.5% of the range of an end of it.
+
+    Args:
+        tensor: Any shape, floating point.
+        ends: The lower and the upper end; a lower end of None counts as 0, and is not looked at.
+
+    Returns:
+        A number from 0 to 1 on the CPU, None where nothing is finite; a float64 scalar on any other device, NaN for None.
+    """
+    low, high = ends
+    assert high is not None, "every activation that saturates has an upper end"
+    margin = NEAR * (high - (low or 0.0))
+    x = tensor.detach()
+    near = x >= high - margin
+    if low is not None:
+        near |= x <= low + margin
+    finite = x.isfinite()
+    saturated, n = (near & finite).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
+    if x.is_cpu:
+        return None if not n else (saturated / n).item()
+    return saturated / n
+
+
+def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | Tensor | None:
+    """The norm of an update over that of its parameter after it; None, or NaN on a device, where that is zero."""
+    found, of = (measure(tensor, ("l2",)) for tensor in (update, parameter))
+    if isinstance(found, Tensor) and isinstance(of, Tensor):
+        return torch.where(of > 0, found / of, torch.nan)[0]
+    return None if not of[0] or found[0] is None else found[0] / of[0]

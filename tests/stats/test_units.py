@@ -1,0 +1,183 @@
+"""Statistics of more than a tensor's values: dead units, saturation, the ratio of an update to its parameter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from torch import nn
+
+import instrument
+from instrument.errors import ConfigError, HookError
+from instrument.spec.parse import parse_hooks
+from instrument.spec.statistics import ALL, DEFAULT
+from instrument.stats.units import dead_fraction, range_of, saturated_fraction, unit_dim
+
+RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+
+
+def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str, Any]:
+    with instrument.attach(module, {"h": {**RECORD, "layers": ".", **fields}}) as probe:
+        module(value)
+        probe.end_step()
+    (row,) = probe.sink.records("stats")
+    return row
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_parameter", "dim"),
+    [
+        ((8, 5), False, 1),
+        ((8, 7, 5), False, 2),
+        ((8, 5, 4, 4), False, 1),
+        ((8, 5, 2, 4, 4), False, 1),
+        ((8,), False, None),
+        ((), False, None),
+        ((5, 3), True, 0),
+        ((5,), True, 0),
+        ((), True, None),
+    ],
+)
+def test_units_are_along_the_usual_dimension(shape: tuple[int, ...], of_parameter: bool, dim: int | None) -> None:
+    assert unit_dim(torch.zeros(shape), of_parameter=of_parameter) == dim
+
+
+@settings(deadline=None)  # the first call on another device takes long
+@given(
+    npst.arrays(
+        np.float32,
+        npst.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5),
+        elements=st.sampled_from([0.0, -0.0, 0.0, 0.0, 1e-30, -2.0, math.nan, math.inf]),
+    ),
+    st.data(),
+)
+def test_a_unit_is_dead_where_all_of_it_is_zero(array: np.ndarray[Any, Any], data: Any) -> None:
+    dim = data.draw(st.integers(0, array.ndim - 1))
+    rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
+    wanted = np.mean([all(x == 0 for x in row) for row in rows])
+    tensor = torch.from_numpy(array)
+    assert dead_fraction(tensor, dim) == wanted
+    assert dead_fraction(tensor, dim - array.ndim) == wanted
+    on_device = dead_fraction(tensor.to("meta"), dim)
+    assert isinstance(on_device, torch.Tensor)
+    assert (on_device.shape, on_device.dtype) == ((), torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+def test_units_of_every_type_are_counted(dtype: torch.dtype) -> None:
+    assert dead_fraction(torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype), 1) == pytest.approx(1 / 3)
+
+
+def test_a_tensor_without_elements_has_no_dead_units() -> None:
+    assert dead_fraction(torch.zeros(0, 5), 1) is None
+
+
+def test_the_recorded_share_of_dead_units_is_that_of_the_activation() -> None:
+    layer = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+    with torch.no_grad():
+        layer[0].bias[:] = torch.tensor([-100.0, 1.0, -100.0, -100.0])
+    row = recorded(layer, torch.rand(6, 1, 8, 8), stats=["dead_fraction", "zero_fraction"])
+    assert (row["dead_fraction"], row["zero_fraction"]) == (0.75, 0.75)
+
+
+def test_unit_dim_says_where_the_units_are() -> None:
+    value = torch.zeros(2, 3, 4)
+    value[:, 0, 0] = 1.0
+    assert recorded(nn.Identity(), value, stats="dead_fraction")["dead_fraction"] == 0.75
+    assert recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=1)["dead_fraction"] == pytest.approx(2 / 3)
+    with pytest.raises(HookError, match=r"hook 'h'.*out of range"):
+        recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=3)
+    with pytest.raises(ConfigError, match="unit_dim is for dead_fraction"):
+        parse_hooks({"h": {**RECORD, "unit_dim": 1}})
+
+
+def test_units_of_a_gradient_are_rows_of_the_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with torch.no_grad():
+        model[0].bias[:2] = -100.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"g": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "all"}}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        model(torch.rand(5, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    assert probe.sink.frame("stats").set_index("path").dead_fraction.to_dict() == {"weight": 0.5, "bias": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("module", "values", "saturated"),
+    [
+        (nn.Tanh(), [-9.0, -1.0, 0.0, 9.0], 0.5),
+        (nn.Sigmoid(), [-9.0, -1.0, 0.0, 9.0], 0.5),
+        (nn.Hardtanh(-2.0, 2.0), [-9.0, -1.0, 0.0, 1.9], 0.25),
+        (nn.ReLU6(), [-9.0, 0.0, 5.0, 9.0], 0.25),
+        (nn.Hardsigmoid(), [-9.0, 0.0, 0.0, 9.0], 0.5),
+        (nn.Softsign(), [-1e9, 0.0, 1.0, 1e9], 0.5),
+        (nn.Tanh(), [9.0, math.nan, 0.0, math.nan], 0.5),
+        (nn.Tanh(), [math.nan, math.nan], None),
+        (nn.ReLU(), [-9.0, 0.0, 5.0, 9.0], None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_saturated_is_what_lies_at_the_ends_of_the_range(
+    module: nn.Module, values: list[float], saturated: float | None
+) -> None:
+    assert recorded(module, torch.tensor(values), stats="saturated_fraction")["saturated_fraction"] == saturated
+    ends = range_of(module)
+    if ends is not None:
+        on_device = saturated_fraction(module(torch.tensor(values)).to("meta"), ends)
+        assert isinstance(on_device, torch.Tensor)
+        assert on_device.dtype == torch.float64
+
+
+def test_tanh_is_saturated_beyond_097() -> None:
+    ends = range_of(nn.Tanh())
+    assert ends is not None
+    assert saturated_fraction(torch.tensor([0.969, -0.969, 0.971, -0.971]), ends) == 0.5
+
+
+def test_the_ratio_of_an_update_is_to_the_parameter_after_it() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": ["update_ratio", "l2"]}}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        model(torch.rand(4, 3)).square().sum().backward()
+        optimizer.step()
+        probe.end_step()
+    for row in probe.sink.records("stats"):
+        after = dict(model.named_parameters())[row["path"]].detach()
+        wanted = (after - before[row["path"]]).norm() / after.norm()
+        assert row["update_ratio"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_an_update_of_nothing_has_no_ratio() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": "update_ratio"}}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    assert [row["update_ratio"] for row in probe.sink.records("stats")] == [None]
+
+
+def test_a_statistic_that_the_role_does_not_have_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="update_ratio is a statistic of kind step_post, role update; this is kind forward"
+    ):
+        parse_hooks({"h": {**RECORD, "stats": ["update_ratio"]}})
+    with pytest.raises(ConfigError, match="saturated_fraction is a statistic of kind forward, role output"):
+        parse_hooks({"h": {**RECORD, "kind": "forward_pre", "stats": "saturated_fraction"}})
+
+
+def test_default_may_stand_in_a_list() -> None:
+    spec = parse_hooks({"h": {**RECORD, "stats": ["default", "dead_fraction", "l2"]}})["h"]
+    assert spec.statistics == tuple(name for name in ALL if name in (*DEFAULT, "dead_fraction"))
