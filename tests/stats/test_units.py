@@ -81,6 +81,7 @@ def test_a_tensor_without_elements_has_no_dead_units() -> None:
 def test_the_recorded_share_of_dead_units_is_that_of_the_activation() -> None:
     layer = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
     with torch.no_grad():
+        layer[0].weight.fill_(0.1)
         layer[0].bias[:] = torch.tensor([-100.0, 1.0, -100.0, -100.0])
     row = recorded(layer, torch.rand(6, 1, 8, 8), stats=["dead_fraction", "zero_fraction"])
     assert (row["dead_fraction"], row["zero_fraction"]) == (0.75, 0.75)
@@ -100,7 +101,8 @@ def test_unit_dim_says_where_the_units_are() -> None:
 def test_units_of_a_gradient_are_rows_of_the_parameter() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     with torch.no_grad():
-        model[0].bias[:2] = -100.0
+        model[0].weight.fill_(1.0)
+        model[0].bias[:] = torch.tensor([-100.0, -100.0, 0.0, 0.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooks = {"g": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "all"}}
     with instrument.attach(model, hooks, optimizer=optimizer) as probe:
