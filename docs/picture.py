@@ -6,6 +6,7 @@ With INSTRUMENT_DATA set to a folder with MNIST it is a run on MNIST, else on th
 from __future__ import annotations
 
 import contextlib
+import io
 import tempfile
 from pathlib import Path
 
@@ -43,10 +44,11 @@ def main() -> None:
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config, raw = read_config(compose("config", ["+exp=mnist_hooks"]))
     terminal = Terminal()
-    terminal.console = Console(record=True, width=110, highlight=False, color_system="truecolor")
+    terminal.console = Console(file=io.StringIO(), record=True, width=120, highlight=False, color_system="truecolor")
     terminal.console.print("[bold green]$[/] python -m instrument +exp=mnist_hooks", highlight=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         run(config, Path("runs/mnist_hooks/2026-11-21_09-00-00"), terminal, raw=raw, overrides={})
+    terminal.console.print()  # the picture cuts off what hangs below the last line
     drawn = terminal.console.export_svg(title="instrument", theme=MONOKAI, code_format=FORMAT)
     TARGET.write_text(drawn)
 

@@ -80,14 +80,15 @@ def test_the_main_job_prints_its_progress_and_leaves_all_that_it_promises(cli: C
     assert all(word in line for line in steps for word in ("loss", "accuracy", "rows"))
     evaluations = [line for line in answer.out.splitlines() if line.startswith("step") and "evaluation" in line]
     assert [line.split()[1] for line in evaluations] == ["50/100", "100/100"]
-    words = answer.out.split()
+    assert all(word in line for line in steps for word in ("samples/s", "kB"))
+    summary = answer.out.split("Recorded", 1)[1]
     for hook in ("activations", "digit_maps", "gradients", "tame", "quiet", "noisy"):
-        assert words.count(hook) >= 1
-    assert "clip norm 1" in answer.out
-    assert "scale factor 0.5" in answer.out
-    assert "modify noise std 0.05" in answer.out
+        assert hook in summary
+    for finding in ("clip norm 1", "scale factor 0.5", "modify noise std 0.05", "largest gradient norm", "loss"):
+        assert any(line.startswith(finding) for line in summary.splitlines())
     assert f"files       {folder}" in answer.out
     assert f"instrument.load('{folder}')" in answer.out
+    assert answer.out.splitlines()[-1] == f"report      python -m instrument.report {folder}"
 
     assert {path.name for path in folder.iterdir()} == {*TABLES, "run.json", ".hydra", "instrument.log"}
     run = instrument.load(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,22 +52,19 @@ def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> flo
         dim: The dimension that units are along; the usual one without it.
 
     Returns:
-        A number, or None where there is none; a float64 scalar on another device, where NaN is none.
+        A number, or a float64 scalar on another device, where NaN is none; None where the statistic has no meaning.
     """
-    found: float | Tensor | None = None
     if name == "update_ratio":
         assert context.value is not None, "an update is handed on with its parameter"
-        found = ratio_of_norms(tensor, context.value)
-    elif name == "saturated_fraction":
+        return ratio_of_norms(tensor, context.value)
+    if name == "saturated_fraction":
         ends = range_of(context.module)
-        found = None if ends is None or not tensor.is_floating_point() else saturated_fraction(as_plain(tensor), ends)
-    elif not tensor.is_nested:
-        of_parameter = KINDS[context.kind].family != "module"
-        along = unit_dim(tensor, of_parameter=of_parameter) if dim is None else dim
-        found = None if along is None else dead_fraction(as_plain(tensor.detach()), along)
-    if found is None and not tensor.is_cpu:
-        return torch.full((), math.nan, dtype=torch.float64, device=tensor.device)
-    return found
+        return None if ends is None or not tensor.is_floating_point() else saturated_fraction(as_plain(tensor), ends)
+    if tensor.is_nested:
+        return None
+    of_parameter = KINDS[context.kind].family != "module"
+    along = unit_dim(tensor, of_parameter=of_parameter) if dim is None else dim
+    return None if along is None else dead_fraction(as_plain(tensor.detach()), along)
 
 
 class Record:
@@ -131,6 +129,7 @@ class Record:
             return measure(tensor, self.statistics)
         values = measure(tensor, self.statistics[: -len(self.more)])
         others = [more_of(name, tensor, context, self.spec.unit_dim) for name in self.more]
-        if isinstance(values, Tensor):
-            return torch.cat([values, torch.stack([torch.as_tensor(other) for other in others])])
-        return [*values, *(other.item() if isinstance(other, Tensor) else other for other in others)]
+        if not isinstance(values, Tensor):
+            return [*values, *cast(list[float | None], others)]  # of a tensor on the CPU they are numbers too
+        none = torch.full((), math.nan, dtype=torch.float64, device=values.device)
+        return torch.cat([values, torch.stack([other if isinstance(other, Tensor) else none for other in others])])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,31 @@ class RunFiles:
         except (pa.ArrowException, OSError):
             return self._read_one_by_one(whole, wanted, condition)
 
+    def scan(
+        self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The same in batches, in the order in which the rows were written: for tables that are larger than memory."""
+        whole = self.dataset(name)
+        for fragment in whole.get_fragments():
+            try:
+                yield from fragment.to_batches(schema=whole.schema, columns=list(columns), filter=condition)
+            except (pa.ArrowException, OSError) as error:
+                self._problem(Path(fragment.path), f"cannot be read: {_first_line(error)}")
+
+    def count(self, name: str) -> int:
+        """The number of a table's rows, without reading them."""
+        count = 0
+        for fragment in self.dataset(name).get_fragments():
+            try:
+                count += fragment.count_rows()
+            except (pa.ArrowException, OSError) as error:
+                self._problem(Path(fragment.path), f"cannot be read: {_first_line(error)}")
+        return count
+
+    def note_left_out(self, table: str, what: str) -> None:
+        """Add to the problems what a reader cannot make use of."""
+        self._problem(self.folder / table, f"{what}: left out")
+
     def _read_one_by_one(
         self, whole: ds.Dataset, columns: list[str] | None, condition: ds.Expression | None
     ) -> pa.Table:
@@ -111,6 +137,16 @@ class RunFiles:
         if told not in self.problems:
             self.problems.append(told)
             warnings.warn(f"{self.folder}: {told}", InstrumentWarning, stacklevel=2)
+
+
+def size_on_disk(folder: Path) -> int:
+    """The bytes of a run's tables, parts and journals together."""
+    size = 0
+    for name in TABLES:
+        for file in (*parts_of(folder, name).values(), *journals_of(folder, name).values()):
+            with suppress(FileNotFoundError):  # a journal that became a part meanwhile
+                size += file.stat().st_size
+    return size
 
 
 def _first_line(error: Exception) -> str:

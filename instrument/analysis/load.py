@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
+from .arrays import array_of
 from .files import RunFiles
 
 
@@ -59,6 +59,12 @@ class Run:
         states = pd.Series([info["status"] for info in self.infos]).value_counts()
         told = ", ".join(f"{count} {status}" for status, count in states.items())
         return f"<Run {self.path}: {len(self.folders)} run{'s' if len(self.folders) > 1 else ''}, {told}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from .notebook import html_of
+
+        return html_of(self)
 
     @cached_property
     def infos(self) -> list[dict[str, Any]]:
@@ -134,6 +140,17 @@ class Run:
         parts: list[pd.DataFrame] = [_plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
         return pd.concat(parts, ignore_index=True)
 
+    def scan(
+        self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Some columns of a table in batches, where a condition holds: for tables that are larger than memory."""
+        for files in self._files:
+            yield from files.scan(table, columns, condition)
+
+    def count(self, table: str) -> int:
+        """The number of rows of a table, without reading them."""
+        return sum(files.count(table) for files in self._files)
+
     def tensors(self, **where: Any) -> pd.DataFrame:
         """Recorded tensors, as NumPy arrays in their shapes.
 
@@ -158,7 +175,7 @@ class Run:
         frame = self._frame("tensors", condition)
         cells = zip(frame["values"], frame["data"], frame["shape"], frame["dtype"], strict=True)
         return frame.assign(
-            values=pd.Series([_array(*cell) for cell in cells], dtype=object),
+            values=pd.Series([array_of(*cell) for cell in cells], dtype=object),
             shape=pd.Series([tuple(shape) for shape in frame["shape"]], dtype=object),
             source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
         ).drop(columns="data")
@@ -213,16 +230,6 @@ def _add_overrides(frame: pd.DataFrame, run: str, overrides: dict[str, Any]) -> 
     for key, value in overrides.items():
         name = f"override.{key}" if key in frame.columns else key
         frame[name] = pd.Series([value] * len(frame), index=frame.index)
-
-
-def _array(values: Any, data: bytes | None, shape: Any, dtype: str) -> np.ndarray[Any, Any]:
-    if data is None:
-        array = np.asarray(values, dtype=np.float32)
-        exact = {"float16": np.float16, "bool": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16}
-        return array.astype(exact.get(dtype, np.float32)).reshape(shape)
-    if dtype == "bfloat16":
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from ..kinds.live import LiveSite
 from .recorder import RANK, at_site
-
-NEVER_DUE = "never due: its schedule has none of the steps that were run"
+from .tables import NEVER_DUE
 
 
 def coverage_rows(

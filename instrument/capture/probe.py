@@ -25,10 +25,12 @@ from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
 from ..spec.budget import BudgetConfig
+from .alerts import Alerts
 from .budget import Budget
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
+from .overhead import Overhead
 from .recorder import RANK, Recorder
 from .rows import layer_rows
 from .sink import Row, Sink
@@ -86,7 +88,8 @@ class Probe:
         self.optimizer = optimizer
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.recorder = Recorder(sink)
+        self.alerts = Alerts(self.event)
+        self.recorder = Recorder(sink, self.alerts.see_stats)
         self.clock = Clock(Moment(0, 0, 0, "train"), seed)
         found = archive or NoArchive()
         actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
@@ -95,6 +98,8 @@ class Probe:
         if budget is not None and (budget.time is not None or budget.bytes is not None):
             self.budget = Budget(budget, self.lives, self.recorder, steps, self._thinned)
             self.clock.meter = self.budget.meter
+        self._overhead = Overhead()
+        self._due: tuple[str, ...] = ()  # the hooks that have something to do in the step that is running
         self._families: list[Family] = []
         self._scaling: ScalerWatch | None = None
         self._loading: LoadWatch | None = None
@@ -192,6 +197,16 @@ class Probe:
         self._step_began += time.perf_counter() - began  # it is no part of the step that it stands in
 
     @property
+    def overhead(self) -> float | None:
+        """By which share of itself hooks make a training step longer, on average so far; None where it was not measured.
+
+        A budget of time measures it; without one, steps at which hooks were due are held against steps at which none was.
+        """
+        if self.budget is not None and self.budget.config.time is not None:
+            return self.budget.measured
+        return self._overhead.share
+
+    @property
     def epoch(self) -> int:
         """The time through the data, from 0."""
         return self.clock.moment.epoch
@@ -253,10 +268,13 @@ class Probe:
             The row of metrics; where it is on a GPU, whoever looks at it waits for it.
         """
         with self.clock.meter or nullcontext(), held_back():
+            due = (*self._due, "rows of the step before") if self.recorder.is_owing else self._due
             row = self._end_step(loss, samples, metrics)
             if self.budget is not None:
                 self.budget.end_step(self.step + 1)
-            self._step_began = time.perf_counter()
+            now = time.perf_counter()
+            self._overhead.add(due, now - self._step_began)
+            self._step_began = now
             self._retime(step=self.step + 1, micro_step=0)
             return row
 
@@ -297,6 +315,7 @@ class Probe:
         row = read() if transfer.is_here else LateMetrics(read)
 
         def cells() -> Row:
+            self.alerts.see_metrics(moment, row)
             skipped = None if row["skipped"] is None else bool(row["skipped"])
             return (moment.step, moment.epoch, moment.phase, RANK, *(row[name] for name in METRICS), skipped)
 
@@ -315,6 +334,8 @@ class Probe:
         for live in self.lives:
             changed |= live.turn(dues[live.site.spec.name])
         if changed or self.clock.turn == 1:
+            acting = (live.site.spec.name for live in self.lives if live.due and live.rhythm != "occasion")
+            self._due = tuple(dict.fromkeys(acting))
             for family in self._families:
                 family.refresh()
 
@@ -331,11 +352,19 @@ class Probe:
 
     # ------------------------------------------------------------------------------------------------ the record
 
-    def event(self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None) -> None:
-        """A row of the events table; a warning is also kept in `warnings`."""
+    def event(
+        self,
+        rule: str,
+        message: str,
+        *,
+        severity: str = "warning",
+        layer: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        """A row of the events table, of this step or another one; a warning is also kept in `warnings`."""
         if severity == "warning":
             self.warnings.append(message)
-        self.recorder.write("events", [(self.step, RANK, layer, rule, message, severity)])
+        self.recorder.write("events", [(self.step if step is None else step, RANK, layer, rule, message, severity)])
 
     def _thinned(self, message: str, live: LiveSite | None) -> None:
         """A site is looked at less often, for the budget's sake; or all were."""
@@ -378,6 +407,7 @@ class Probe:
             "epoch": self.epoch,
             "warnings": list(self.warnings),
             "recorder": self.recorder.state_dict(),
+            "alerts": self.alerts.state_dict(),
             "ledger": [live.state_dict() for live in self.lives],
             "budget": None if self.budget is None else self.budget.state_dict(),
         }
@@ -388,6 +418,7 @@ class Probe:
         self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
+        self.alerts.load_state_dict(state["alerts"])
         for live, ledger in zip(self.lives, state["ledger"], strict=True):
             live.load_state_dict(ledger)
         if self.budget is not None:

@@ -29,10 +29,16 @@ _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if
 
 
 class Recorder:
-    """Gathers what the actions of a step have to say, and hands it to the sink when the step ends."""
+    """Gathers what the actions of a step have to say, and hands it to the sink when the step ends.
 
-    def __init__(self, sink: Sink) -> None:
+    Args:
+        sink: Who keeps the rows.
+        watch: Called with each step's rows of statistics, once all that is known of the step has been handed over.
+    """
+
+    def __init__(self, sink: Sink, watch: Callable[[Sequence[Row]], None] | None = None) -> None:
         self.sink = sink
+        self.watch = watch
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, likewise
@@ -105,6 +111,12 @@ class Recorder:
         if self._under_way.transfer.is_here and not late:
             self.flush()
 
+    @property
+    def is_owing(self) -> bool:
+        """Whether rows of hooks are on their way, and will take time of the step that is running."""
+        step = self._under_way
+        return step is not None and bool(step.stats or step.distributions or step.effects)
+
     def write_late(self, table: str, row: Callable[[], Row]) -> None:
         """A row that is made when the step's rows are handed over."""
         self._late.append((table, row))
@@ -129,6 +141,8 @@ class Recorder:
                 self.write(table, rows)
         for table, row in step.late:
             self.write(table, [row()])
+        if self.watch is not None:
+            self.watch(stats)
         self.sink.end_step()
 
 

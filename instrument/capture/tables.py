@@ -14,6 +14,8 @@ import pyarrow as pa
 
 from ..spec.statistics import STATISTICS
 
+NEVER_DUE = "never due: its schedule has none of the steps that were run"  # a cause in the coverage table
+
 _LABEL = pa.dictionary(pa.int32(), pa.string())
 
 
@@ -240,8 +242,8 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, dropped, budget, fallback, hidden_module, fast_path, replaced, no_end_step, compiled, "
-                    "graph_break, recording, resumed, error, interrupted",
+                    "kind: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, no_end_step, "
+                    "compiled, graph_break, recording, tracking, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
+from ..spec.description import describe_action
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
@@ -18,149 +22,125 @@ from .modules import Layer
 from .remarks import remarks
 from .select import some
 from .sites import HookPlan
+from .tree import acting_order, module_tree
 from .trial import Trial
 
+ENDLESS = 10_000  # columns
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def plan_view(plan: HookPlan, trials: Mapping[str, Trial], forecast: Forecast, steps: int) -> RenderableType:
-    """The whole plan, to be printed by rich."""
+def plan_view(
+    plan: HookPlan, trials: Mapping[str, Trial], forecast: Forecast, steps: int, folder: Path | None = None
+) -> RenderableType:
+    """The whole plan, to be printed by rich; the folder is where a run would be."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
     parts: list[RenderableType] = [
         module_tree(plan, colours),
         Text(),
-        cost_table(plan, forecast, steps, colours),
+        Costs(plan, forecast, steps, colours),
         Text(
             f"a step takes {human_seconds(forecast.bare)} here, and with these hooks {human_seconds(forecast.hooked)} on "
             f"average: {forecast.slowdown:.1%} more",
             style="dim",
         ),
+        Text(),
+        *written(plan, colours, folder),
     ]
     if any(len(names) > 1 for layer in plan.layers for names in acting_order(plan, layer)):
         parts.insert(1, Text("a → b: at the same tensor, b sees what a returned", style="dim"))
     notes = list(plan_notes(plan, trials))
     if notes:
-        parts += [Text(), Text("Not matched, or not to be seen:", style="bold"), *(Text(f"  {note}") for note in notes)]
+        parts += [
+            Text(),
+            Text("Not matched, or not to be seen:", style="bold"),
+            *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
+        ]
     return Group(*parts)
 
 
-def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
-    """Every module with its type, its own parameters and the specs that match it, in the order in which they act."""
-    nodes: dict[str, Tree] = {}
-    for layer in plan.layers:
-        label = _module_label(plan, layer, colours)
-        parent = layer.name.rpartition(".")[0]
-        if not layer.name:
-            nodes[""] = Tree(label)
-        else:
-            nodes[layer.name] = nodes[parent if parent in nodes else ""].add(label)
-    return nodes[""]
+@dataclass(frozen=True)
+class Costs:
+    """A row a spec: what it does, where, when, what it writes, and by how much it makes steps longer; as wide as there is room."""
 
+    plan: HookPlan
+    forecast: Forecast
+    steps: int
+    colours: Mapping[str, str]
 
-def _module_label(plan: HookPlan, layer: Layer, colours: Mapping[str, str]) -> Text:
-    hooks = acting_order(plan, layer)
-    own = layer.name.rpartition(".")[2] or "."
-    label = Text.assemble((own, "" if hooks else "dim"), " ", (layer.type, "dim"))
-    count = sum(parameter.numel() for _, parameter in layer.own_parameters())
-    if count:
-        label.append(f"  {count:,} parameters", "dim")
-    if layer.aliases:
-        label.append(f"  also {', '.join(layer.aliases)}", "dim")
-    for i, names in enumerate(hooks):
-        for j, hook in enumerate(names):
-            label.append(" → " if j else ", " if i else "  ")
-            label.append(hook, colours[hook])
-    return label
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self._table(narrow=False)
+        fits = Measurement.get(console, options.update_width(ENDLESS), wide).maximum <= options.max_width
+        yield wide if fits else self._table(narrow=True)
 
+    def _table(self, *, narrow: bool) -> Table:
+        """Where it is narrow, kind and action share a cell, and rows a step are left out."""
+        title = f"{len(self.plan.specs)} hooks in {self.steps} steps"
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        kind, rows_a_step = ((), ()) if narrow else (("kind",), ("rows/step",))
+        for name in ("hook", *kind, "action", "at", "when", *rows_a_step, "rows", "bytes", "time"):
+            words = name in ("hook", "kind", "action", "when")
+            folded = narrow and name in ("action", "when")
+            table.add_column(name, justify="left" if words else "right", no_wrap=not folded, overflow="fold")
+        for name, spec in self.plan.specs.items():
+            table.add_row(*self._cells(name, spec, narrow=narrow))
+        if self.plan.specs:
+            table.add_section()
+            table.add_row(*self._total(narrow=narrow))
+        return table
 
-def acting_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
-    """The specs at a layer; those that share a kind and a role act one after the other, in the order written."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for site in plan.at(layer):
-        names = places.setdefault((site.spec.kind, site.spec.tensor_role), [])
-        if site.spec.name not in names:
-            names.append(site.spec.name)
-    return list(places.values())
-
-
-def cost_table(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str, str]) -> Table:
-    """A row a spec: what it does, where, when, what it writes, and by how much it makes steps longer."""
-    cost = forecast.cost
-    table = Table(
-        title=f"{len(plan.specs)} hooks in {steps} steps",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-    )
-    for name, justify in (
-        ("hook", "left"),
-        ("kind", "left"),
-        ("action", "left"),
-        ("at", "right"),
-        ("when", "left"),
-        ("rows/step", "right"),
-        ("rows", "right"),
-        ("bytes", "right"),
-        ("time", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name, spec in plan.specs.items():
-        spent = cost[name]
+    def _cells(self, name: str, spec: HookSpec, *, narrow: bool) -> list[str]:
+        spent = self.forecast.cost[name]
         when = escape(str(spec.schedule)) if spent.firings else f"[red]never[/]: {escape(str(spec.schedule))}"
-        cells = (spec.kind, describe_action(spec), str(len(plan.of(name))), when)
-        table.add_row(
-            f"[{colours[name]}]{name}[/]",
-            *cells,
-            f"{spent.rows_per_step:,}",
+        action = escape(describe_action(spec))
+        return [
+            f"[{self.colours[name]}]{name}[/]",
+            *([f"{spec.kind}: {action}"] if narrow else [spec.kind, action]),
+            str(len(self.plan.of(name))),
+            when,
+            *([] if narrow else [f"{spent.rows_per_step:,}"]),
             f"{spent.rows:,}",
             human_bytes(spent.bytes),
-            "" if spec.phase == "eval" else f"+{forecast.share(name, steps):.1%}",
-        )
-    if cost:
-        table.add_section()
-        rows, size = sum(c.rows for c in cost.values()), sum(c.bytes for c in cost.values())
-        per_step = sum(c.rows_per_step for c in cost.values())
-        table.add_row(
+            "" if spec.phase == "eval" else f"+{self.forecast.share(name, self.steps):.1%}",
+        ]
+
+    def _total(self, *, narrow: bool) -> list[str]:
+        cost = self.forecast.cost.values()
+        return [
             "[bold]in all[/]",
+            *([""] if narrow else ["", ""]),
+            str(len(self.plan.sites)),
             "",
-            "",
-            str(len(plan.sites)),
-            "",
-            f"{per_step:,}",
-            f"[bold]{rows:,}[/]",
-            f"[bold]{human_bytes(size)}[/]",
-            f"[bold]{forecast.slowdown:+.1%}[/]",
-        )
-    return table
+            *([] if narrow else [f"{sum(spent.rows_per_step for spent in cost):,}"]),
+            f"[bold]{sum(spent.rows for spent in cost):,}[/]",
+            f"[bold]{human_bytes(sum(spent.bytes for spent in cost))}[/]",
+            f"[bold]{self.forecast.slowdown:+.1%}[/]",
+        ]
 
 
-def describe_action(spec: HookSpec) -> str:
-    """`record stats, tensors`, `clip norm 1.0`, `modify noise`: what a spec does, in a few words."""
-    if isinstance(spec, RecordSpec):
-        return "record " + ", ".join(
-            part
-            for part, asked in (
-                ("stats", spec.statistics),
-                ("quantiles", spec.quantiles),
-                ("histogram", spec.histogram),
-                ("tensors", spec.tensors),
-            )
-            if asked
-        )
-    told = spec.model_dump(
-        include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
-        exclude_none=True,
-        exclude_unset=True,
-        by_alias=True,
-    )
-    fn = told.pop("fn", None)
-    parts = [
-        spec.action,
-        fn["_target_"] if isinstance(fn, dict) else fn,
-        *(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in told.items()),
-    ]
-    return " ".join(part for part in parts if part)
+def written(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
+    """The tables that there will be, and which hooks write to them."""
+    into: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": []}
+    for name, spec in plan.specs.items():
+        for table in _tables_of(spec):
+            into[table].append(name)
+    yield Text("Will be written" + ("" if folder is None else f" to a folder like {folder}"), "bold")
+    width = max((len(table) for table, names in into.items() if names), default=0) + 1
+    for table, names in into.items():
+        if names:
+            hooks = Text(", ").join(Text(name, colours[name]) for name in names)
+            yield Text.assemble(f"  {table + '/':<{width}}  ", hooks)
+    yield Text("  metrics/, coverage/, layers/, events/ and run.json in any case", "dim")
+
+
+def _tables_of(spec: HookSpec) -> list[str]:
+    if not isinstance(spec, RecordSpec):
+        return ["effects"]
+    asked = {
+        "stats": spec.statistics,
+        "distributions": spec.quantiles or spec.histogram,
+        "tensors": spec.tensors,
+    }
+    return [table for table, is_asked in asked.items() if is_asked]
 
 
 def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:

@@ -70,7 +70,7 @@ class Guard(Callback):
         try:
             parsed, _ = read_config(config)
             if parsed.plan:
-                show_plan(parsed)
+                show_plan(parsed, Path(parsed.resume or config.hydra.run.dir))
                 raise SystemExit(0)
             if parsed.resume is None:
                 refuse_taken(Path(config.hydra.run.dir), "hydra.run.dir")
@@ -124,7 +124,15 @@ class Guard(Callback):
             )
         if jobs:
             print(f"\n{jobs} jobs in {folder}")
-            print(f"""next  python -c "import instrument; print(instrument.load('{folder}').runs)\"""")
+            print(f"in Python   instrument.load({str(folder)!r}).runs")
+            print(f"report      {_sweep_report(config, folder)}")
+
+
+def _sweep_report(config: DictConfig, folder: Path) -> str:
+    """The file of a sweep's report where one is asked for, else the command that makes it."""
+    from ..report import FILE, command_for, make
+
+    return str(make(folder).save(folder / FILE)) if config.get("report") else command_for(folder)
 
 
 def job(config: DictConfig) -> float | None:
@@ -141,7 +149,7 @@ def job(config: DictConfig) -> float | None:
             raise ConfigError(Mistake("resume", "runs are resumed one at a time, without -m", written=config.resume))
         parsed, raw = read_config(config)
         if parsed.plan:
-            show_plan(parsed)
+            show_plan(parsed, None)
             return None
         from .runner import run
         from .terminal import Terminal
@@ -234,7 +242,7 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
     return parse_config(raw), raw
 
 
-WITH_RESUME = ("resume", "quiet", "plan")
+WITH_RESUME = ("resume", "quiet", "plan", "report")
 
 
 def _config_of_run(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,8 +290,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | bool | str) or value is None else str(value)
 
 
-def show_plan(config: RunConfig) -> None:
-    """Print what would be hooked, recorded and spent."""
+def show_plan(config: RunConfig, folder: Path | None) -> None:
+    """Print what would be hooked, recorded and spent, and the folder that a run would be in."""
     from .device import process_state
     from .experiment import prepare
     from .rehearsal import rehearse
@@ -291,7 +299,7 @@ def show_plan(config: RunConfig) -> None:
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)
-        Terminal().plan(experiment, rehearse(experiment))
+        Terminal().plan(experiment, rehearse(experiment), folder)
 
 
 def complain(error: Exception) -> int:

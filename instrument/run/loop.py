@@ -27,6 +27,8 @@ class Progress:
         metrics: The row of metrics: loss, accuracy and the like; None where there is none.
         rows: Rows recorded so far.
         phase: `train`, or `eval` for an evaluation.
+        overhead: By which share of itself hooks make a step longer; None where it was not measured.
+        warnings: Those that came since the training began.
     """
 
     step: int
@@ -34,6 +36,8 @@ class Progress:
     metrics: Mapping[str, float | None]
     rows: int
     phase: str
+    overhead: float | None = None
+    warnings: Sequence[str] = ()
 
 
 def train(
@@ -57,14 +61,20 @@ def train(
     """
     evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
+    before = len(probe.warnings)
+
+    def tell(metrics: Mapping[str, float | None], phase: str) -> None:
+        rows, warnings = probe.recorder.rows_written, probe.warnings[before:]
+        show(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
+
     experiment.model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
         metrics = make_step(experiment, probe, micro_batches)
-        show(Progress(probe.step, experiment.steps, metrics, probe.recorder.rows_written, "train"))
+        tell(metrics, "train")
         if probe.step in evaluations:
             last = evaluate(experiment, probe)
-            show(Progress(probe.step, experiment.steps, last, probe.recorder.rows_written, "eval"))
+            tell(last, "eval")
         if keep is not None:
             keep(last)
     return last

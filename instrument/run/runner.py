@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..analysis.archive import RunArchive
+from ..analysis.files import RunFiles
+from ..analysis.replay import replay
 from ..capture.probe import Probe
 from ..capture.recorder import RANK
+from ..report import FILE, check_packages, make
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import rewind
-from ..spec.config import RunConfig
+from ..sinks.several import Several
+from ..sinks.tracking import Tracked, open_tracker, require
+from ..spec.config import TRACKERS, RunConfig
 from ..stats.single_pass import KERNEL
 from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import broken_graphs, graph_breaks
@@ -45,9 +51,13 @@ def run(
 
     Raises:
         ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
+        InstrumentError: A report is asked for, and a package that it needs is missing.
         HookError: A hook failed; what was recorded before is kept and readable.
         SinkError: Rows cannot be written any more.
     """
+    require({name: f"sink.{name}" for name in config.sink.trackers})
+    if config.report:
+        check_packages()
     if config.resume is not None:
         place = RunFolder.again(folder, on_error=config.sink.on_error)
     else:
@@ -66,12 +76,13 @@ def run(
     with place.recording(), process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)
         place.update(device=str(experiment.device), data=experiment.data.source)
-        training = _Training(experiment, folder, terminal)
-        terminal.begin(experiment)
+        training = _Training(experiment, folder, terminal, raw)
+        terminal.begin(experiment, folder)
         metrics, failure = training.run()
         place.update(metrics=dict(metrics), recording_stopped=failure)
     if failure is None:
-        terminal.end(experiment, folder, metrics)
+        page = make(folder).save(folder / FILE) if config.report else None
+        terminal.end(experiment, folder, metrics, page)
     else:
         terminal.end_unrecorded(failure, metrics)
     return Result(folder, metrics)
@@ -80,17 +91,20 @@ def run(
 class _Training:
     """One training with its hooks, its rows and its checkpoints; from the last checkpoint on where it is to go on."""
 
-    def __init__(self, experiment: Experiment, folder: Path, terminal: Terminal) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, terminal: Terminal, raw: Mapping[str, Any]) -> None:
         config = experiment.config
         self.experiment = experiment
+        self.folder = folder
         self.terminal = terminal
+        self.raw = raw
         self.checkpoints = Checkpoints(folder, config.train.checkpoint.every)
         self.state = None if config.resume is None else self.checkpoints.load()
         parts = None if self.state is None else self.state["parts"]
-        self.sink = ParquetSink(folder, **config.sink.model_dump(), tell=terminal.alarm, parts=parts)
+        self.sink = ParquetSink(folder, **config.sink.model_dump(exclude={*TRACKERS}), tell=terminal.alarm, parts=parts)
+        self.several = Several(self.sink, {}, tell=terminal.warn)
         self.probe = Probe(
             experiment.plan,
-            self.sink,
+            self.several,
             optimizer=experiment.optimizer,
             scaler=experiment.scaler,
             seed=config.seed,
@@ -101,11 +115,11 @@ class _Training:
         if self.state is not None:
             restore(self.state, experiment)
             self.probe.load_state_dict(self.state["probe"])
-            rewind(folder, RANK, self.state["parts"])
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Train to the end; gives the metrics of the last evaluation, and why recording stopped where it did."""
         experiment, probe = self.experiment, self.probe
+        self._begin()
         with probe, self.terminal.progress(experiment.steps) as show:
             breaks = graph_breaks()
             last = None
@@ -119,6 +133,22 @@ class _Training:
             if message := broken_graphs(breaks):
                 probe.event("graph_break", message, severity="info")
         return metrics, self.sink.failure
+
+    def _begin(self) -> None:
+        """Open the trackers. Of a run that goes on, take back the rows of the steps that are done again, and show the
+        trackers what is left of the first of them: the evaluation before it."""
+        since = None if self.state is None else self.state["step"]
+        with ExitStack() as opened:
+            trackers = {}
+            for name in self.experiment.config.sink.trackers:
+                trackers[name] = open_tracker(name, Tracked.of(self.folder, self.raw, since), f"sink.{name}")
+                opened.callback(trackers[name].close)
+            if self.state is not None:
+                rewind(self.folder, RANK, self.state["parts"])
+                for tracker in trackers.values():
+                    replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since)
+            opened.pop_all()
+        self.several.others |= trackers
 
     def _keep(self, metrics: Mapping[str, float | None]) -> None:
         if self.checkpoints.due(self.probe.step, self.experiment.steps):

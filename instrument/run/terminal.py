@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
+from ..analysis.files import size_on_disk
+from ..analysis.findings import findings
 from ..analysis.load import Run, load
-from ..analysis.summary import changed, recorded
+from ..analysis.summary import recorded
 from ..plan.cost import Forecast
-from ..plan.printed import describe_action, human_bytes, plan_view
+from ..plan.printed import human_bytes, plan_view
+from ..report import command_for
+from .display import Show, metric_texts, shown_as_bar, shown_as_lines, shown_as_warnings
 from .experiment import Experiment
-from .loop import Progress
 
 WIDTH_IN_A_PIPE = 120
-LINES_IN_A_PIPE = 10  # how often progress is told where nobody looks at a screen
+COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
 class PatientConsole(Console):
@@ -45,12 +47,15 @@ class Terminal:
     def __init__(self, *, quiet: bool = False, brief: bool = False) -> None:
         self.quiet = quiet
         self.brief = brief
+        self.folder = Path()
+        self._warned: set[str] = set()  # what was told when it came
         self.console = PatientConsole(highlight=False)
         if not self.console.is_terminal:
             self.console.width = WIDTH_IN_A_PIPE
 
-    def begin(self, experiment: Experiment) -> None:
-        """What will run, on what; a fallback is told loudly, whatever else is quiet."""
+    def begin(self, experiment: Experiment, folder: Path) -> None:
+        """What will run, on what, and where it is recorded; a fallback is told loudly, whatever else is quiet."""
+        self.folder = folder
         if experiment.data.fallback:
             self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(experiment.data.fallback)}[/]")
         for _, message in experiment.plan.layers.hidden_messages():
@@ -76,100 +81,72 @@ class Terminal:
         """What nobody may overlook, whatever else is quiet."""
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
-    def plan(self, experiment: Experiment, forecast: Forecast) -> None:
-        """The whole plan."""
-        self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps))
+    def plan(self, experiment: Experiment, forecast: Forecast, folder: Path | None) -> None:
+        """The whole plan, and the folder that a run would be in."""
+        self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps, folder))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
             self.console.print("The budget is not counted in: what is too much will be looked at less often.")
 
     @contextmanager
-    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
-        """What is to be called with the progress after each step: a bar on a screen, a few plain lines in a pipe."""
+    def progress(self, steps: int) -> Iterator[Show]:
+        """What is to be called with the progress after each step: a bar on a screen, a few plain lines in a pipe or in CI."""
         if self.quiet or self.brief:
-            yield lambda progress: None
-        elif self.console.is_terminal:
-            with self._bar(steps) as show:
+            yield shown_as_warnings(self._warn_at_once)
+        elif self._is_live:
+            with shown_as_bar(self.console, steps, self.folder) as show:
                 yield show
         else:
-            yield self._lines(steps)
+            yield shown_as_lines(self.console, steps, self.folder, self._warn_at_once)
 
-    @contextmanager
-    def _bar(self, steps: int) -> Iterator[Callable[[Progress], None]]:
-        columns = (
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(30),
-            TextColumn("{task.fields[told]}"),
-            TimeRemainingColumn(compact=True),
+    @property
+    def _is_live(self) -> bool:
+        """Whether somebody looks at a screen on which lines can be written again."""
+        console = self.console
+        return (
+            console.is_terminal and not console.is_dumb_terminal and console.file.isatty() and not os.environ.get("CI")
         )
-        with Bar(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task("", total=steps, told="")
 
-            def show(progress: Progress) -> None:
-                if progress.phase == "train":
-                    bar.update(
-                        task, completed=progress.step, told=f"{_metrics(progress.metrics)}  {progress.rows:,} rows"
-                    )
-                else:
-                    bar.console.print(f"{_step(progress)}  evaluation  {_metrics(progress.metrics)}")
+    def _warn_at_once(self, message: str) -> None:
+        self._warned.add(message)
+        self.warn(message)
 
-            yield show
+    def end(
+        self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None], report: Path | None = None
+    ) -> None:
+        """The summary: what was recorded, what is telling, what is wrong, where the files are, what to type next.
 
-    def _lines(self, steps: int) -> Callable[[Progress], None]:
-        every = max(1, steps // LINES_IN_A_PIPE)
-
-        def show(progress: Progress) -> None:
-            if progress.phase == "eval":
-                self.console.print(f"{_step(progress)}  evaluation  {_metrics(progress.metrics)}")
-            elif progress.step % every == 0 or progress.step == steps:
-                self.console.print(f"{_step(progress)}  {_metrics(progress.metrics)}  {progress.rows:,} rows")
-
-        return show
-
-    def end(self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None]) -> None:
-        """The summary: what was recorded, what each intervention did, what is wrong, where the files are, what to type next."""
+        Args:
+            experiment: What was trained.
+            folder: The run's folder.
+            metrics: Of the last evaluation.
+            report: The file of the report; the command that makes it is told without one.
+        """
         run = load(folder)
+        evaluation = "  ".join(metric_texts(metrics).values())
         if self.brief:
-            self.console.print(f"{folder}  {_metrics(metrics)}")
+            self.console.print(f"{folder}  {evaluation}", soft_wrap=True)
         elif not self.quiet:
             self.console.print()
-            self.console.print(_recorded(experiment, run))
-            interventions = _interventions(experiment, run)
-            if interventions.row_count:
-                self.console.print()
-                self.console.print(interventions)
-            self.console.print()
+            for table in (_recorded(experiment, run), _findings(run)):
+                if table.row_count:
+                    self.console.print(table)
+                    self.console.print()
+        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # above
         for event in run.events.itertuples():
-            if event.severity == "warning" and event.rule != "hidden_module":
+            if event.severity == "warning" and event.rule not in told and event.message not in self._warned:
                 self.warn(str(event.message))
         if not (self.quiet or self.brief):
-            self.console.print(f"evaluation  {_metrics(metrics)}")
-            size = sum(file.stat().st_size for file in folder.rglob("*.parquet"))
-            self.console.print(f"files       {folder}  ({human_bytes(size)} of Parquet)", soft_wrap=True)
-            self.console.print("next        " + escape(next_command(folder)), soft_wrap=True)
+            size = human_bytes(size_on_disk(folder))
+            self.console.print(f"evaluation  {evaluation}")
+            self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
+            self.console.print(f"in Python   instrument.load({str(folder)!r})", soft_wrap=True, markup=False)
+            self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
         """The end of a training that went on without recording."""
         self.alarm(failure)
-        self.console.print(f"evaluation  {_metrics(metrics)}")
-
-
-def next_command(folder: Path) -> str:
-    """What to type to see the statistics of a run."""
-    return f"""python -c "import instrument; print(instrument.load('{folder}').stats)\""""
-
-
-def _step(progress: Progress) -> str:
-    return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
-
-
-def _metrics(metrics: Mapping[str, float | None]) -> str:
-    parts = []
-    if metrics.get("loss") is not None:
-        parts.append(f"loss {metrics['loss']:.4f}")
-    if metrics.get("accuracy") is not None:
-        parts.append(f"accuracy {metrics['accuracy']:.1%}")
-    return "  ".join(parts)
+        self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
 
 
 def _table(title: str, *columns: tuple[str, str]) -> Table:
@@ -195,19 +172,10 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
     return table
 
 
-def _interventions(experiment: Experiment, run: Run) -> Table:
-    table = _table(
-        "Changed",
-        *(("hook", "left"), ("what", "left"), ("kind", "left")),
-        *(("firings", "right"), ("changed", "right"), ("norm before", "right"), ("norm after", "right")),
-    )
-    effects = changed(run)
-    for name, spec in experiment.plan.specs.items():
-        if spec.action != "record":
-            numbers = ["0", "nothing", "", ""]
-            if name in effects.index:
-                found = effects.loc[name]
-                numbers = [f"{found.firings:,.0f}", f"{found.changed_fraction:.1%}"]
-                numbers += [f"{norm:.4g}" for norm in (found.norm_before, found.norm_after)]
-            table.add_row(name, describe_action(spec), spec.kind, *numbers)
+def _findings(run: Run) -> Table:
+    table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
+    for finding in findings(run):
+        step = "" if finding.when is None else f"{finding.when:,}"
+        cells = (finding.what, finding.where, step, finding.value)
+        table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
     return table

@@ -87,6 +87,9 @@ class TrainConfig(Spec):
         return self
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")  # where rows can go besides Parquet
+
+
 class SinkConfig(Spec):
     """How rows are written."""
 
@@ -102,6 +105,14 @@ class SinkConfig(Spec):
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="Where nothing can be written any more: stop, or go on training without recording."
     )
+    tensorboard: bool = Field(False, description="The same rows for TensorBoard too, in the run's folder.")
+    wandb: bool = Field(False, description="The same rows for Weights & Biases too, where its environment says.")
+    mlflow: bool = Field(False, description="The same rows for MLflow too, where its environment says.")
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Those besides Parquet that are asked for."""
+        return tuple(name for name in TRACKERS if getattr(self, name))
 
 
 class RunConfig(Spec):
@@ -116,6 +127,7 @@ class RunConfig(Spec):
         None, description="The folder of a run that was stopped: it goes on from its last checkpoint."
     )
     quiet: bool = Field(False, description="No progress and no tables; warnings and errors only.")
+    report: bool = Field(False, description="Write report.html into the run's folder, and a sweep's, when it ends.")
     model: Target = Field(description="The torch.nn.Module.")
     data: DataConfig
     task: Target = Field(description="What a batch and a model make a loss of.")

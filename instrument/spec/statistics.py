@@ -26,6 +26,7 @@ class Statistic:
             unit of the tensor itself.
         dtype: The column's type. Counts, minimum and maximum are exact; the rest agrees with float64 to 1e-5.
         default: Whether `stats: default` has it.
+        merged: What becomes of several tensors' values where one number is to stand for them.
         only: The kinds and roles that have it, where it is of more than the values: of a module's range, of a parameter.
     """
 
@@ -34,22 +35,23 @@ class Statistic:
     unit: Literal["count", "fraction", "units", "ratio", "value"]
     dtype: Literal["int64", "float64"]
     default: bool = True
+    merged: Literal["mean", "min", "max"] = "mean"
     only: tuple[tuple[str, str], ...] = ()
 
 
 _OF_VALUES = (
-    Statistic("numel", "number of elements, finite or not", "count", "int64"),
+    Statistic("numel", "number of elements, finite or not", "count", "int64", merged="max"),
     Statistic("mean", "sum(x) / n", "value", "float64"),
     Statistic("std", "sqrt(sum((x - mean)^2) / n), the population's", "value", "float64"),
     Statistic("rms", "sqrt(sum(x^2) / n)", "value", "float64"),
-    Statistic("min", "min(x)", "value", "float64"),
-    Statistic("max", "max(x)", "value", "float64"),
-    Statistic("abs_max", "max(|x|)", "value", "float64"),
+    Statistic("min", "min(x)", "value", "float64", merged="min"),
+    Statistic("max", "max(x)", "value", "float64", merged="max"),
+    Statistic("abs_max", "max(|x|)", "value", "float64", merged="max"),
     Statistic("l1", "sum(|x|)", "value", "float64", default=False),
     Statistic("l2", "sqrt(sum(x^2))", "value", "float64"),
     Statistic("zero_fraction", "count(x = 0) / n", "fraction", "float64"),
-    Statistic("nan_count", "number of NaN", "count", "int64"),
-    Statistic("inf_count", "number of +inf and -inf", "count", "int64"),
+    Statistic("nan_count", "number of NaN", "count", "int64", merged="max"),
+    Statistic("inf_count", "number of +inf and -inf", "count", "int64", merged="max"),
 )
 _OF_MORE = (
     Statistic(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -40,12 +42,21 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
     if not tensor.numel():
         return None
     x = tensor.detach()
-    units = range(x.dim())[dim]
-    others = [other for other in range(x.dim()) if other != units]
     if not x.is_cpu:
-        return _zero_throughout(x, others).to(torch.float64).mean()
+        return dead_fraction_on_device(x, dim)
+    others = _all_but(x, dim)
     dead = _dead(x, others) if others else x == 0
     return int(dead.sum()) / len(dead)
+
+
+def dead_fraction_on_device(tensor: Tensor, dim: int) -> Tensor:
+    """The same with no branch on the values: a float64 scalar on the tensor's device."""
+    return _zero_throughout(tensor, _all_but(tensor, dim)).to(torch.float64).mean()
+
+
+def _all_but(tensor: Tensor, dim: int) -> list[int]:
+    kept = range(tensor.dim())[dim]
+    return [other for other in range(tensor.dim()) if other != kept]
 
 
 def _dead(tensor: Tensor, others: list[int]) -> Tensor:
@@ -66,7 +77,7 @@ def _zero_throughout(tensor: Tensor, others: list[int]) -> Tensor:
     return (magnitudes.amax(others) if others else magnitudes) == 0
 
 
-def range_of(module: nn.Module) -> tuple[float | None, float | None] | None:
+def range_of(module: nn.Module) -> tuple[float | None, float] | None:
     """The ends of what an activation can give at which its gradient vanishes; None where it has none that we know."""
     match module:
         case nn.ReLU6():
@@ -80,7 +91,7 @@ def range_of(module: nn.Module) -> tuple[float | None, float | None] | None:
     return None
 
 
-def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float | None]) -> float | Tensor | None:
+def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> float | Tensor | None:
     """The share of the finite elements that lie within 1.5% of the range of an end of it.
 
     Args:
@@ -90,18 +101,22 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float | None]) 
     Returns:
         A number from 0 to 1 on the CPU, None where nothing is finite; a float64 scalar on any other device, NaN for None.
     """
+    share = saturated_fraction_on_device(tensor.detach(), ends)
+    if not tensor.is_cpu:
+        return share
+    number = share.item()
+    return None if math.isnan(number) else number
+
+
+def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
+    """The same with no branch on the values: a float64 scalar on the tensor's device."""
     low, high = ends
-    assert high is not None, "every activation that saturates has an upper end"
     margin = NEAR * (high - (low or 0.0))
-    x = tensor.detach()
-    near = x >= high - margin
+    near = tensor >= high - margin
     if low is not None:
-        near |= x <= low + margin
-    finite = x.isfinite()
-    saturated, n = (near & finite).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
-    if x.is_cpu:
-        return None if not n else (saturated / n).item()
-    return saturated / n
+        near |= tensor <= low + margin
+    finite = tensor.isfinite()
+    return (near & finite).sum(dtype=torch.float64) / finite.sum(dtype=torch.float64)
 
 
 def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | Tensor | None:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 import instrument
 from instrument import InstrumentWarning, recover
+from instrument.analysis.files import size_on_disk
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 
@@ -32,7 +34,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
     sink = ParquetSink(folder)
     for step in range(STEPS):
-        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0)])
+        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None)])
         sink.write("metrics", [(step, *METRICS)])
         sink.keep((step, 0, 0, *KEY), [2], torch.full((2,), float(step)))
         sink.end_step()
@@ -105,6 +107,24 @@ def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(
     (problem,) = run.problems
     assert problem.startswith(f"{file}: ")
     assert told in problem
+
+
+def test_a_table_is_gone_through_and_counted_without_what_is_damaged(folder: Path) -> None:
+    run = instrument.load(folder)
+    late = ds.field("step") >= 4
+    assert [step for batch in run.scan("stats", ["step"], late) for step in batch["step"].to_pylist()] == [
+        *range(4, STEPS)
+    ]
+    assert (run.count("stats"), run.count("effects"), run.problems) == (STEPS, 0, [])
+    assert size_on_disk(folder) == sum(file.stat().st_size for file in folder.rglob("*-0*"))
+    file = folder / "stats" / "part-0000-000001.parquet"
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
+    file.write_bytes(content)
+    with pytest.warns(InstrumentWarning, match=f"stats/{file.name}: cannot be read"):
+        steps = [step for batch in run.scan("stats", ["step", "mean"]) for step in batch["step"].to_pylist()]
+    assert steps == [0, 1, 2, *range(6, STEPS)]
+    assert len(run.problems) == 1
 
 
 def test_a_part_that_is_damaged_inside_is_named_and_the_rest_is_read(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import measured_as_on_a_device
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,8 +16,6 @@ from instrument.capture.transfer import Transfer
 from instrument.kinds.live import LiveSite
 from instrument.plan.sites import make_plan
 from instrument.run.attach import read_specs
-from instrument.stats.distribution import distribution_on_device
-from instrument.stats.kernel import measure_on_device
 
 # What makes Python wait for a device: these methods, and these operations below them.
 WAITING_METHODS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
@@ -65,18 +64,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return refuse
 
-    def on_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
-        return measure_on_device(tensor.detach().reshape(-1), names)
-
-    def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
-        return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
-
     for name in WAITING_METHODS:
         monkeypatch.setattr(Tensor, name, refusing(name))
     monkeypatch.setattr(LiveSite, "fire", watched)
-    monkeypatch.setattr("instrument.actions.record.measure", on_device)
-    monkeypatch.setattr("instrument.actions.record.distribution", distribution)
-    monkeypatch.setattr("instrument.actions.intervention.measure", on_device)
+    measured_as_on_a_device(monkeypatch)
     return met
 
 
@@ -146,12 +137,8 @@ def test_the_guard_sees_a_hook_that_waits(guarded: list[str]) -> None:
 def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is taken to be on a device, and on its way until it is read."""
 
-    def on_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
-        return measure_on_device(tensor.detach().reshape(-1), names)
-
     monkeypatch.setattr(Transfer, "is_here", property(lambda transfer: not transfer._places))
-    monkeypatch.setattr("instrument.actions.record.measure", on_device)
-    monkeypatch.setattr("instrument.actions.intervention.measure", on_device)
+    measured_as_on_a_device(monkeypatch)
 
 
 SPECS = {

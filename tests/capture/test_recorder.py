@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import measured_as_on_a_device
 from torch import Tensor, nn
 
 import instrument
@@ -16,7 +17,6 @@ from instrument.actions.base import Context, Effect, Moment
 from instrument.capture import recorder as module
 from instrument.capture.recorder import Recorder
 from instrument.capture.transfer import Transfer
-from instrument.stats.kernel import measure_on_device
 
 CONTEXT = Context(
     "h", "forward", "output", "a.b", nn.ReLU(), "0", Moment(3, 1, 2, "train"), call=4, backward=2, recompute=True
@@ -69,15 +69,10 @@ def test_rows_are_handed_over_once_and_in_their_order() -> None:
     assert sink.steps == 2
 
 
-def as_on_a_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
-    return measure_on_device(tensor.detach().reshape(-1), names)
-
-
 def everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
     """Two steps of a model with records and interventions; measured as on a device where a patch is given."""
     if monkeypatch is not None:
-        monkeypatch.setattr("instrument.actions.record.measure", as_on_a_device)
-        monkeypatch.setattr("instrument.actions.intervention.measure", as_on_a_device)
+        measured_as_on_a_device(monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,8 +119,7 @@ def test_numbers_on_a_device_come_over_in_one_transfer_a_step(monkeypatch: pytes
         return original(tensor)
 
     if measured == "on a device":
-        monkeypatch.setattr("instrument.actions.record.measure", as_on_a_device)
-        monkeypatch.setattr("instrument.actions.intervention.measure", as_on_a_device)
+        measured_as_on_a_device(monkeypatch)
         monkeypatch.setattr(Tensor, "item", lambda tensor: items.append(1))
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     specs = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def planned(**hooks: dict[str, Any]) -> tuple[HookPlan, dict[str, Trial]]:
     return plan, {"train": trial, "eval": trial}
 
 
-def shown(steps: int = 20, **hooks: dict[str, Any]) -> list[str]:
+def shown(steps: int = 20, width: int = 160, **hooks: dict[str, Any]) -> list[str]:
     plan, trials = planned(**hooks)
     length = Length(steps, 1, steps, Evaluations(steps, 0), 1)
     due = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
@@ -48,8 +49,8 @@ def shown(steps: int = 20, **hooks: dict[str, Any]) -> list[str]:
         name: Cost(len(d.steps), 2 * d.times_per_step, 2 * d.times, 4200 * d.times, 0.001) for name, d in due.items()
     }
     forecast = Forecast(cost, 0.02, 0.021)
-    console = Console(file=io.StringIO(), width=160)
-    console.print(plan_view(plan, trials, forecast, steps))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(plan_view(plan, trials, forecast, steps, Path("runs/mine/now")))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -135,6 +136,30 @@ def test_a_plan_without_hooks_shows_the_modules_alone() -> None:
     assert line_with(lines, "head") == "head Linear  27 parameters  also again"
     assert "0 hooks in 20 steps" in [line.strip() for line in lines]
     assert not any("in all" in line for line in lines)
+
+
+def test_what_will_be_written_stands_with_the_hooks_that_write_it() -> None:
+    lines = [line.strip() for line in shown(more={**LOOK, "layers": "head", "stats": "none", "histogram": 4}, **SPECS)]
+    start = lines.index("Will be written to a folder like runs/mine/now")
+    assert [line.split() for line in lines[start + 1 : start + 5]] == [
+        ["stats/", "all,", "maps"],
+        ["distributions/", "more"],
+        ["tensors/", "maps"],
+        ["effects/", "tame"],
+    ]
+    assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json in any case"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_name_and_no_number_is_cut_whatever_the_width(width: int) -> None:
+    lines = shown(width=width, **SPECS)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    for whole in ("all", "maps", "tame", "16.8 kB", "+1.0%", "109 kB", "hook", "bytes"):
+        assert whole in text
+    words = ("kind", "rows/step") if width == 160 else ("forward: record", "parameter_grad:") if width == 80 else ()
+    assert all(word in text for word in words)
+    assert "…" not in text
 
 
 def test_what_looks_like_markup_in_a_slice_or_name_is_printed_as_it_is() -> None:

@@ -1,0 +1,38 @@
+"""A run's tables as CSV: a file a table, for spreadsheets and other readers of text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+
+from ..capture.tables import TABLES
+from .files import RunFiles
+
+
+def write_csv(files: RunFiles, folder: Path) -> None:
+    """Write every table but `tensors`, whose values are no text, into a folder that is there; lists as JSON.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    for name, table in TABLES.items():
+        if name == "tensors":
+            continue
+        schema = pa.schema([pa.field(field.name, _text_or(field.type)) for field in table.plain_schema])
+        with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
+            for batch in files.scan(name, table.names):
+                columns = [_readable(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
+                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+
+def _text_or(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_list(kind) else kind
+
+
+def _readable(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_list(column.type):
+        return pa.array([None if cell is None else json.dumps(cell) for cell in column.to_pylist()], pa.string())
+    return column.cast(kind)

@@ -1,0 +1,248 @@
+"""What is most telling about a run, in a few lines: for the end of a run, the report and notebooks.
+
+Tables are read in batches and only the columns that are needed, so that a run larger than memory can be asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..capture.tables import NEVER_DUE
+from ..errors import ConfigError, InstrumentError
+from ..spec.description import describe_action
+from ..spec.kinds import KINDS
+from ..spec.parse import parse_hooks
+from .load import Run
+from .series import place_of
+from .summary import changed
+
+Severity = Literal["info", "warning", "error"]
+
+USUAL_UPDATES = (1e-4, 1e-2)  # "about 1e-3": CS231n, https://cs231n.github.io/neural-networks-3/#ratio
+MANY_DEAD = 0.4  # "as much as 40%": CS231n, https://cs231n.github.io/neural-networks-1/#actfun
+MANY_SATURATED = 0.5
+FEW = 0.0005  # of a tensor's elements: below this their number says more than their share
+MOST_NAMES = 4
+
+_IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
+_GRADIENTS = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
+_RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # whose zeros are units that did not fire
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing worth knowing about a run.
+
+    Attributes:
+        what: What was found, in a few words.
+        where: The layer, parameter or hook that it is about.
+        when: The step; None where it is about the whole run.
+        value: What it came to, in words.
+        severity: `info`, `warning`, or `error` for what makes the training worthless.
+        number: The value as a number, where it is one.
+    """
+
+    what: str
+    where: str
+    when: int | None
+    value: str
+    severity: Severity = "info"
+    number: float | None = None
+
+
+def findings(run: Run) -> list[Finding]:
+    """The findings of one run, whatever state it is in; what is worst comes first.
+
+    Raises:
+        InstrumentError: There are several runs.
+    """
+    if len(run.folders) > 1:
+        raise InstrumentError(f"findings are about one run, and {run.path} holds {len(run.folders)}")
+    sources: Sequence[Callable[[Run], Iterator[Finding]]] = (
+        *(_not_finite, _loss, _gradients, _dead, _saturated),
+        *(_updates, _not_fired, _interventions),
+    )
+    found = [finding for source in sources for finding in source(run)]
+    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+
+
+def _not_finite(run: Run) -> Iterator[Finding]:
+    """The first values that are not finite; gradients of steps that a gradient scaler skipped do not count."""
+    skipped = [
+        step for batch in run.scan("metrics", ["step"], ds.field("skipped")) for step in batch["step"].to_pylist()
+    ]
+    handled = ds.field("kind").isin(_GRADIENTS) & ds.field("step").isin(pa.array(skipped, pa.int64()))
+    bad = ((ds.field("nan_count") > 0) | (ds.field("inf_count") > 0)) & ~handled
+    row = _first(run, ["numel", "nan_count", "inf_count"], bad)
+    if row is not None:
+        of = "" if row["numel"] is None else f" of {row['numel']:,}"
+        value = f"{row['nan_count'] or 0:,} NaN, {row['inf_count'] or 0:,} infinite{of}"
+        yield Finding("first non-finite value", _where(row), row["step"], value, "warning")
+
+
+def _loss(run: Run) -> Iterator[Finding]:
+    """Where the training loss came from and went to, and where it was lost."""
+    training = ds.field("phase") == "train"
+    steps, losses = _columns(run, "metrics", ["step", "loss"], training & ds.field("loss").is_valid())
+    if not len(losses):
+        return
+    finite = np.isfinite(losses)
+    if not finite.all():
+        at = int(finite.argmin())
+        before = f", {losses[at - 1]:.4g} before" if at else ""
+        yield Finding("loss not finite", "training", int(steps[at]), f"{losses[at]}{before}", "error")
+    if finite.any():
+        known = np.where(finite, losses, math.inf)
+        low = int(known.argmin())
+        value = f"{losses[0]:.4g} -> {losses[-1]:.4g}, lowest {losses[low]:.4g} at step {int(steps[low]):,}"
+        yield Finding("loss", "training", None, value, number=float(losses[-1]))
+
+
+def _gradients(run: Run) -> Iterator[Finding]:
+    """The largest norm of a gradient that was recorded; of all gradients together where none was."""
+    gradient = ds.field("kind").isin(_GRADIENTS) | (ds.field("role") == "param_grad")
+    row = _largest(run, "l2", gradient)
+    if row is not None:
+        here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
+        (norms,) = _columns(run, "stats", ["l2"], here & ds.field("l2").is_valid())
+        value = f"{row['l2']:.4g}, median there {np.median(norms):.4g}"
+        yield Finding("largest gradient norm", _where(row), row["step"], value, number=row["l2"])
+        return
+    training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
+    steps, norms = _columns(run, "metrics", ["step", "grad_norm"], training)
+    known = np.where(np.isfinite(norms), norms, -math.inf)
+    if len(known) and known.max() > 0.0:
+        at = int(known.argmax())
+        value = f"{norms[at]:.4g}, median {np.median(norms[np.isfinite(norms)]):.4g}"
+        yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
+
+
+_OUTPUT = (ds.field("kind") == "forward") & (ds.field("role") == "output")
+
+
+def _dead(run: Run) -> Iterator[Finding]:
+    """Where most units were dead; where that was not recorded, where a rectifier gave most zeros."""
+    row = _largest(run, "dead_fraction", _OUTPUT)
+    if row is not None:
+        share = row["dead_fraction"]
+        if share:
+            severity: Severity = "warning" if share >= MANY_DEAD else "info"
+            value = f"{share:.1%} of its units, zero for a whole batch"
+            yield Finding("most dead units", _where(row), row["step"], value, severity, share)
+        return
+    row = _largest(run, "zero_fraction", _OUTPUT & ds.field("module_type").isin(_RECTIFIERS))
+    if row is not None:
+        share = row["zero_fraction"]
+        yield Finding("most zeros after a ReLU", _where(row), row["step"], f"{share:.1%} of its output", number=share)
+
+
+def _saturated(run: Run) -> Iterator[Finding]:
+    """Where an activation was driven furthest into its ends."""
+    row = _largest(run, "saturated_fraction", _OUTPUT)
+    if row is not None and row["saturated_fraction"]:
+        share = row["saturated_fraction"]
+        severity: Severity = "warning" if share >= MANY_SATURATED else "info"
+        yield Finding("most saturated", _where(row), row["step"], f"{share:.1%} of its output", severity, share)
+
+
+def _updates(run: Run) -> Iterator[Finding]:
+    """Parameters whose updates are usually larger or smaller than a network that learns well has them."""
+    columns = ["layer", "path", "kind", "update_ratio"]
+    batches = list(run.scan("stats", columns, ds.field("update_ratio").is_valid()))
+    if not sum(batch.num_rows for batch in batches):
+        return
+    frame = pa.Table.from_batches(batches).unify_dictionaries().to_pandas()
+    ratios = frame.groupby(["layer", "path", "kind"], observed=True)["update_ratio"].median()
+    low, high = USUAL_UPDATES
+    for what, out, extreme in (
+        (f"updates above {high:g}", ratios[ratios > high], "idxmax"),
+        (f"updates below {low:g}", ratios[ratios < low], "idxmin"),
+    ):
+        if len(out):
+            worst = getattr(out, extreme)()
+            value = f"{out[worst]:.2g} in the median; {len(out)} of {len(ratios)} parameters"
+            yield Finding(what, place_of(*worst), None, value, number=float(out[worst]))
+
+
+def _not_fired(run: Run) -> Iterator[Finding]:
+    """Hooks that fired less often than they should have, with the cause; one finding for each hook and cause."""
+    columns = ["hook", "layer", "kind", "path", "expected", "fired", "cause"]
+    rows = [row for batch in run.scan("coverage", columns) for row in batch.to_pylist()]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["cause"] == NEVER_DUE or row["fired"] < row["expected"]:
+            groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
+    for (hook, kind, cause), group in groups.items():
+        fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
+        names = [place_of(row["layer"], row["path"], row["kind"]) for row in group]
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        where = f"{', '.join(names[:MOST_NAMES])}{more} ({hook}, {kind})"
+        what = "fired too seldom" if fired else "never fired"
+        times = f"{fired:,} of {expected:,} times: " if expected else ""
+        yield Finding(what, where, None, f"{times}{cause}", "warning", float(fired))
+
+
+def _interventions(run: Run) -> Iterator[Finding]:
+    """How far each intervention reached."""
+    effects = changed(run)
+    told = _described(run) if effects else {}
+    for hook, effect in effects.items():
+        places = f"{effect.places} place{'s' if effect.places > 1 else ''}"
+        norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
+        few = 0 < effect.share < FEW
+        reach = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.share:.1%}"
+        where = f"{places}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''} ({hook})"
+        yield Finding(told.get(hook, "changed"), where, None, f"{reach} changed{norms}", number=effect.share)
+
+
+def _described(run: Run) -> dict[str, str]:
+    """What each hook of a run does, in a few words, where its configuration says so."""
+    try:
+        specs = parse_hooks(run.info["config"]["hooks"])
+    except (ConfigError, KeyError, TypeError):  # a hook was given as an object, or the record is damaged
+        return {}
+    return {name: describe_action(spec) for name, spec in specs.items()}
+
+
+def _where(row: dict[str, Any]) -> str:
+    phase = "" if row["phase"] == "train" else f", {row['phase']}"
+    return f"{place_of(row['layer'], row['path'], row['kind'])} {row['role']} ({row['hook']}{phase})"
+
+
+def _columns(run: Run, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
+    """Numbers of a table, an array a column."""
+    batches = [batch.columns for batch in run.scan(table, columns, condition)]
+    empty = np.empty(0)
+    parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
+    return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
+
+
+def _largest(run: Run, column: str, condition: ds.Expression) -> dict[str, Any] | None:
+    """The first of the rows of statistics with the largest value in a column; None where no row has one."""
+    best: dict[str, Any] | None = None
+    for batch in run.scan("stats", [*_IDENTITY, column], condition & ~ds.field(column).is_null(nan_is_null=True)):
+        if batch.num_rows:
+            at = int(batch[column].to_numpy(zero_copy_only=False).argmax())
+            if best is None or batch[column][at].as_py() > best[column]:
+                (best,) = batch.slice(at, 1).to_pylist()
+    return best
+
+
+def _first(run: Run, columns: list[str], condition: ds.Expression) -> dict[str, Any] | None:
+    """The earliest of the rows of statistics that meet a condition: by step, then in the order in which they were written."""
+    first: dict[str, Any] | None = None
+    for batch in run.scan("stats", [*_IDENTITY, *columns], condition):
+        if batch.num_rows:
+            at = int(batch["step"].to_numpy().argmin())
+            if first is None or batch["step"][at].as_py() < first["step"]:
+                (first,) = batch.slice(at, 1).to_pylist()
+    return first

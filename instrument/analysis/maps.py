@@ -1,0 +1,170 @@
+"""Recorded tensors as pictures: the channels of an image, the filters of a convolution, the image that they are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..spec.kinds import KINDS
+from .load import Run
+from .series import KEYS, Series, place_of
+
+IDENTITY = (*KEYS, "layer", "path", "step", "micro_step", "call", "backward")
+GREY, COLOURED = 1, 3  # channels of an image that a person can look at
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Where a stack of maps stands in the tensors table.
+
+    Attributes:
+        series: What recorded it.
+        layer: The module.
+        path: Which tensor of it.
+        step: When.
+        micro_step: In which micro-batch.
+        call: At which call of the module.
+        backward: In which backward pass.
+        shape: Of what was kept: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
+    """
+
+    series: Series
+    layer: str
+    path: str
+    step: int
+    micro_step: int
+    call: int
+    backward: int
+    shape: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """The name of the place, as in other pictures."""
+        return place_of(self.layer, self.path, self.series.kind)
+
+    @property
+    def what(self) -> str:
+        """`inputs`, `feature maps`, `gradient maps`, `filters` or `filter gradients`."""
+        if self.series.is_of_parameters:
+            return "filter gradients" if self.series.is_gradient else "filters"
+        if self.series.role == "input" and not self.series.is_gradient:
+            return "inputs"
+        return "gradient maps" if self.series.is_gradient else "feature maps"
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is something that a person can look at: the input of a module, grey or coloured."""
+        return self.series.role == "input" and self.shape[-3] in (GREY, COLOURED)
+
+    def values(self, run: Run | pd.DataFrame, sample: int = 0) -> np.ndarray:
+        """The maps of one sample, or all filters.
+
+        Args:
+            run: What they are in, or rows of its `tensors()`.
+            sample: Of those that were recorded, from 0.
+
+        Returns:
+            [C, H, W], or [out, in, H, W] of filters; as they were recorded.
+
+        Raises:
+            IndexError: There are not so many samples.
+        """
+        where = {"layer": self.layer, "path": self.path, "step": self.step, "call": self.call}
+        where |= {"micro_step": self.micro_step, "backward": self.backward, "recompute": False}
+        where |= {key: getattr(self.series, key) for key in KEYS}
+        found = run.tensors(**where) if isinstance(run, Run) else _where(run, where)
+        array: np.ndarray = found["values"].iloc[0]
+        return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
+
+
+def _where(frame: pd.DataFrame, where: dict[str, Any]) -> pd.DataFrame:
+    """The rows whose columns have these values."""
+    mine = pd.Series(True, index=frame.index)
+    for name, value in where.items():
+        mine &= frame[name] == value
+    return frame[mine]
+
+
+def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
+    """All recorded tensors that can be shown as maps: those with four dimensions in the model, of which two are left to see.
+
+    Args:
+        run: A run, of which no values are read here, or rows of its `tensors()`.
+    """
+    columns = [*IDENTITY, "recompute", "shape", "source_shape"]
+    frame: pd.DataFrame = run.read("tensors", columns) if isinstance(run, Run) else run[columns]
+    found = []
+    for row in frame.to_dict("records"):
+        shape = tuple(int(size) for size in row["shape"])
+        plane = len(shape) in (3, 4) and min(shape) > 0 and max(shape[-2:]) > 1
+        whole = len(shape) == 4 or KINDS[row["kind"]].family == "module"
+        if len(row["source_shape"]) == 4 and plane and whole and not row["recompute"]:
+            series = Series(*(row[key] for key in KEYS))
+            found.append(Maps(series, **{name: row[name] for name in IDENTITY[len(KEYS) :]}, shape=shape))
+    return found
+
+
+def image_of(maps: Maps, others: list[Maps]) -> Maps | None:
+    """The image that maps are of: what the first module with an image for its input was given at the same moment."""
+    if maps.series.is_of_parameters:
+        return None
+    moment = (maps.series.phase, maps.step, maps.micro_step)
+    same = [other for other in others if (other.series.phase, other.step, other.micro_step) == moment]
+    return next((other for other in same if other.is_image), None)
+
+
+def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:
+    """Maps side by side, NaN between them.
+
+    Args:
+        values: [C, H, W], or [out, in, H, W], of which a row has all inputs of one output, or of several.
+        columns: Maps in a row; without it as many as make the whole about square.
+
+    Returns:
+        float64, shape [rows * (H + 1) - 1, columns * (W + 1) - 1].
+    """
+    together = values.shape[1] if values.ndim == 4 else 1  # maps that stay in one row
+    values = values.reshape(-1, *values.shape[-2:])
+    count, height, width = values.shape
+    square = (count * (height + 1) / (width + 1)) ** 0.5
+    columns = columns or together * min(count // together, max(1, round(square / together)))
+    rows = -(-count // columns)
+    room = np.full((rows * columns, height + 1, width + 1), np.nan)
+    room[:count, :height, :width] = values
+    whole = room.reshape(rows, columns, height + 1, width + 1).swapaxes(1, 2)
+    return whole.reshape(rows * (height + 1), columns * (width + 1))[:-1, :-1]
+
+
+def limits(values: np.ndarray) -> tuple[float, float]:
+    """The ends of a colour scale: symmetric around zero where there are negative values, from zero on where there are none.
+
+    Args:
+        values: Any shape; what is not finite does not count.
+    """
+    finite = values[np.isfinite(values)]
+    largest = float(np.abs(finite).max()) if finite.size else 0.0
+    largest = largest or 1.0
+    return (-largest if finite.size and finite.min() < 0 else 0.0), largest
+
+
+def smaller(values: np.ndarray, most: int) -> np.ndarray:
+    """Maps of at most so many pixels a side: means over squares, the last of which may be narrower.
+
+    Args:
+        values: [..., H, W].
+        most: Pixels.
+    """
+    factor = -(-max(values.shape[-2:]) // most)
+    if factor <= 1:
+        return values
+    sums = values.astype(np.float64)
+    for axis in (-2, -1):
+        starts = np.arange(0, values.shape[axis], factor)
+        counts = np.diff([*starts, values.shape[axis]])
+        shape = [1] * values.ndim
+        shape[axis] = -1
+        sums = np.add.reduceat(sums, starts, axis=axis) / counts.reshape(shape)
+    return sums

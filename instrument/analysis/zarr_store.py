@@ -1,0 +1,162 @@
+"""Recorded tensors as Zarr arrays, stacked over the firings of a hook.
+
+    tensors.zarr/digit_maps/encoder.0/output/values    [firing, dim_1, dim_2, ...]
+    tensors.zarr/digit_maps/encoder.0/output/step      [firing]
+
+A group for each hook, layer and role, and one more below it for each path of a nested value or parameter. Other columns of
+identity are coordinates like `step` where they differ from firing to firing, and attributes of the group where they do
+not. Where shapes or types differ, each has a group of its own, such as `float32_8x16x16`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zarr
+
+from ..capture.sink import Row
+from ..capture.tables import TABLES
+from ..sinks.tags import group_of, segment
+from .arrays import array_of
+from .files import RunFiles
+from .replay import rows_of
+
+CHUNK_BYTES = 4 * 2**20
+LARGEST_CHUNK_BYTES = 256 * 2**20  # of a tensor that is larger than a chunk
+WAITING_BYTES = 256 * 2**20  # of all chunks together that are not full yet
+
+NAMES = TABLES["tensors"].names
+HEAD = NAMES[:-2]  # all but the elements
+COORDINATES = ("step", "micro_step", "epoch", "rank", "call", "backward", "recompute")
+ATTRIBUTES = ("hook", "layer", "role", "path", "kind", "module_type", "phase", "dtype")
+
+
+def _columns(names: tuple[str, ...]) -> itemgetter[Any]:
+    return itemgetter(*(NAMES.index(name) for name in names))
+
+
+_coordinates, _attributes = _columns(COORDINATES), _columns(ATTRIBUTES)
+_series = _columns(("hook", "phase", "layer", "role", "path", "dtype", "shape"))
+_elements = _columns(("values", "data", "shape", "dtype"))
+
+
+class Series(NamedTuple):
+    """What is stacked into one array: tensors of one type and shape from one place."""
+
+    place: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: Row) -> Series:
+        """That of a row of tensors."""
+        hook, phase, layer, role, path, dtype, shape = _series(row)
+        place = f"{group_of(hook, phase)}/{segment(layer)}/{segment(role)}" + (f"/{segment(path)}" if path else "")
+        return cls(place, dtype, tuple(shape))
+
+
+def write_zarr(files: RunFiles, folder: Path) -> int:
+    """Write all recorded tensors into a new store; gives the number of arrays.
+
+    What is in memory at once does not grow with the run, but for the coordinates. A type that NumPy does not have is noted
+    among the problems of `files`, and left out; bfloat16 becomes float32.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    counts = Counter(Series.of(row) for batch in files.scan("tensors", HEAD) for row in rows_of(batch))
+    of_place = Counter(series.place for series in counts)
+    room = min(CHUNK_BYTES, WAITING_BYTES // max(1, len(counts)))
+    root = zarr.open_group(str(folder), mode="w-")
+    stacks: dict[Series, Stack] = {}
+    for batch in files.scan("tensors", NAMES):
+        for row in rows_of(batch):
+            series = Series.of(row)
+            try:
+                tensor = array_of(*_elements(row))
+            except TypeError:
+                files.note_left_out("tensors", f"NumPy has no type {series.dtype}")
+                continue
+            if series not in stacks:
+                own = "" if of_place[series.place] <= 1 else "/" + _told(series)
+                stacks[series] = Stack(root.require_group(series.place + own), tensor, counts[series], room)
+            stacks[series].add(row, tensor)
+    for stack in stacks.values():
+        stack.close()
+    return len(stacks)
+
+
+class Stack:
+    """One array while it grows.
+
+    Args:
+        group: Where it lies, with its coordinates.
+        like: One of the tensors.
+        count: How many there will be, about.
+        room: Bytes that may wait to be written.
+    """
+
+    def __init__(self, group: zarr.Group, like: np.ndarray[Any, Any], count: int, room: int) -> None:
+        self.group = group
+        self.firings = max(1, min(count, room // max(1, like.nbytes)))  # in a chunk
+        names = ["firing", *(f"dim_{place}" for place in range(1, like.ndim + 1))]
+        self.values = group.create_array(
+            "values",
+            shape=(0, *like.shape),
+            chunks=(self.firings, *_chunk(like)),
+            dtype=like.dtype,
+            dimension_names=names,
+        )
+        self._waiting: list[np.ndarray[Any, Any]] = []
+        self._coordinates = array("q")
+        self._attributes: dict[str, str] = {}
+
+    def add(self, row: Row, tensor: np.ndarray[Any, Any]) -> None:
+        """Put the tensor of a row behind the others."""
+        self._attributes = dict(zip(ATTRIBUTES, _attributes(row), strict=True))
+        self._coordinates.extend(_coordinates(row))
+        self._waiting.append(tensor.copy())  # it is a view of all that was read with it
+        if len(self._waiting) == self.firings:
+            self._write()
+
+    def close(self) -> None:
+        """Write what waits, and the coordinates."""
+        self._write()
+        table = np.array(self._coordinates, np.int64).reshape(-1, len(COORDINATES))
+        constant = {
+            name: int(table[0, place]) for place, name in enumerate(COORDINATES) if np.ptp(table[:, place]) == 0
+        }
+        constant.pop("step", None)
+        differing = [name for name in COORDINATES if name not in constant]
+        for name in differing:
+            numbers = table[:, COORDINATES.index(name)]
+            coordinate = self.group.create_array(name, shape=numbers.shape, dtype="int64", dimension_names=["firing"])
+            coordinate[:] = numbers
+        self.values.attrs["coordinates"] = " ".join(differing)
+        self.group.attrs.update({**self._attributes, **constant})
+
+    def _write(self) -> None:
+        if self._waiting:
+            start = self.values.shape[0]
+            self.values.resize((start + len(self._waiting), *self.values.shape[1:]))
+            self.values[start:] = np.stack(self._waiting)
+            self._waiting = []
+
+
+def _chunk(tensor: np.ndarray[Any, Any]) -> list[int]:
+    """The sides of a chunk: those of the tensor, or of a part of one that is too large for one chunk."""
+    sides = [max(1, side) for side in tensor.shape]
+    while math.prod(sides) * tensor.itemsize > LARGEST_CHUNK_BYTES:
+        longest = sides.index(max(sides))
+        sides[longest] = -(-sides[longest] // 2)
+    return sides
+
+
+def _told(series: Series) -> str:
+    return f"{series.dtype}_{'x'.join(map(str, series.shape)) or 'scalar'}"

@@ -1,0 +1,114 @@
+"""Alerts: what nobody should have to look for in the rows. The first values that are not finite, and where they go on.
+
+It looks at rows when they are handed to the sink, where the numbers have arrived anyway: no hook is made longer, and what
+was measured on a GPU is told when the next step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ..actions.base import Moment
+from ..spec.kinds import KINDS
+from .sink import Row
+from .tables import TABLES
+
+RULE = "non_finite"
+MOST_PLACES = 20  # that are told of after the first one
+
+_AT = {name: place for place, name in enumerate(TABLES["stats"].names)}
+_NAN, _INF = _AT["nan_count"], _AT["inf_count"]
+_PLACE = ("hook", "layer", "role", "path", "phase")
+
+
+class Tell(Protocol):
+    """Who puts an event down: `Probe.event`."""
+
+    def __call__(self, rule: str, message: str, *, severity: str, layer: str | None, step: int) -> None: ...
+
+
+class Alerts:
+    """Tells of values that are not finite, once for each place: the first of the run is a warning.
+
+    A place is a hook, a layer, a role, a path and a phase. Gradients of a step that a gradient scaler skipped are no alarm,
+    since that is how it finds its scale: of those only the first is told, as information.
+
+    Args:
+        tell: Called with each event.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._places: set[tuple[str, ...]] = set()
+        self._losses: set[str] = set()  # phases whose loss was not finite
+        self._skipped: int | None = None  # the last step that a gradient scaler skipped
+        self._told_of_skipped = False
+
+    def see_stats(self, rows: Sequence[Row]) -> None:
+        """The rows of statistics of a step, in the order in which they were measured."""
+        bad = [row for row in rows if row[_NAN] or row[_INF]]
+        if bad and len(self._places) <= MOST_PLACES:
+            for row in bad:
+                self._see(row)
+
+    def _see(self, row: Row) -> None:
+        place = tuple(row[_AT[name]] for name in _PLACE)
+        if place in self._places or len(self._places) > MOST_PLACES:
+            return
+        step, layer = row[_AT["step"]], row[_AT["layer"]]
+        if step == self._skipped and KINDS[row[_AT["kind"]]].gradient:
+            if not self._told_of_skipped:
+                self._told_of_skipped = True
+                message = f"not finite, and the gradient scaler skipped the step: {_counted(row)}"
+                self._tell(RULE, message, severity="info", layer=layer, step=step)
+            return
+        first = not self._places
+        self._places.add(place)
+        message = f"{'first non-finite value' if first else 'not finite either'}: {_counted(row)}"
+        self._tell(RULE, message, severity="warning" if first else "info", layer=layer, step=step)
+        if len(self._places) > MOST_PLACES:
+            message = (
+                f"values were not finite at {MOST_PLACES + 1} places: further ones are not told of, and are in stats"
+            )
+            self._tell(RULE, message, severity="info", layer=None, step=step)
+
+    def see_metrics(self, moment: Moment, metrics: Mapping[str, Any]) -> None:
+        """A row of metrics, known before the rows of statistics of its step are."""
+        if metrics["skipped"]:
+            self._skipped = moment.step
+        loss = metrics["loss"]
+        if loss is not None and not math.isfinite(loss) and moment.phase not in self._losses:
+            first = not self._losses
+            self._losses.add(moment.phase)
+            message = f"the loss is {loss} {_when(moment.step, moment.phase)}"
+            self._tell(RULE, message, severity="warning" if first else "info", layer=None, step=moment.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was told, as texts and lists."""
+        return {
+            "places": sorted(list(place) for place in self._places),
+            "losses": sorted(self._losses),
+            "told_of_skipped": self._told_of_skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was told."""
+        self._places = {tuple(place) for place in state["places"]}
+        self._losses = set(state["losses"])
+        self._told_of_skipped = state["told_of_skipped"]
+
+
+def _counted(row: Row) -> str:
+    """`at step 12 in encoder.0 output: 3 NaN, 0 infinite of 6,400 (hook 'activations')`: what is cut off matters least."""
+    hook, layer, role, path, step, phase, numel = (
+        row[_AT[name]] for name in ("hook", "layer", "role", "path", "step", "phase", "numel")
+    )
+    of = "" if numel is None else f" of {numel:,}"
+    where = f"{layer or '.'} {role}" + (f" {path!r}" if path else "")
+    return f"{_when(step, phase)} in {where}: {row[_NAN] or 0:,} NaN, {row[_INF] or 0:,} infinite{of} (hook {hook!r})"
+
+
+def _when(step: int, phase: str) -> str:
+    return f"at step {step}" if phase == "train" else f"in the evaluation after {step} steps"

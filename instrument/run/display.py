@@ -1,0 +1,250 @@
+"""What is shown while a run trains: how far it is and what came of it, as a bar on a screen, as a few lines in a pipe."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from ..analysis.files import size_on_disk
+from ..plan.printed import human_bytes
+from .loop import Progress
+
+LINES_IN_A_PIPE = 10  # how often progress is told where nobody looks at a screen
+SECONDS_BETWEEN_DRAWINGS = 0.1
+SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, and a hundred times as long as a look takes
+SMOOTHED_OVER = 3.0  # seconds
+LEAST_BAR, MOST_BAR = 5, 30
+
+# What is left out last stands first; what is shown stands in the order in which `facts` has it.
+IMPORTANCE = ("step", "loss", "accuracy", "left", "speed", "bar", "overhead", "rows", "size")
+
+NOT_FINITE = ("loss nan", "loss inf", "loss -inf")
+
+Show = Callable[[Progress], None]
+
+
+class Pace:
+    """How fast it goes, smoothed over the latest seconds; evaluations are kept apart."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._done = 0
+        self._steps = self._seconds = self._paused = 0.0
+
+    def step(self) -> None:
+        """A step is over."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        fading = math.exp(-seconds / SMOOTHED_OVER)
+        self._done += 1
+        self._steps = self._steps * fading + 1.0
+        self._seconds = self._seconds * fading + seconds
+
+    def pause(self) -> None:
+        """What is over was no step."""
+        now = time.perf_counter()
+        self._paused += now - self._last
+        self._last = now
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0 before the first one."""
+        return self._seconds / self._steps if self._steps else 0.0
+
+    def left(self, steps: int) -> float | None:
+        """Seconds until so many more steps are done; None before the second step, since the first one takes its time."""
+        return steps * (self.seconds + self._paused / self._done) if self._done > 1 else None
+
+
+class Size:
+    """The bytes of a run's tables; the folder is not looked at all the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._bytes = 0
+        self._again = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """As of the last second or so."""
+        began = time.perf_counter()
+        if began >= self._again:
+            self._bytes = size_on_disk(self.folder)
+            now = time.perf_counter()
+            self._again = now + max(SECONDS_BETWEEN_LOOKS, 100 * (now - began))
+        return self._bytes
+
+
+def facts(progress: Progress, pace: Pace, size: int) -> dict[str, str]:
+    """What there is to be said after a step of training, by name; what is not known is left out."""
+    metrics = progress.metrics
+    found = {
+        "step": step_text(progress),
+        **metric_texts(metrics),
+        "rows": f"{progress.rows:,} rows",
+        "size": human_bytes(size),
+    }
+    if metrics.get("samples_per_second") is not None and metrics["seconds"] and pace.seconds:
+        samples = metrics["samples_per_second"] * metrics["seconds"]  # type: ignore[operator]
+        found["speed"] = f"{samples / pace.seconds:,.{0 if samples >= 10 * pace.seconds else 1}f} samples/s"
+    if progress.overhead is not None:
+        found["overhead"] = f"overhead {progress.overhead:+.1%}"
+    if (left := pace.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
+        found["left"] = f"{_clock(left)} left"
+    order = ("step", "loss", "accuracy", "speed", "rows", "size", "overhead", "left")
+    return {name: found[name] for name in order if name in found}
+
+
+def step_text(progress: Progress) -> str:
+    """`step  50/100`."""
+    return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
+
+
+def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """`loss 0.3402` and `accuracy 88.3%`, as far as they are known."""
+    found = {}
+    if (loss := metrics.get("loss")) is not None:
+        found["loss"] = f"loss {loss:.4f}" if loss == 0.0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}"
+    if (accuracy := metrics.get("accuracy")) is not None:
+        found["accuracy"] = f"accuracy {accuracy:.1%}"
+    return found
+
+
+def evaluation_text(progress: Progress) -> str:
+    """`step 50/100  evaluation  loss 0.3819  accuracy 88.6%`."""
+    return "  ".join([step_text(progress), "evaluation", *metric_texts(progress.metrics).values()])
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Bar:
+    """One line that fits the screen, whatever its width, and below it the last warning.
+
+    The least important parts are left out first. A part that was once so wide keeps its room, so that nothing that is shown
+    moves to and fro.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.step, self.steps = 0, steps
+        self.facts = {"step": f"step {0:>{len(str(steps))}}/{steps}"}
+        self.warning: str | None = None
+        self._widths: dict[str, int] = {}
+
+    def update(self, progress: Progress, told: dict[str, str]) -> None:
+        """Other things are to be shown."""
+        self.step, self.facts = progress.step, told
+        for name, text in told.items():
+            self._widths[name] = max(len(text), self._widths.get(name, 0))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width - 1  # many terminals go to the next line when the last column is written
+        shown, room = self._chosen(width)
+        parts = []
+        for name, text in self.facts.items():
+            if name in shown:
+                parts.append(Text(text.ljust(self._width(name)), "bold red" if text in NOT_FINITE else ""))
+                if name == "step" and "bar" in shown:
+                    parts.append(self._bar(console, options, room))
+        line = Text("  ").join(parts)
+        line.rstrip()
+        yield from (_cut(line, width), *([] if self.warning is None else [_cut(self._told(), width)]))
+
+    def _chosen(self, width: int) -> tuple[set[str], int]:
+        """The names of the parts that there is room for, and the width of the bar."""
+        shown: set[str] = set()
+        left, room = width + 2, 0
+        for name in IMPORTANCE:
+            if name == "bar" or name in self.facts:
+                left -= 2 + (LEAST_BAR if name == "bar" else self._width(name))
+                if left < 0:
+                    break
+                shown.add(name)
+                room = left
+        return shown | {"step"}, min(MOST_BAR, LEAST_BAR + room)
+
+    def _width(self, name: str) -> int:
+        return max(len(self.facts[name]), self._widths.get(name, 0))
+
+    def _bar(self, console: Console, options: ConsoleOptions, width: int) -> Text:
+        character = "-" if options.ascii_only else "━"
+        done = width * self.step // max(1, self.steps)
+        plain = console.no_color or console.color_system is None
+        rest = (" " if plain else character) * (width - done)
+        return Text.assemble((character * done, "bar.complete"), (rest, "bar.back"))
+
+    def _told(self) -> Text:
+        return Text.assemble(("warning ", "yellow"), str(self.warning).replace("\n", " "))
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    line.no_wrap = True
+    return line
+
+
+@contextmanager
+def shown_as_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
+    """A bar at the foot of the screen, drawn anew ten times a second at most; evaluations stay above it."""
+    bar, pace, size = Bar(steps), Pace(), Size(folder)
+    drawn = 0.0
+    with Live(bar, console=console, transient=True, auto_refresh=False) as live:
+
+        def show(progress: Progress) -> None:
+            nonlocal drawn
+            if progress.phase == "eval":
+                pace.pause()
+                console.print(evaluation_text(progress), soft_wrap=True)
+                return
+            pace.step()
+            now = time.perf_counter()
+            if now - drawn >= SECONDS_BETWEEN_DRAWINGS or progress.step == progress.steps:
+                drawn = now
+                bar.warning = progress.warnings[-1] if progress.warnings else None
+                bar.update(progress, facts(progress, pace, size.bytes))
+                live.refresh()
+
+        live.refresh()
+        yield show
+
+
+def shown_as_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
+    """A few plain lines in all, and each warning when it comes."""
+    every = max(1, steps // LINES_IN_A_PIPE)
+    pace = Pace()
+    warned = shown_as_warnings(warn)
+
+    def show(progress: Progress) -> None:
+        warned(progress)
+        if progress.phase == "eval":
+            pace.pause()
+            console.print(evaluation_text(progress), soft_wrap=True)
+            return
+        pace.step()
+        if progress.step % every == 0 or progress.step == progress.steps:
+            console.print("  ".join(facts(progress, pace, size_on_disk(folder)).values()), soft_wrap=True)
+
+    return show
+
+
+def shown_as_warnings(warn: Callable[[str], None]) -> Show:
+    """Each warning when it comes, and nothing else."""
+    count = 0
+
+    def show(progress: Progress) -> None:
+        nonlocal count
+        for message in progress.warnings[count:]:
+            warn(message)
+        count = len(progress.warnings)
+
+    return show

@@ -1,0 +1,34 @@
+"""What a spec does, in a few words."""
+
+from __future__ import annotations
+
+from .hooks import HookSpec
+from .record import RecordSpec
+
+
+def describe_action(spec: HookSpec) -> str:
+    """`record stats, tensors`, `clip norm 1.0`, `modify noise`: what a spec does, in a few words."""
+    if isinstance(spec, RecordSpec):
+        return "record " + ", ".join(
+            part
+            for part, asked in (
+                ("stats", spec.statistics),
+                ("quantiles", spec.quantiles),
+                ("histogram", spec.histogram),
+                ("tensors", spec.tensors),
+            )
+            if asked
+        )
+    told = spec.model_dump(
+        include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
+        exclude_none=True,
+        exclude_unset=True,
+        by_alias=True,
+    )
+    fn = told.pop("fn", None)
+    parts = [
+        spec.action,
+        fn["_target_"] if isinstance(fn, dict) else fn,
+        *(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in told.items()),
+    ]
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,160 @@
+"""What a notebook shows of a run and of a sweep."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.analysis import notebook
+from instrument.analysis.load import Run
+from instrument.capture.tables import TABLES
+from instrument.sinks.parquet import ParquetSink
+
+EVIL = "<script>alert('x')</script>"
+INFO: dict[str, Any] = {
+    "name": "mine",
+    "status": "done",
+    "seed": 3,
+    "device": "cpu",
+    "started": "2026-11-21T09:00:00+00:00",
+    "ended": "2026-11-21T09:01:30+00:00",
+    "overrides": {},
+    "metrics": {"loss": 0.123456, "accuracy": 0.5, "seconds": 9.0},
+}
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and its words."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.met: set[str] = set()
+        self.words: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.met.add(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({**INFO, **info}))
+    sink = ParquetSink(folder)
+    for step in range(1200):
+        metrics = {"step": step, "epoch": 0, "phase": "train", "rank": 0, "loss": 2.0}
+        sink.write("metrics", [tuple(metrics.get(name) for name in TABLES["metrics"].names)])
+    identity = (4, 0, 0, "train", 0, EVIL, layer, "Linear", "forward", "output", "", 0, 0, False)
+    rest = {"numel": 10, "nan_count": 1, "inf_count": 0}
+    sink.write("stats", [(*identity, *(rest.get(name) for name in TABLES["stats"].names[len(identity) :]))])
+    sink.end_step()
+    if close:
+        sink.close()
+    return folder
+
+
+def page_of(run: Run) -> tuple[str, str]:
+    """The HTML, which is well formed, and its words."""
+    page = run._repr_html_()
+    tags = Tags(page)
+    assert tags.open == []
+    assert tags.met <= {"div", "b", "code", "span", "table", "tr", "td", "th", "ul", "li"}
+    return page, " ".join(" ".join(tags.words).split())
+
+
+def test_a_run_is_shown_with_its_facts_its_tables_and_its_findings(tmp_path: Path) -> None:
+    _, words = page_of(instrument.load(make_run(tmp_path / "run")))
+    assert "mine" in words
+    assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
+    assert "loss 0.1235 · accuracy 0.5 · 1,200 steps" in words
+    assert "stats distributions tensors effects metrics coverage layers events 1 0 0 0 1,200 0 0 0" in words
+    assert "first non-finite value a output" in words
+    assert "1 NaN, 0 infinite of 10" in words
+
+
+def test_what_a_layer_or_a_hook_is_called_is_no_markup(tmp_path: Path) -> None:
+    page, words = page_of(instrument.load(make_run(tmp_path / "run", layer=EVIL, name=EVIL, error=EVIL)))
+    assert "<script" not in page
+    assert words.count(EVIL) == 4  # the name, the error, the layer, the hook
+
+
+def test_colours_are_the_pages_and_nothing_is_fetched(tmp_path: Path) -> None:
+    page, _ = page_of(instrument.load(make_run(tmp_path / "run")))
+    assert not re.search(r"background(-color)?:(?! none)", page)
+    assert not re.search(r"https?:|url\(|src=|href=", page)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"status": "running", "ended": None},
+        {"started": None, "metrics": {}},
+        {"started": "no date", "device": None, "metrics": {"loss": None}},
+    ],
+)
+def test_a_run_that_was_killed_is_shown_as_far_as_it_went(tmp_path: Path, info: dict[str, Any]) -> None:
+    _, words = page_of(instrument.load(make_run(tmp_path / "run", close=False, **info)))
+    assert f"status {'killed' if info.get('status') else 'done'}" in words
+    assert "1,200 steps" in words
+
+
+def test_an_empty_run_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    _, words = page_of(instrument.load(tmp_path))
+    assert "status unknown" in words
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (file,) = (folder / "metrics").glob("*.parquet")
+    file.write_bytes(b"PAR1 no more")
+    _, words = page_of(instrument.load(folder))
+    assert "could not be read:" in words
+    assert f"metrics/{file.name}: cannot be read" in words
+
+
+def test_rows_are_counted_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    monkeypatch.setattr(Run, "_frame", None)
+    monkeypatch.setattr(Run, "read", None)
+    page_of(run)
+
+
+def test_a_sweep_is_a_table_with_the_overrides_and_marks_what_failed(tmp_path: Path) -> None:
+    for job, status in enumerate(("done", "failed", "done")):
+        overrides = {"hooks.tame.norm": 0.5 * job, "model": EVIL}
+        metrics = {} if status == "failed" else {"loss": 0.25 + job, "accuracy": None}
+        make_run(tmp_path / "sweep" / str(job), status=status, seed=job, overrides=overrides, metrics=metrics)
+    page, words = page_of(instrument.load(tmp_path / "sweep"))
+    assert "3 runs" in words
+    assert "1 not done" in words
+    assert "run status seed hooks.tame.norm model loss" in words
+    assert "accuracy" not in words  # none has one
+    assert f"2 done 2 1 {EVIL} 2.25" in words
+    rows = re.findall(r"<tr.*?</tr>", page)
+    assert [notebook.MARKS["error"] in row for row in rows] == [False, False, True, False]
+
+
+def test_a_large_sweep_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "MOST_RUNS", 2)
+    for job in range(5):
+        make_run(tmp_path / "sweep" / str(job), seed=100 + job)
+    _, words = page_of(instrument.load(tmp_path / "sweep"))
+    assert "5 runs" in words
+    assert "and 3 more" in words
+    assert "101" in words
+    assert "102" not in words

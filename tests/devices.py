@@ -1,0 +1,26 @@
+"""Tensors on the CPU, taken for tensors on a device: the way that numbers go there, without one."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from instrument.stats.distribution import distribution_on_device
+from instrument.stats.kernel import measure_on_device
+from instrument.stats.units import dead_fraction_on_device, saturated_fraction_on_device
+
+
+def measured_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every tensor is measured as one on a device is."""
+
+    def measure(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
+        return measure_on_device(tensor.detach().reshape(-1), names)
+
+    def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
+        return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
+
+    for module in ("actions.record", "actions.intervention", "stats.units"):
+        monkeypatch.setattr(f"instrument.{module}.measure", measure)
+    monkeypatch.setattr("instrument.actions.record.distribution", distribution)
+    monkeypatch.setattr("instrument.actions.record.dead_fraction", dead_fraction_on_device)
+    monkeypatch.setattr("instrument.actions.record.saturated_fraction", saturated_fraction_on_device)

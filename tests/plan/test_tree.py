@@ -1,0 +1,76 @@
+"""The tree of modules: each once, and blocks that are alike shown once."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+from instrument.plan.sites import make_plan
+from instrument.plan.tree import module_tree
+from instrument.spec.parse import parse_hooks
+
+ALL = {"layers": "**", "kind": "forward", "action": "record"}
+
+
+def block(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+
+def tree(model: nn.Module, **hooks: dict[str, Any]) -> list[str]:
+    plan = make_plan(parse_hooks(hooks), model)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(module_tree(plan, dict.fromkeys(hooks, "red")))
+    assert isinstance(console.file, io.StringIO)
+    return [line.strip(" │├└─") for line in console.file.getvalue().splitlines()]
+
+
+def test_blocks_that_are_alike_are_shown_once() -> None:
+    assert tree(nn.Sequential(*(block() for _ in range(60))), seen=ALL) == [
+        ". Sequential  seen",
+        "0 Sequential  seen",
+        "0 Linear  20 parameters  seen",
+        "1 ReLU  seen",
+        "1 ... 59 Sequential  like 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"layers": "2.0", "kind": "forward", "action": "record"},
+        {"layers": "2.0", "kind": "parameter_grad", "params": "bias", "action": "clip", "norm": 1.0},
+        {"layers": "2", "kind": "forward", "action": "record"},
+    ],
+)
+def test_a_block_that_a_hook_treats_otherwise_is_shown_by_itself(different: dict[str, Any]) -> None:
+    lines = tree(nn.Sequential(*(block() for _ in range(5))), other=different)
+    assert [line for line in lines if "like" in line] == ["1 Sequential  like 0", "4 Sequential  like 3"]
+    assert any(line.startswith("2 Sequential") for line in lines)
+    assert sum("other" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(block(4), block(5)),
+        nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()),
+        nn.Sequential(block(), nn.ModuleDict({"0": nn.Linear(4, 4), "1": nn.ReLU()})),
+        nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())),
+    ],
+    ids=["other sizes", "three lines", "other types", "two lines"],
+)
+def test_what_is_not_alike_or_not_worth_it_is_shown_in_full(model: nn.Module) -> None:
+    lines = tree(model)
+    assert len(lines) == len(list(model.modules()))
+    assert not any("like" in line for line in lines)
+
+
+def test_a_block_that_stands_at_two_places_is_shown_with_both_names() -> None:
+    shared = block()
+    lines = tree(nn.Sequential(shared, shared, block(), block()))
+    assert lines[1] == "0 Sequential  also 1"
+    assert lines[-1] == "3 Sequential  like 2"
