@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultError, InstrumentError, InstrumentWarning
 
 if TYPE_CHECKING:
+    from . import plot, report
     from .actions.base import Context
     from .analysis.load import NoRunError, Run, load
     from .capture.probe import Probe
@@ -32,6 +33,8 @@ __all__ = [
     "Run",
     "attach",
     "load",
+    "plot",
+    "report",
 ]
 
 # What needs torch or pandas is imported when it is first asked for: reading a run needs no torch.
@@ -44,9 +47,12 @@ _LAZY = {
     "attach": ".run.attach",
     "load": ".analysis.load",
 }
+_PACKAGES = ("plot", "report")  # to be had without an import of their own: instrument.plot.heatmap(run)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
     if name in _LAZY:
         value = getattr(import_module(_LAZY[name], __name__), name)
         globals()[name] = value

@@ -1,0 +1,132 @@
+"""Several runs in one chart: over steps, over layers, or over what a sweep has varied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from ..analysis.choice import choose, choose_place, refuse_unless
+from ..analysis.load import Run
+from ..analysis.series import forward_order, matrices, places_in
+from ..capture.tables import MOMENT, TABLES
+from ..errors import InstrumentError
+from ..spec.statistics import STATISTICS
+from .lines import Curves, draw_over_override, draw_over_places, draw_over_steps
+from .several import overrides_of, together
+from .source import NEEDED, check, series_with
+from .style import axis_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FLOATS = [c for c in TABLES["metrics"].columns if c not in MOMENT and c.name != "skipped"]
+METRICS = {c.name: f"{c.name} [{c.unit}]" if c.unit in ("fraction", "s", "1/s") else c.name for c in _FLOATS}
+"""The metrics that are numbers, each as an axis is called."""
+
+
+def compare(
+    runs: Run | Sequence[Run] | pd.DataFrame,
+    y: str = "loss",
+    x: str | None = None,
+    *,
+    layer: str | None = None,
+    hook: str | None = None,
+    kind: str | None = None,
+    role: str | None = None,
+    phase: str | None = None,
+) -> Figure:
+    """A metric or a statistic of several runs.
+
+    A metric, and a statistic of one layer, is drawn over the steps; a statistic without a layer is drawn over the layers, at
+    the last recorded step of each run; with `x`, the last recorded value is drawn over an override, a point a run and a line
+    through the means of those that differ in nothing but the seed.
+
+    Args:
+        runs: A folder of several runs as it was loaded, a list of runs, or rows of the metrics or stats table of several.
+        y: A metric such as `loss` or `accuracy`, or a statistic such as `l2`.
+        x: An override, such as `hooks.tame.norm`.
+        layer: A layer or a parameter, of a statistic.
+        hook: Which spec recorded the statistic, where several did.
+        kind: The hook's kind.
+        role: Which of the kind's tensors.
+        phase: `train` or `eval`; without it `eval` for the last value of a metric that evaluations have, and `train` else.
+
+    Raises:
+        InstrumentError: Nothing fits, several series do, or matplotlib is not installed.
+    """
+    refuse_unless(y, [*METRICS, *STATISTICS], "y", "neither a metric nor a statistic")
+    table = "metrics" if y in METRICS else "stats"
+    several = runs if isinstance(runs, pd.DataFrame) else together(runs)
+    frame = _frame_of(several, table)
+    overrides = overrides_of(frame, table)
+    at = _override(x, overrides)
+    wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase or "train"}
+    if table == "metrics":
+        found = _metric(frame, y, phase or ("eval" if x and _has(frame, y, "eval") else "train"))
+    elif layer is not None:
+        found = _at_layer(frame, y, layer, wanted)
+    elif x is None:
+        return draw_over_places(*_over_places(frame, y, forward_order(several), wanted), overrides)
+    else:
+        raise InstrumentError(f"{y} over {x} is of one layer: say of which with layer=")
+    return draw_over_steps(found, overrides) if at is None else draw_over_override(found, at, overrides)
+
+
+def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
+    """The rows of all runs."""
+    frame: pd.DataFrame = several if isinstance(several, pd.DataFrame) else getattr(several, table)
+    check(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *NEEDED))
+    return frame
+
+
+def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
+    """The column of an override; of one that is called like a column of the table it is `override.<name>`."""
+    if x is None:
+        return None
+    column = x if x in overrides else f"override.{x}"
+    if column not in overrides:
+        refuse_unless(x, [str(name) for name in overrides], "x", "no override in which the runs differ")
+    return column
+
+
+def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:
+    return name in metrics and bool(metrics.loc[metrics["phase"] == phase, name].notna().any())
+
+
+def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
+    """A metric of each run over the steps; of several ranks the mean."""
+    refuse_unless(phase, list(frame["phase"]), "phase", "no metrics of it")
+    rows = frame[frame["phase"] == phase]
+    refuse_unless(
+        name, [one for one in METRICS if _has(frame, one, phase)], "y", f"no run has a value of it in {phase}"
+    )
+    values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
+    return Curves(f"{name} ({phase})", METRICS[name], values)
+
+
+def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str | None]) -> Curves:
+    """A statistic of one place of each run over the steps; of several calls in a step what the statistic's rule makes of them."""
+    fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
+    series, place, rows = choose_place(fitting, layer, **wanted)
+    merged = rows.groupby(["run", "step"], sort=False)[name].agg(STATISTICS[name].merged)
+    values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
+    return Curves(f"{name} of {place} ({series.label})", axis_name(name), values)
+
+
+def _over_places(
+    frame: pd.DataFrame, name: str, order: Sequence[str], wanted: dict[str, str | None]
+) -> tuple[Curves, list[str]]:
+    """A statistic of each run over its places, at its last recorded step; and all places, in forward order."""
+    series = choose(series_with(frame, name), **wanted)
+    rows = series.of(frame)
+    places = list(places_in(rows, order).cat.categories)
+    values, steps = {}, set()
+    for run, part in rows.groupby("run", sort=False):
+        last = part[part["step"] == part["step"].max()]
+        table = matrices(last, [name], order, 1)[name]
+        values[str(run)] = pd.Series(table.values[:, 0], index=table.places)
+        steps.add(int(table.last[0]))
+    when = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
+    return Curves(f"{name} of {series.label}, last recorded step ({when})", axis_name(name), values), places

@@ -1,0 +1,140 @@
+"""How large the gradients are from layer to layer, at the beginning and at the end, and how large the updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.choice import choose
+from ..analysis.load import Run
+from ..analysis.series import Series, forward_order, matrices, statistics_in
+from ..errors import InstrumentError
+from .canvas import explain, height_of, name_places, new_figure, plain, scale, width_of
+from .source import series_with, table_of
+from .style import CATEGORIES, HEALTHY_UPDATES, axis_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 4.5  # inches of a chart
+ENDS = (("first", CATEGORIES[0], "o"), ("last", CATEGORIES[1], "s"))
+USUAL = "usual updates, 1e-4 to 1e-2 of the parameter (CS231n, neural-networks-3)"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A statistic at the first and the last recorded step.
+
+    Attributes:
+        statistic: Its name.
+        series: What recorded it.
+        places: In forward order; shape [places].
+        steps: One or two.
+        values: Shape [places, steps]; NaN where there is none.
+    """
+
+    statistic: str
+    series: Series
+    places: list[str]
+    steps: list[int]
+    values: np.ndarray
+
+
+def gradient_flow(
+    run: Run | pd.DataFrame,
+    *,
+    hook: str | None = None,
+    kind: str | None = None,
+    role: str | None = None,
+    phase: str = "train",
+) -> Figure:
+    """The norm of the gradients by layer, at the first and the last recorded step, on a logarithmic axis.
+
+    Where `update_ratio` was recorded it has a chart of its own with the usual band: in the same rows where its parameters
+    are those of the gradients, and beneath them else.
+
+    Args:
+        run: A run, or rows of its stats table.
+        hook: Which spec recorded the gradients; of several those of kind `parameter_grad` without it.
+        kind: The hook's kind.
+        role: Which of the kind's tensors.
+        phase: `train` or `eval`.
+
+    Raises:
+        InstrumentError: No gradient's `l2` was recorded, several series fit, or matplotlib is not installed.
+    """
+    stats = table_of(run, "stats")
+    order = forward_order(run)
+    candidates = [series for series in series_with(stats, "l2") if series.is_gradient]
+    if not candidates:
+        raise InstrumentError("no gradients were recorded: hooks=gradients records them all")
+    usual = [series for series in candidates if series.kind == "parameter_grad"]
+    is_open = hook is None and kind is None and role is None
+    series = choose(usual if usual and is_open else candidates, hook=hook, kind=kind, role=role, phase=phase)
+    charts = [_ends(stats, series, "l2", order)]
+    if "update_ratio" in statistics_in(stats):
+        charts.append(_ends(stats, series_with(stats, "update_ratio")[0], "update_ratio", order))
+    return _drawn(charts)
+
+
+def _ends(stats: pd.DataFrame, series: Series, statistic: str, order: list[str]) -> Ends:
+    rows = series.of(stats)
+    rows = rows[rows["step"].isin([rows["step"].min(), rows["step"].max()])]
+    table = matrices(rows, [statistic], order, 2)[statistic]
+    return Ends(statistic, series, table.places, table.first.tolist(), table.values)
+
+
+def _drawn(charts: list[Ends]) -> Figure:
+    """One chart, two in the same rows, or one beneath the other."""
+    places = charts[0].places
+    wide = width_of([name for chart in charts for name in chart.places])
+    if all(set(chart.places) <= set(places) for chart in charts):
+        figure = new_figure(wide + WIDTH * len(charts) + 0.5, height_of(len(places)) + 1.4)
+        panels = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+        rows = [places] * len(charts)
+    else:
+        rows = [chart.places for chart in charts]
+        heights = [height_of(len(names)) for names in rows]
+        figure = new_figure(wide + WIDTH + 1.5, sum(heights) + 2.4)
+        panels = figure.subplots(len(charts), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, chart, names in zip(panels, charts, rows, strict=True):
+        _draw(axes, chart, names)
+    for axes in panels if rows[-1] is not places else panels[:1]:
+        axes.set_ylabel("in forward order")
+    explain(figure)
+    return figure
+
+
+def _draw(axes: Axes, chart: Ends, rows: list[str]) -> None:
+    """A mark for each place and step, those of one place joined."""
+    at = np.array([rows.index(place) for place in chart.places])
+    shown = np.where(chart.values > 0, chart.values, np.nan)
+    low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))
+    axes.hlines(at, low, high, color="#bbbbbb", linewidth=1.0, zorder=1)
+    for column, (end, colour, mark) in enumerate(ENDS[: len(chart.steps)]):
+        axes.plot(shown[:, column], at, mark, color=colour, markersize=4.5, label=f"{end} recorded step")
+    band = HEALTHY_UPDATES if chart.statistic == "update_ratio" else ()
+    if band:
+        axes.axvspan(*band, color=CATEGORIES[2], alpha=0.15, linewidth=0.0, label=USUAL)
+    scale(axes, "x", np.append(shown, band), is_log=True)
+    name_places(axes, rows)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(plain(f"{chart.statistic} of {chart.series.label}", 70), fontsize=10)
+    steps = " and ".join(f"{step:,}" for step in chart.steps)
+    axes.set_xlabel("\n".join([f"{axis_name(chart.statistic)}, at step {steps}", *_without_mark(chart)]))
+
+
+def _without_mark(chart: Ends) -> list[str]:
+    """In words, the places that a logarithmic axis cannot show."""
+    found = []
+    for column, step in enumerate(chart.steps):
+        values = chart.values[:, column]
+        zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
+        told = [f"{zero} are 0"] * bool(zero) + [f"{none} have no finite value"] * bool(none)
+        if told:
+            found.append(f"not shown at step {step:,}: {', '.join(told)}")
+    return found

@@ -1,0 +1,106 @@
+"""A statistic of every layer at every step, as a heat map."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.choice import choose
+from ..analysis.load import Run
+from ..analysis.series import Matrix, Series, forward_order, matrices, places_in, statistics_in
+from ..spec.statistics import STATISTICS
+from .canvas import (
+    colour_bar,
+    colours,
+    explain,
+    grouping,
+    hatch,
+    height_of,
+    name_places,
+    name_steps,
+    new_figure,
+    plain,
+    width_of,
+)
+from .source import series_with, table_of
+from .style import CATEGORIES, axis_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 6.0  # inches of the chart itself
+NON_FINITE = ("nan_count", "inf_count")
+
+
+def heatmap(
+    run: Run | pd.DataFrame,
+    statistic: str | None = None,
+    *,
+    hook: str | None = None,
+    kind: str | None = None,
+    role: str | None = None,
+    phase: str = "train",
+    most_steps: int = 200,
+) -> Figure:
+    """A statistic by layer, top-down in forward order, and step.
+
+    Args:
+        run: A run, or rows of its stats table; the layers of a DataFrame are in the order of its outputs, or of its rows.
+        statistic: Its column; `l2` of gradients, updates and parameters and `std` of outputs without one.
+        hook: Which spec recorded it, where several did.
+        kind: The hook's kind.
+        role: Which of the kind's tensors.
+        phase: `train` or `eval`.
+        most_steps: Columns; beyond, neighbouring steps share one, and the axis says so.
+
+    Raises:
+        InstrumentError: Nothing fits, several series do, or matplotlib is not installed.
+    """
+    stats = table_of(run, "stats")
+    series = choose(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
+    rows = series.of(stats)
+    name = statistic or _telling(series, statistics_in(rows))
+    counted = [count for count in NON_FINITE if count in rows]
+    tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
+    table = tables[name]
+    height = height_of(len(table.places))
+    figure = new_figure(WIDTH + width_of(table.places) + 1.2, height + 1.1)
+    axes = figure.subplots()
+    _draw(axes, table, axis_name(name), height)
+    _mark(axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0))
+    explain(figure)
+    axes.set_title(plain(f"{name} of {series.label}", 80), fontsize=10)
+    axes.set_ylabel(f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order")
+    several = bool(pd.DataFrame({"at": places_in(rows, []), "step": rows["step"]}).duplicated().any())
+    merged = STATISTICS[name].merged
+    axes.set_xlabel("step" + grouping(table, rows["step"].nunique(), merged, several))
+    return figure
+
+
+def _telling(series: Series, there: list[str]) -> str:
+    """The statistic that says most of a series, of those there are."""
+    first = "l2" if series.is_gradient or series.is_of_parameters else "std"
+    return first if first in there else there[0]
+
+
+def _draw(axes: Axes, table: Matrix, label: str, height: float) -> None:
+    """Cells, axes and the scale."""
+    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values))
+    name_places(axes, table.places, middle=0.5)
+    name_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)
+    colour_bar(axes, cells, label, height)
+
+
+def _mark(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
+    """What a colour cannot say: cells without a value, and those whose tensor was not finite."""
+    if np.isnan(table.values).any():
+        hatch(axes, 0, table.values.shape[1], "no value: not recorded, or nothing finite")
+    if bad.any():
+        rows, columns = np.nonzero(bad)
+        size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))
+        axes.plot(
+            columns + 0.5, rows + 0.5, "x", markersize=size, color=CATEGORIES[5], label="has NaN or infinite elements"
+        )

@@ -1,0 +1,179 @@
+"""Lines of several runs: over steps, over places, and over what a sweep has varied."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pandas as pd
+
+from .canvas import LETTER, SMALL, explain, height_of, is_wide, name_places, new_figure, plain, scale, width_of
+from .several import LONG, is_missing, labels_of, told_of, written
+from .style import CATEGORIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .picture import Picture
+
+WIDTH, HEIGHT = 5.5, 3.6  # inches of a chart
+LINE = 0.17  # inches that a line of a legend takes
+SEED = "seed"
+DASHES = ("-", "--", ":", "-.")
+FEW_VALUES = 8  # each of which has its own number on an axis
+POINTS = 60  # a line with more of them has no marks
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A number of each run, over something.
+
+    Attributes:
+        title: What it is.
+        axis: What its axis is called.
+        values: For each run its numbers by step or place; NaN where one is not finite.
+    """
+
+    title: str
+    axis: str
+    values: dict[str, pd.Series]
+
+
+def draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
+    """A line a run."""
+    labels = labels_of(overrides)
+    figure = _figure(labels, HEIGHT, 0.0)
+    axes = figure.subplots()
+    for run, (colour, dashes) in _looks(overrides).items():
+        if run in curves.values:
+            line = curves.values[run]
+            mark = "." if len(line) <= POINTS else None
+            label = plain(labels[run], LONG)
+            axes.plot(
+                line.index, line.to_numpy(), color=colour, linestyle=dashes, marker=mark, linewidth=1.2, label=label
+            )
+            _mark_loss(axes, line, colour)
+    _scale(axes, "y", curves)
+    _finish(axes, curves.title, "step", curves.axis)
+    explain(figure, beside=True)
+    return figure
+
+
+def _mark_loss(axes: Axes, line: pd.Series, colour: str) -> None:
+    """A cross at the last number before the first that is not finite."""
+    bad = np.flatnonzero(~np.isfinite(line.to_numpy(np.float64)))
+    if bad.size and bad[0]:
+        at = line.index[bad[0] - 1]
+        axes.plot([at], [line.loc[at]], "x", color=colour, markersize=8, label="not finite from here on")
+
+
+def draw_over_places(curves: Curves, places: list[str], overrides: pd.DataFrame) -> Figure:
+    """A line a run, from the first place above to the last one below."""
+    labels = labels_of(overrides)
+    figure = _figure(labels, height_of(len(places)), width_of(places))
+    axes = figure.subplots()
+    for run, (colour, dashes) in _looks(overrides).items():
+        if run in curves.values:
+            line = curves.values[run].reindex(places).to_numpy()
+            label = plain(labels[run], LONG)
+            axes.plot(line, range(len(places)), color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
+    _scale(axes, "x", curves)
+    name_places(axes, places)
+    _finish(axes, curves.title, curves.axis, "in forward order")
+    explain(figure, beside=True)
+    return figure
+
+
+def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figure:
+    """A point a run with its last value, and a line through the means of those that differ in the seed alone."""
+    finals = {run: float(line.iloc[-1]) for run, line in curves.values.items()}
+    alike = _alike(overrides.drop(columns=x))
+    labels = {label: label or "mean" for label in alike.values()}
+    at, names = _positions(overrides[x])
+    figure = _figure(labels, HEIGHT, 0.0)
+    axes = figure.subplots()
+    for (group, label), colour in zip(labels.items(), cycle(CATEGORIES), strict=False):
+        runs = [run for run in finals if alike[run] == group]
+        points = pd.Series([finals[run] for run in runs], index=[at[run] for run in runs], dtype=float)
+        means = points[np.isfinite(points)].groupby(level=0).mean()
+        axes.plot(points.index, points.to_numpy(), "o", color=colour, markersize=5, alpha=0.6)
+        axes.plot(means.index, means.to_numpy(), "-", color=colour, linewidth=1.5, label=plain(label, LONG), marker="_")
+    lost = [at[run] for run, value in finals.items() if not np.isfinite(value)]
+    if lost:
+        top = axes.get_xaxis_transform()
+        axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
+    known = np.array(list(finals.values()))
+    scale(axes, "y", known, is_log=is_wide(known))
+    _name_values(axes, at, names)
+    over = f"{plain(x)}\na point a run, lines through their means"
+    _finish(axes, f"{curves.title}, last recorded", over, curves.axis)
+    explain(figure, beside=True)
+    return figure
+
+
+def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
+    """Where each run stands, by its value of an override; and the names of the places where values are no numbers."""
+    cells = {str(run): value for run, value in values.items()}
+    if all(_is_number(cell) for cell in cells.values()):
+        return {run: float(cell) for run, cell in cells.items()}, []
+    words = {run: "not given" if is_missing(cell) else written(cell) for run, cell in cells.items()}
+    names = list(dict.fromkeys(words.values()))
+    return {run: float(names.index(word)) for run, word in words.items()}, names
+
+
+def _is_number(cell: object) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
+
+
+def _name_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
+    """The horizontal axis over an override: logarithmic where its values need it, each value by itself where there are few."""
+    values = np.unique(list(at.values()))
+    scale(axes, "x", values, is_log=not names and is_wide(values))
+    if names or len(values) <= FEW_VALUES:
+        axes.set_xticks(values, [plain(name, 16) for name in names or map(written, values)])
+        axes.minorticks_off()
+
+
+def _alike(overrides: pd.DataFrame) -> dict[str, str]:
+    """What each run was started with but for its seed, in words."""
+    return {str(run): told_of(row) for run, row in overrides.drop(columns=SEED, errors="ignore").iterrows()}
+
+
+def _looks(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    """A colour and dashes for each run: those that differ in the seed alone have the same colour."""
+    alike = _alike(overrides)
+    distinct = len(set(alike.values())) > 1
+    colours = dict(zip(dict.fromkeys(alike.values()) if distinct else alike, cycle(CATEGORIES), strict=False))
+    seen: Counter[str] = Counter()
+    looks = {}
+    for run, label in alike.items():
+        key = label if distinct else run
+        looks[run] = (colours[key], DASHES[seen[key] % len(DASHES)])
+        seen[key] += 1
+    return looks
+
+
+def _scale(axes: Axes, name: Literal["x", "y"], curves: Curves) -> None:
+    """The axis of the numbers."""
+    values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
+    scale(axes, name, values, is_log=is_wide(values))
+
+
+def _figure(labels: dict[str, str], height: float, left: float) -> Picture:
+    """A figure with room for names at the left and a legend at the right."""
+    letters = max((min(len(label), LONG) for label in labels.values()), default=0)
+    return new_figure(left + WIDTH + 1.0 + LETTER * letters, max(height, LINE * len(labels)) + 1.0)
+
+
+def _finish(axes: Axes, title: str, x: str, y: str) -> None:
+    """Titles and a grid."""
+    axes.set_title(plain(title, 80), fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.tick_params(labelsize=SMALL)

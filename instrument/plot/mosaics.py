@@ -1,0 +1,102 @@
+"""One mosaic of maps, or one image, in one chart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..analysis.maps import COLOURED, limits, mosaic, smaller
+from .canvas import SMALL
+from .style import MAGNITUDE, SIGNED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
+
+MOST_CHANNELS = 256  # of one tensor
+MOST_NUMBERS = 16  # of channels, along a side
+PIXELS = 2_048  # a side of a mosaic
+
+
+def cut(values: np.ndarray) -> np.ndarray:
+    """The first maps, as many as are shown: [C, H, W], or [out, in, H, W] with about as many of both."""
+    if values.ndim == 3:
+        return values[:MOST_CHANNELS]
+    outputs = min(len(values), max(int(MOST_CHANNELS**0.5), MOST_CHANNELS // values.shape[1]))
+    return values[:outputs, : max(1, MOST_CHANNELS // outputs)]
+
+
+def aspect_of(values: np.ndarray) -> float:
+    """Height over width of their mosaic."""
+    height, width = mosaic(cut(values)).shape
+    return float(height / width)
+
+
+def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str) -> None:
+    """A mosaic with its scale and the numbers of its channels; the title says what is there and what was left out.
+
+    Args:
+        axes: Where to.
+        values: [C, H, W] or [out, in, H, W].
+        title: The place and the step.
+        what: `feature maps` or the like.
+    """
+    tile = cut(values)
+    columns = (mosaic(tile).shape[1] + 1) // (tile.shape[-1] + 1)
+    small = smaller(tile, max(1, PIXELS // columns))
+    low, high = limits(values)
+    cmap = SIGNED if low < 0 else MAGNITUDE
+    drawn = axes.imshow(mosaic(small), cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+    _number(axes, small, columns)
+    _add_scale(axes, drawn)
+    count, of = (" x ".join(map(str, shape[:-2])) for shape in (tile.shape, values.shape))
+    noun = what.removesuffix("s") if of == "1" else what
+    told = f"{count if count == of else f'the first {count} of {of}'} {noun}, {' x '.join(map(str, values.shape[-2:]))}"
+    bad = int(np.size(values) - np.isfinite(values).sum())
+    told += f", means of squares: {' x '.join(map(str, small.shape[-2:]))}" if small.shape != tile.shape else ""
+    told += f", {bad:,} elements not finite" if bad else ""
+    axes.set_title(f"{title}\n{told}", fontsize=SMALL)
+
+
+def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
+    """Numbers of channels: the first of each row at its left, what to add below; of filters those of the outputs."""
+    height, width = small.shape[-2:]
+    inputs = small.shape[1] if small.ndim == 4 else 1
+    rows = -(-int(np.prod(small.shape[:-2])) // columns)
+    lines = range(0, rows, -(-rows // MOST_NUMBERS))
+    across = range(0, columns, inputs * -(-columns // (inputs * MOST_NUMBERS)))
+    axes.set_yticks(
+        [row * (height + 1) + (height - 1) / 2 for row in lines], [str(row * columns // inputs) for row in lines]
+    )
+    middles = [at * (width + 1) + (inputs * (width + 1) - 2) / 2 for at in across]
+    axes.set_xticks(
+        middles if columns > inputs else [], [f"+{at // inputs}" for at in across] if columns > inputs else []
+    )
+    axes.tick_params(labelsize=SMALL - 1.5, length=0.0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
+    """An image, grey with its scale, or in colours from its smallest value to its largest.
+
+    Args:
+        axes: Where to.
+        values: [C, H, W] of one or three channels.
+        title: What it is.
+    """
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(title, fontsize=SMALL)
+    if len(values) == COLOURED:
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        axes.imshow((values.transpose(1, 2, 0) - low) / ((high - low) or 1.0))
+    else:
+        drawn = axes.imshow(values[0], cmap="gray")
+        _add_scale(axes, drawn)
+
+
+def _add_scale(axes: Axes, drawn: AxesImage) -> None:
+    """The scale at an image's own edge, wherever its shape puts that."""
+    room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
+    axes.figure.colorbar(drawn, cax=room, format="%.3g").ax.tick_params(labelsize=SMALL)

@@ -1,0 +1,124 @@
+"""A picture shows itself, saves as PNG and SVG, leaves pyplot alone, and asks for matplotlib in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn import legend_of, overlaps, stats_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import instrument
+from instrument.plot.canvas import LONGEST, colours, explain, is_wide, name_steps, new_figure, plain, scale
+
+
+def test_the_front_brings_the_pictures_and_matplotlib_comes_with_the_first() -> None:
+    code = (
+        "import sys, instrument; f = instrument.plot.heatmap; assert 'matplotlib' not in sys.modules;"
+        "import instrument.plot.heatmap, instrument.plot.style; assert instrument.plot.heatmap is f;"
+        "print(callable(f), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_pyplot_is_not_imported(tmp_path: Path) -> None:
+    stats_of({"a": [1.0, 2.0]}).to_pickle(tmp_path / "stats")
+    code = (
+        "import sys, pandas, instrument; figure = instrument.plot.heatmap(pandas.read_pickle(sys.argv[1]));"
+        "figure._repr_png_(); print('matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "stats"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["instrument.plot.picture"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(instrument.InstrumentError, match=r"matplotlib.*: pip install 'instrument\[report\]'"):
+        instrument.plot.heatmap(stats_of({"a": [1.0]}))
+
+
+def test_a_figure_is_saved_as_png_and_svg_and_shows_itself(tmp_path: Path) -> None:
+    figure = instrument.plot.heatmap(stats_of({"<script>$a$": [1.0, 2.0]}))
+    figure.savefig(tmp_path / "one.png")
+    figure.savefig(tmp_path / "one.svg")
+    head = b"\x89PNG\r\n"
+    assert (tmp_path / "one.png").read_bytes().startswith(head)
+    assert figure._repr_png_().startswith(head)  # type: ignore[attr-defined]
+    assert ET.parse(tmp_path / "one.svg").getroot().tag.endswith("svg")
+
+
+def test_every_picture_is_listed() -> None:
+    assert instrument.plot.__all__ == ["compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
+    assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)
+
+
+@given(st.text(alphabet="ab$_\\. ", max_size=100))
+def test_a_text_is_drawn_as_it_is_written_and_no_longer_than_there_is_room(text: str) -> None:
+    figure = new_figure(1.0, 1.0)
+    drawn = figure.text(0.0, 0.0, plain(text))
+    shown, is_formula = drawn._preprocess_math(drawn.get_text())  # type: ignore[attr-defined]
+    assert not is_formula
+    assert len(shown) <= LONGEST + 1
+    if len(text) <= LONGEST:
+        assert shown.removeprefix(" ") == text.removeprefix(" ")
+    assert not plain(text).startswith("_")
+
+
+@pytest.mark.parametrize(
+    ("values", "wide"),
+    [
+        ([1.0, 100.0], True),
+        ([1.0, 99.0], False),
+        ([0.0, 100.0], False),
+        ([-1.0, 100.0], False),
+        ([1e-300, 1e300], True),
+    ],
+)
+def test_a_scale_is_wide_from_a_hundred_on(values: list[float], wide: bool) -> None:
+    assert is_wide(np.array([*values, np.nan])) is wide
+    assert ("norm" in colours(np.array([*values, np.inf]))) is wide
+
+
+def test_a_scale_of_nothing_is_a_scale() -> None:
+    assert not is_wide(np.full(3, np.nan))
+    assert colours(np.full(3, np.nan)) == {"cmap": "viridis", "vmin": 0.0, "vmax": 1.0}
+
+
+@given(st.integers(1, 300), st.integers(1, 10**9))
+def test_steps_are_named_at_even_distances(count: int, every: int) -> None:
+    axes = new_figure(4.0, 2.0).subplots()
+    name_steps(axes, [step * every for step in range(count)], 4.0)
+    gaps = np.diff(axes.get_xticks())
+    assert (gaps == gaps[:1]).all()
+    named = [int(label.get_text().replace(",", "")) for label in axes.get_xticklabels()]
+    assert named == [int(at) * every for at in axes.get_xticks()]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.15, 7.0), (1.0, 1.2), (3.0, 3.0), (1e-9, 1e9)])
+def test_a_logarithmic_axis_has_numbers_whatever_it_spans(low: float, high: float) -> None:
+    figure = new_figure(4.0, 2.0)
+    axes = figure.subplots()
+    axes.plot([low, high], [0, 1])
+    scale(axes, "x", np.array([low, high, np.nan]), is_log=True)
+    figure.draw_without_rendering()
+    named = [label.get_text() for label in axes.get_xticklabels() if low / 2 < label.get_position()[0] < high * 2]
+    assert len([text for text in named if text]) >= 2
+    assert axes.get_xscale() == "log"
+    assert overlaps(figure) == []
+
+
+def test_a_legend_has_each_meaning_once() -> None:
+    figure = new_figure(4.0, 2.0)
+    for axes in figure.subplots(1, 2):
+        axes.plot([0], label="same")
+    figure.axes[1].plot([0], label="own")
+    explain(figure)
+    assert legend_of(figure) == ["same", "own"]
