@@ -10,8 +10,8 @@ DEV_STAMP := .venv/.installed-dev
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify
-	$(BIN)/python -m instrument +exp=mnist_hooks
+demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify, and make a page of what they saw
+	$(BIN)/python -m instrument +exp=mnist_hooks report=true
 
 test: $(DEV_STAMP)  ## run the tests
 	$(BIN)/python -m pytest
@@ -51,7 +51,7 @@ clean:  ## remove the environment, caches and builds; runs are kept
 	$(PYTHON) -m venv .venv
 
 $(RUN_STAMP): pyproject.toml constraints.txt | .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | .venv

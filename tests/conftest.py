@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("reported",)
+
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")
 

@@ -1,0 +1,56 @@
+"""`python -m instrument.report RUN [--out FILE] [--open]`: the report of a run, or of the folder of several.
+
+Exit code 0: written; 1: it cannot be written, or a package is missing; 2: there is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..analysis.load import NoRunError, load
+from ..errors import InstrumentError, InstrumentWarning
+from . import FILE, make
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m instrument.report",
+        description="One HTML file that shows a run, or a whole sweep; it works offline.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one above several, such as a sweep's")
+    parser.add_argument("--out", metavar="FILE", type=Path, help=f"the file to write; RUN/{FILE} without it")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    asked = parser.parse_args(arguments)
+    try:
+        return _write(asked.run, asked.out or asked.run / FILE, show=asked.open)
+    except NoRunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f"{error.filename or asked.out}: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _write(folder: Path, out: Path, *, show: bool) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are told on the page, first of all
+        run = load(folder)
+        path = make(run).save(out)
+    for problem in run.problems:
+        print(f"warning {problem}", file=sys.stderr)
+    print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB)")
+    if show:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

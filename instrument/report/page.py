@@ -1,0 +1,140 @@
+"""A report: the page, filled in and put together into one file that needs nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..analysis.load import Run, load
+from ..errors import InstrumentError
+from ..plot.style import CATEGORIES, HEALTHY_UPDATES, axis_name
+from ..spec.statistics import STATISTICS
+from . import run_page, sweep_page
+from .numbers import as_json, packed
+
+FILE = "report.html"  # what it is called in a run's folder
+TEMPLATES = Path(__file__).parent / "template"
+SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep", "main")
+METRIC_UNITS = {
+    "loss": "loss",
+    "accuracy": "accuracy [fraction]",
+    "grad_norm": "grad_norm: L2 norm of all gradients",
+    "lr": "learning rate",
+    "samples_per_second": "samples per second [1/s]",
+    "seconds": "seconds a step [s]",
+}
+FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 900px; border: 1px solid #8884; border-radius: 8px"></iframe>'
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page; in a notebook it shows itself.
+
+    Attributes:
+        html: The whole of it, in one text.
+    """
+
+    html: str
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to a file, and give the file's path."""
+        file = Path(path)
+        file.write_text(self.html, encoding="utf-8")
+        return file
+
+    def _repr_html_(self) -> str:
+        return FRAME.format(escape(self.html, quote=True))
+
+
+def make(run: Run | str | Path) -> Report:
+    """The report of a run, or of several when a folder above them was opened.
+
+    Args:
+        run: A run as `instrument.load` gives it, or its folder.
+
+    Raises:
+        NoRunError: There is no run in the folder.
+        InstrumentError: Plotly or Jinja2 is not installed.
+    """
+    opened = run if isinstance(run, Run) else load(run)
+    several = opened.folders != [opened.path]
+    words, numbers = (sweep_page if several else run_page).content(opened)
+    template = _templates().get_template("sweep.html" if several else "run.html")
+    data = as_json({**numbers, **_vocabulary()})
+    return Report(
+        template.render(
+            **words,
+            version=version("instrument"),
+            path=str(opened.path),
+            style=_markup((TEMPLATES / "style.css").read_text()),
+            script=_markup("\n".join((TEMPLATES / f"{name}.js").read_text() for name in SCRIPTS)),
+            plotly=_plotly(),
+            data=packed(data),
+        )
+    )
+
+
+def command_for(folder: Path) -> str:
+    """What to type to make the report of a run or a sweep."""
+    return f"python -m instrument.report {shlex.quote(str(folder))}"
+
+
+def check_packages() -> None:
+    """Make sure that a report can be made here.
+
+    Raises:
+        InstrumentError: Plotly or Jinja2 is not installed.
+    """
+    _templates()
+    _plotly_script()
+
+
+def _vocabulary() -> dict[str, Any]:
+    """What the charts know of statistics, metrics and colours."""
+    statistics = {
+        name: {"axis": axis_name(name), "formula": statistic.formula, "merged": statistic.merged}
+        for name, statistic in STATISTICS.items()
+    }
+    return {
+        "statistics": {**statistics, "median": {"axis": "median", "formula": "quantile at 0.5", "merged": "mean"}},
+        "metricNames": list(METRIC_UNITS),
+        "metricUnits": METRIC_UNITS,
+        "colours": CATEGORIES,
+        "healthyUpdates": HEALTHY_UPDATES,
+    }
+
+
+@cache
+def _templates() -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise InstrumentError("a report needs Jinja2: pip install 'instrument[report]'") from None
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+
+
+def _markup(text: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+@cache
+def _plotly() -> str:
+    """Plotly's own script, packed."""
+    return packed(_plotly_script().read_text(encoding="utf-8"))
+
+
+def _plotly_script() -> Path:
+    try:
+        import plotly
+    except ImportError:
+        raise InstrumentError("a report needs Plotly: pip install 'instrument[report]'") from None
+    return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"

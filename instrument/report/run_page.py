@@ -1,0 +1,216 @@
+"""What the page of one run says: in words here, in numbers by `instrument.report.charts`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from ..analysis.findings import findings
+from ..analysis.load import Run
+from ..analysis.series import place_of
+from ..plot.style import CATEGORIES
+from .charts import charts
+
+MOST_EVENTS = 200
+MOST_PLACES = 6  # named where a hook did not fire
+MOST_ALERTS = 8
+ENDINGS = {
+    "killed": "The run was killed: its last steps may be missing, and so is the ledger of what fired.",
+    "running": "The run is still running: the page shows what was recorded up to now.",
+    "interrupted": "The run was interrupted.",
+    "unknown": "run.json cannot be read: what is known of the run comes from its tables.",
+}
+PARTS = {
+    "findings": "Findings",
+    "training": "Training",
+    "layers": "Layers",
+    "flow": "Gradient flow",
+    "units": "Units",
+    "maps": "Maps",
+    "interventions": "Interventions",
+    "coverage": "Coverage",
+    "events": "Events",
+    "model": "Model",
+    "configuration": "Configuration",
+}
+
+
+def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the template is filled with, and what the charts are drawn from."""
+    info = run.info
+    numbers = charts(run)
+    told = _specs(info)
+    for effect in numbers["effects"]:
+        effect["told"] = told.get(effect["hook"], "")
+    events = run.events
+    words = {
+        "title": info.get("name") or run.path.name,
+        "status": info["status"],
+        "facts": _facts(run, info),
+        "findings": findings(run),
+        "interventions": bool(numbers["acted"]),
+        "has_alerts": bool(numbers["alerts"]),
+        "coverage": _coverage(run.coverage),
+        "events": _events(events),
+        "more_events": max(0, len(events) - MOST_EVENTS),
+        "tree": _tree(run.layers),
+        "colour_of": _colours(run.layers),
+        "command": shlex.join(info.get("command") or []),
+        "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
+        "parts": list(PARTS.items()),
+    }
+    return {**words, "alerts": _alerts(run, info, events)}, numbers
+
+
+def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What ran, on what data and device, for how long."""
+    data = info.get("data") or {}
+    model = ((info.get("config") or {}).get("model") or {}).get("_target_")
+    steps = run.metrics.query("phase == 'train'")["step"].nunique()
+    facts = {
+        "model": model,
+        "data": data.get("dataset"),
+        "samples": f"{data['train_samples']:,} to train, {data['eval_samples']:,} to evaluate"
+        if data.get("train_samples")
+        else None,
+        "device": info.get("device"),
+        "steps": f"{steps:,}",
+        "seed": info.get("seed"),
+        "started": _moment(info.get("started")),
+        "took": _duration(info),
+        "parameters": f"{int(run.layers['parameters'].sum()):,}" if len(run.layers) else None,
+        "torch": (info.get("versions") or {}).get("torch"),
+        "revision": (info.get("git_revision") or "")[:12] or None,
+    }
+    return [(name, str(value)) for name, value in facts.items() if value is not None]
+
+
+def _moment(text: str | None) -> str | None:
+    return None if text is None else datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _duration(info: Mapping[str, Any]) -> str | None:
+    if not info.get("started") or not info.get("ended"):
+        return None
+    took = datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"])
+    return str(took)
+
+
+def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dict[str, Any]]:
+    """What has to be known before anything is looked at, the worst first."""
+    found: list[dict[str, Any]] = []
+    if info.get("error"):
+        found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
+    elif info["status"] in ENDINGS:
+        found.append({"severity": "warning", "rule": info["status"], "message": ENDINGS[info["status"]], "step": None})
+    if info.get("recording_stopped"):
+        found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
+    found += [{"severity": "error", "rule": "files", "message": problem, "step": None} for problem in run.problems]
+    shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
+    told = {alert["message"] for alert in found}
+    found += [event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in told]
+    if len(found) > MOST_ALERTS:
+        rest = len(found) - MOST_ALERTS
+        more = {
+            "severity": "warning",
+            "rule": "events",
+            "message": f"{rest} more warnings are below, under Events",
+            "step": None,
+        }
+        found = [*found[:MOST_ALERTS], more]
+    return found
+
+
+def _rows(events: pd.DataFrame) -> list[dict[str, Any]]:
+    """Events with whole steps, and None where there is nothing."""
+    plain = events.astype(object).where(events.notna(), None)
+    rows = [{str(name): cell for name, cell in event.items()} for event in plain.to_dict("records")]
+    return [{**row, "step": None if row["step"] is None else int(row["step"])} for row in rows]
+
+
+def _events(events: pd.DataFrame) -> list[dict[str, Any]]:
+    return _rows(events.head(MOST_EVENTS))
+
+
+def _coverage(coverage: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row a hook: how often it should have fired and did, and why it did less often, at which places."""
+    rows = []
+    for hook, sites in coverage.groupby("hook", sort=False):
+        causes: dict[str, list[str]] = {}
+        for site in sites.to_dict("records"):
+            if site["cause"] and (site["fired"] < site["expected"] or not site["expected"]):
+                causes.setdefault(site["cause"], []).append(place_of(site["layer"], site["path"], site["kind"]))
+        rows.append(
+            {
+                "hook": hook,
+                "kind": sites["kind"].iloc[0],
+                "role": sites["role"].iloc[0],
+                "places": len(sites),
+                "expected": int(sites["expected"].sum()),
+                "fired": int(sites["fired"].sum()),
+                "causes": [(cause, _some(places)) for cause, places in causes.items()],
+            }
+        )
+    return rows
+
+
+def _some(places: list[str]) -> str:
+    rest = len(places) - MOST_PLACES
+    return ", ".join(places[:MOST_PLACES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _tree(layers: pd.DataFrame) -> dict[str, Any] | None:
+    """The modules, each with those in it."""
+    nodes: dict[str, dict[str, Any]] = {}
+    for row in layers.to_dict("records"):
+        name = row["layer"]
+        nodes[name] = {
+            "name": name.rpartition(".")[2] or ".",
+            "type": row["module_type"],
+            "parameters": row["parameters"],
+            "trainable": row["trainable"],
+            "hooks": list(row["hooks"]),
+            "children": [],
+        }
+        if name:
+            above = name.rpartition(".")[0]
+            nodes[above if above in nodes else ""]["children"].append(nodes[name])
+    return nodes.get("")
+
+
+def _colours(layers: pd.DataFrame) -> dict[str, str]:
+    hooks = dict.fromkeys(hook for names in layers["hooks"] for hook in names)
+    return {hook: CATEGORIES[i % len(CATEGORIES)] for i, hook in enumerate(hooks)}
+
+
+def _specs(info: Mapping[str, Any]) -> dict[str, str]:
+    """What each intervention says, in a line."""
+    hooks = (info.get("config") or {}).get("hooks") or {}
+    if not isinstance(hooks, Mapping):
+        hooks = {str(spec.get("name")): spec for spec in hooks}
+    left_out = (
+        "layers",
+        "kind",
+        "role",
+        "name",
+        "types",
+        "params",
+        "exclude",
+        "every",
+        "start",
+        "stop",
+        "steps",
+        "phase",
+    )
+    return {
+        name: " ".join(
+            str(value) if key == "action" else f"{key} {value}" for key, value in spec.items() if key not in left_out
+        )
+        for name, spec in hooks.items()
+        if isinstance(spec, Mapping)
+    }

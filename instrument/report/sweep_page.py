@@ -1,0 +1,110 @@
+"""What the page of several runs says: in words here, in numbers by `instrument.report.sweeps`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from ..analysis.load import Run, load
+from ..analysis.pairs import Pair, pairs
+from .numbers import told
+from .sweeps import charts, in_yaml, name_of, overrides_of
+
+METRICS = ("loss", "accuracy")
+PARTS = {
+    "runs": "Runs",
+    "against": "Against overrides",
+    "training": "Training",
+    "layers": "Layer by layer",
+    "effects": "Interventions",
+}
+
+
+def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the template is filled with, and what the charts are drawn from."""
+    overrides = overrides_of(run)
+    metrics = [name for name in METRICS if any(info["metrics"].get(name) is not None for info in run.infos)]
+    states = Counter(str(info["status"]) for info in run.infos)
+    names = dict.fromkeys(str(info.get("name")) for info in run.infos)
+    shown = [key for key in overrides if key != "seed"]  # which has a column of its own
+    words = {
+        "title": f"{', '.join(names)}: {len(run.folders)} runs",
+        "facts": [
+            ("runs", ", ".join(f"{count} {status}" for status, count in states.items())),
+            ("overrides that differ", ", ".join(overrides) or "none"),
+            ("folder", str(run.path)),
+        ],
+        "alerts": _alerts(run),
+        "overrides": shown,
+        "metrics": metrics,
+        "rows": _rows(run, shown, metrics),
+        "pairs": _effects(run, metrics),
+        "parts": list(PARTS.items()),
+    }
+    return words, charts(run)
+
+
+def _alerts(run: Run) -> list[dict[str, Any]]:
+    """Runs that did not end well, and files that cannot be read."""
+    found = [
+        {
+            "severity": "error",
+            "rule": info["status"],
+            "message": f"{name_of(run, folder)}: {info.get('error') or 'no word of why'}",
+        }
+        for folder, info in zip(run.folders, run.infos, strict=True)
+        if info["status"] not in ("done", "running")
+    ]
+    return found + [{"severity": "error", "rule": "files", "message": problem} for problem in run.problems]
+
+
+def _rows(run: Run, shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    for folder, info in zip(run.folders, run.infos, strict=True):
+        events = load(folder).events
+        warnings = int((events["severity"] == "warning").sum())
+        asked = {"seed": info["seed"], **info["overrides"]}
+        rows.append(
+            {
+                "name": name_of(run, folder),
+                "status": info["status"],
+                "seed": info["seed"],
+                "overrides": [in_yaml(asked[key]) if key in asked else "" for key in shown],
+                "metrics": [told(info["metrics"].get(name)) for name in metrics],
+                "told": info.get("error") or (f"{warnings}" if warnings else ""),
+            }
+        )
+    return rows
+
+
+def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
+    """Each intervention's effect on each metric: the mean of the differences within pairs, and each of them."""
+    groups: dict[tuple[str, str], list[Pair]] = {}
+    for pair in pairs(run):
+        groups.setdefault((pair.hook, pair.settings), []).append(pair)
+    rows = []
+    for (hook, settings), members in groups.items():
+        for metric in metrics:
+            ends = [
+                (run.infos[p.control]["metrics"].get(metric), run.infos[p.treated]["metrics"].get(metric))
+                for p in members
+            ]
+            known = [(without, treated) for without, treated in ends if without is not None and treated is not None]
+            if not known:
+                continue
+            differences = [treated - without for without, treated in known]
+            rows.append(
+                {
+                    "hook": hook,
+                    "settings": settings,
+                    "metric": metric,
+                    "count": len(known),
+                    "without": told(float(np.mean([without for without, _ in known]))),
+                    "treated": told(float(np.mean([treated for _, treated in known]))),
+                    "difference": told(float(np.mean(differences)), sign=True),
+                    "each": "  ".join(told(difference, sign=True) for difference in differences),
+                }
+            )
+    return rows

@@ -1,0 +1,183 @@
+// What all charts share: colours of the page, axes, scales, names that fit, and controls.
+
+const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const LIGHTER = { "#0072B2": "#4aa8e0", "#56B4E9": "#9ad4f5", "#D55E00": "#f08a3c" }; // the same hues on a dark page
+const redraws = [];
+
+/** Draw a chart now, and again whenever the page changes between light and dark. */
+function drawn(draw) {
+  redraws.push(draw);
+  draw();
+}
+DARK.addEventListener("change", () => redraws.forEach((draw) => draw()));
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function isNarrow() {
+  return innerWidth < 700;
+}
+
+/** A name as Plotly shows it letter by letter: its labels take markup otherwise. */
+function plain(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+/** A long name with its middle left out. */
+function short(text, most = isNarrow() ? 18 : 44) {
+  if (text.length <= most) return text;
+  const tail = Math.ceil((most - 1) * 0.6);
+  return `${text.slice(0, most - 1 - tail)}…${text.slice(-tail)}`;
+}
+
+function layout(more = {}) {
+  const axis = { exponentformat: "e", gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true };
+  const { xaxis, yaxis, ...rest } = more;
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: colour("text"), family: "system-ui, sans-serif", size: 12 },
+    hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
+    margin: { l: 10, r: 10, t: 12, b: 10 },
+    dragmode: isNarrow() ? false : "zoom",
+    ...rest,
+    xaxis: { ...axis, ...xaxis },
+    yaxis: { ...axis, ...yaxis },
+  };
+}
+
+function plot(id, traces, more) {
+  const place = typeof id === "string" ? document.getElementById(id) : id;
+  return Plotly.react(place, traces, layout(more), CONFIG);
+}
+
+/** Labels of groups of steps: `5`, or `0–9` where a group has several. */
+function stepLabels(axis) {
+  return axis.first.map((first, i) => (first === axis.last[i] ? `${first}` : `${first}–${axis.last[i]}`));
+}
+
+function stepTitle(axis) {
+  const widest = Math.max(1, ...axis.first.map((first, i) => axis.last[i] - first + 1));
+  return widest > 1 ? `step (in groups of up to ${widest.toLocaleString()})` : "step";
+}
+
+/** An axis with one name a row, top down, of which as many are shown as fit. */
+function placesAxis(places, height) {
+  const every = Math.max(1, Math.ceil((places.length * 13) / Math.max(1, height - 80)));
+  const shown = places.filter((_, i) => i % every === 0);
+  return {
+    type: "category",
+    categoryorder: "array",
+    categoryarray: places.map(plain),
+    autorange: "reversed",
+    tickmode: "array",
+    tickvals: shown.map(plain),
+    ticktext: shown.map((place) => plain(short(place))),
+    tickfont: { size: 11 },
+    showgrid: false,
+  };
+}
+
+function heightOf(places) {
+  return Math.min(1500, Math.max(230, places.length * 17 + 110));
+}
+
+/** A number in few letters. */
+function told(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}
+
+const VIRIDIS = "Viridis";
+const SIGNED = ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"]
+  .map((shade, i, all) => [i / (all.length - 1), shade]);
+
+/** How numbers become colours: linear, logarithmic over several powers of ten, symmetric around zero where there are signs. */
+function scaleOf(values, choice = "auto", bounds = null) {
+  const all = values.flat().filter((value) => value !== null);
+  const sizes = all.map(Math.abs).filter((size) => size > 0).sort((a, b) => a - b);
+  const smallest = sizes[0] ?? 1;
+  const largest = sizes[sizes.length - 1] ?? 1;
+  const signed = all.some((value) => value < 0);
+  if (bounds) return { to: (value) => value, low: bounds[0], high: bounds[1], colours: VIRIDIS, log: false, ticks: null };
+  const typical = sizes[Math.floor(sizes.length / 2)] ?? 1;
+  const wide = signed ? largest / typical > 100 : largest / smallest > 100;
+  const log = choice === "log" || (choice === "auto" && wide);
+  if (!log) {
+    const low = signed ? -largest : Math.min(...all, largest);
+    return { to: (value) => value, low, high: largest, colours: signed ? SIGNED : VIRIDIS, log: false, ticks: null };
+  }
+  if (!signed) {
+    const to = (value) => Math.log10(Math.max(value, smallest));
+    return { to, low: to(smallest), high: to(largest), colours: VIRIDIS, log: true, ticks: powers(smallest, largest, to) };
+  }
+  const floor = Math.max(smallest, largest / 1e6);
+  const to = (value) => Math.sign(value) * Math.log10(1 + Math.abs(value) / floor);
+  const positive = powers(floor, largest, to);
+  const ticks = {
+    values: [...positive.values.map((value) => -value).reverse(), 0, ...positive.values],
+    words: [...positive.words.map((word) => `−${word}`).reverse(), "0", ...positive.words],
+  };
+  return { to, low: to(-largest), high: to(largest), colours: SIGNED, log: true, ticks };
+}
+
+function powers(smallest, largest, to) {
+  const first = Math.ceil(Math.log10(smallest) - 1e-9);
+  const last = Math.floor(Math.log10(largest) + 1e-9);
+  const every = Math.max(1, Math.ceil((last - first + 1) / 7));
+  const values = [];
+  for (let power = first; power <= last; power += every) values.push(power);
+  if (!values.length) return { values: [to(smallest), to(largest)], words: [told(smallest), told(largest)] };
+  return { values: values.map((power) => to(10 ** power)), words: values.map((power) => `1e${power}`) };
+}
+
+/** What an axis for these numbers is: logarithmic over several powers of ten. What is not positive has no place on it. */
+function axisType(values, choice = "auto") {
+  const all = values.flat().filter((value) => value !== null);
+  const wide = all.every((value) => value >= 0) && all.some((value) => value > 0) && scaleOf([all], choice).log;
+  return choice === "log" || (choice === "auto" && wide) ? "log" : "linear";
+}
+
+/** For a note: how many numbers have no place on an axis. */
+function unplaced(values, type) {
+  const lost = type === "log" ? values.flat().filter((value) => value !== null && value <= 0).length : 0;
+  return lost ? `${lost} numbers that are not positive are not drawn on the logarithmic axis. ` : "";
+}
+
+function colourBar(scale, title) {
+  const bar = { title: { text: title.replace(" [", "<br>["), side: isNarrow() ? "top" : "right" }, thickness: 12, len: 1, outlinewidth: 0 };
+  const lying = isNarrow() ? { orientation: "h", y: 1.02, yanchor: "bottom", x: 0.5 } : {};
+  return scale.ticks ? { ...bar, ...lying, tickvals: scale.ticks.values, ticktext: scale.ticks.words } : { ...bar, ...lying };
+}
+
+/** Fill a drop-down; gives what stands in it. Entries are texts, or pairs of a value and a text. */
+function fill(id, entries, chosen) {
+  const select = document.getElementById(id);
+  const before = chosen ?? select.value;
+  const pairs = entries.map((entry) => (Array.isArray(entry) ? entry : [entry, entry]));
+  select.replaceChildren(...pairs.map(([value, text]) => new Option(text, value)));
+  if (pairs.some(([value]) => String(value) === String(before))) select.value = before;
+  select.closest("label").hidden = pairs.length < 2;
+  return select.value;
+}
+
+function onChange(ids, draw) {
+  for (const id of ids) document.getElementById(id).addEventListener("change", draw);
+}
+
+function say(id, text) {
+  document.getElementById(id).textContent = text;
+}
+
+function hide(id) {
+  document.getElementById(id).hidden = true;
+  document.querySelector(`nav a[href="#${id}"]`)?.closest("li").remove();
+}
+
+const RUN = []; // what draws the parts of a run's page, in their order
+const SWEEP = []; // and of a page of several runs

@@ -1,0 +1,31 @@
+// What interventions did: norms before and after, and the share of elements changed, over time.
+
+RUN.push((report) => {
+  if (!report.effects.length) return hide("interventions");
+  fill("effects-hook", report.effects.map((one, i) => [i, `${one.label}${one.told ? ` — ${one.told}` : ""}`]));
+  const drawPlaces = () => {
+    fill("effects-place", report.effects[Number(document.getElementById("effects-hook").value)].places);
+    drawEffects(report);
+  };
+  onChange(["effects-hook"], drawPlaces);
+  onChange(["effects-place"], () => drawEffects(report));
+  drawn(drawPlaces);
+});
+
+function drawEffects(report) {
+  const one = report.effects[Number(document.getElementById("effects-hook").value)];
+  const row = one.places.indexOf(document.getElementById("effects-place").value);
+  const [before, after, changed] = [one.norm_before, one.norm_after, one.changed_fraction].map((rows) => rows[row]);
+  const type = axisType([...before, ...after]);
+  const line = (y, name, more) => ({ x: one.first, y, name, mode: "lines+markers", marker: { size: 5 }, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`, ...more });
+  plot("effects-chart", [
+    line(before, "norm before", { line: { color: report.colours[1], dash: "dot" } }),
+    line(after, "norm after", { line: { color: report.colours[0] } }),
+    line(changed, "fraction changed", { yaxis: "y2", line: { color: report.colours[2], shape: "hv" } }),
+  ], {
+    height: 400,
+    xaxis: { title: { text: stepTitle(one) }, anchor: "y2" },
+    yaxis: { title: { text: "L2 norm" }, domain: [0.38, 1], type, exponentformat: "e" },
+    yaxis2: { title: { text: "changed" }, domain: [0, 0.28], range: [-0.03, 1.05], tickformat: ".0%", automargin: true, gridcolor: colour("line") },
+  });
+}

@@ -1,0 +1,77 @@
+// Layers by steps, for any statistic of any series; a click opens the layer.
+
+RUN.push((report) => {
+  if (!report.series.length) return hide("layers");
+  const preferred = report.series.findIndex((series) => series.kind === "forward" && series.role === "output");
+  fill("heatmap-series", report.series.map((series, i) => [i, series.label]), Math.max(0, preferred));
+  const draw = () => drawHeatmap(report);
+  onChange(["heatmap-series", "heatmap-statistic", "heatmap-scale"], draw);
+  onChange(["layer-place"], () => openLayer(report, document.getElementById("layer-place").value));
+  drawn(draw);
+  document.getElementById("heatmap-chart").on("plotly_click", (event) => {
+    openLayer(report, chosenSeries(report).places.find((place) => plain(place) === event.points[0].y));
+    document.getElementById("layer").scrollIntoView({ behavior: "smooth", block: "nearest" });
+  });
+});
+
+function chosenSeries(report) {
+  return report.series[Number(document.getElementById("heatmap-series").value)];
+}
+
+function usualStatistic(series) {
+  const usual = series.parameters || series.gradient ? ["l2", "rms", "abs_max"] : ["std", "rms", "mean"];
+  return usual.find((name) => series.statistics[name]) ?? Object.keys(series.statistics)[0];
+}
+
+function drawHeatmap(report) {
+  const series = chosenSeries(report);
+  const names = Object.keys(series.statistics);
+  const before = document.getElementById("heatmap-statistic").value;
+  const statistic = fill("heatmap-statistic", names, names.includes(before) ? before : usualStatistic(series));
+  heatmap("heatmap-chart", report, series, statistic, document.getElementById("heatmap-scale").value);
+  say("heatmap-note", heatmapNote(report, series, statistic));
+  const open = document.getElementById("layer-place").value;
+  fill("layer-place", series.places);
+  openLayer(report, series.places.includes(open) ? open : series.places[0]);
+}
+
+function heatmapNote(report, series, statistic) {
+  const about = report.statistics[statistic];
+  const several = { mean: "means", max: "the largest of them", min: "the smallest of them" }[about.merged];
+  const grouped = series.first.some((first, i) => first !== series.last[i]);
+  return `${statistic} = ${about.formula}. ` +
+    (grouped ? `Steps are grouped to fit this page: a cell stands for several of them, and has ${several}. ` : "") +
+    "Empty cells have no value; click on a row to open the layer.";
+}
+
+function heatmap(id, report, series, statistic, choice = "auto", bounds = null) {
+  const values = series.statistics[statistic];
+  const scale = scaleOf(values, choice, bounds);
+  const height = heightOf(series.places);
+  const labels = stepLabels(series);
+  const trace = {
+    type: "heatmap", x: labels, y: series.places.map(plain), customdata: values, colorscale: scale.colours,
+    z: values.map((row) => row.map((value) => (value === null ? null : scale.to(value)))),
+    zmin: scale.low, zmax: scale.high, xgap: labels.length > 80 ? 0 : 1, ygap: 1, hoverongaps: false,
+    hovertemplate: `%{y}<br>step %{x}<br>${statistic} %{customdata:.5g}<extra></extra>`,
+    colorbar: colourBar(scale, report.statistics[statistic].axis + (scale.log ? " [logarithmic]" : "")),
+  };
+  plot(id, [trace, ...notFinite(series, labels)], {
+    height,
+    xaxis: { type: "category", title: { text: stepTitle(series) }, nticks: isNarrow() ? 6 : 16, tickangle: 0, showgrid: false },
+    yaxis: placesAxis(series.places, height),
+  });
+}
+
+/** Crosses where values are not finite, whatever statistic is shown: they are in none of the others. */
+function notFinite(series, labels) {
+  const x = [];
+  const y = [];
+  series.places.forEach((place, row) => labels.forEach((label, column) => {
+    const bad = ["nan_count", "inf_count"].some((name) => series.statistics[name]?.[row][column] > 0);
+    if (bad) { x.push(label); y.push(plain(place)); }
+  }));
+  if (!x.length) return [];
+  const marker = { symbol: "x-thin", size: 6, line: { color: "#D55E00", width: 1.6 } };
+  return [{ x, y, type: "scatter", mode: "markers", marker, name: "NaN or infinite values", showlegend: true, hovertemplate: "%{y}, step %{x}: NaN or infinite values<extra></extra>" }];
+}

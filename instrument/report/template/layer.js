@@ -1,0 +1,111 @@
+// One layer: its statistics over steps, the range of its values, its histogram over time.
+
+function openLayer(report, place) {
+  const series = chosenSeries(report);
+  const row = series.places.indexOf(place);
+  document.getElementById("layer-place").value = place;
+  const type = series.parameters ? `parameter of a ${series.types[place]}` : series.types[place];
+  say("layer-title", `${place}, ${type}`);
+  drawCurves(report, series, row);
+  const same = report.distributions.filter((one) => one.place === place && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
+  const found = same.find((one) => one.hook === series.hook) ?? same[0];
+  drawRange(report, series, row, found);
+  drawHistograms(found);
+}
+
+function drawCurves(report, series, row) {
+  const chosen = document.getElementById("heatmap-statistic").value;
+  const names = Object.keys(series.statistics).filter((name) => series.statistics[name][row].some((value) => value !== null));
+  const type = axisType(series.statistics[chosen][row], document.getElementById("heatmap-scale").value);
+  const traces = names.map((name, i) => ({
+    x: series.first, y: series.statistics[name][row], name, mode: "lines+markers", marker: { size: 4 },
+    line: { color: report.colours[i % report.colours.length], dash: i >= report.colours.length ? "dot" : "solid" },
+    visible: name === chosen ? true : "legendonly", hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`,
+  }));
+  plot("layer-curves", traces, {
+    height: isNarrow() ? 380 : 340,
+    xaxis: { title: { text: stepTitle(series) } },
+    yaxis: { title: { text: report.statistics[chosen].axis }, type, exponentformat: "e" },
+  });
+}
+
+function drawRange(report, series, row, found) {
+  const traces = found?.quantiles.some(Boolean) ? quantileBands(found, report) : momentBands(series, row, report);
+  say("layer-range-title", found?.quantiles.some(Boolean) ? "Quantiles" : "Range of values");
+  say("layer-range-note", !traces.length ? "Needs the statistics mean, std, min and max, or quantiles." :
+    found?.quantiles.some(Boolean) ? "" : "With quantiles: true in the hook there are bands of quantiles here.");
+  plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
+}
+
+function quantileBands(found, report) {
+  const levels = found.levels.find(Boolean);
+  const at = (i) => found.quantiles.map((row) => (row ? row[i] : null));
+  const traces = [];
+  for (let i = 0; i < Math.floor(levels.length / 2); i += 1) {
+    const name = `${told(100 * levels[i])} to ${told(100 * levels[levels.length - 1 - i])}%`;
+    traces.push(...band(found.steps, at(i), at(levels.length - 1 - i), name, report.colours[0], 0.14 + 0.12 * i));
+  }
+  if (levels.length % 2) {
+    const middle = (levels.length - 1) / 2;
+    const name = levels[middle] === 0.5 ? "median" : `${100 * levels[middle]}%`;
+    traces.push({ x: found.steps, y: at(middle), name, mode: "lines", line: { color: report.colours[0], width: 2 }, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` });
+  }
+  return traces;
+}
+
+function momentBands(series, row, report) {
+  const { mean, std, min, max } = Object.fromEntries(Object.entries(series.statistics).map(([name, rows]) => [name, rows[row]]));
+  const traces = [];
+  if (min && max) traces.push(...band(series.first, min, max, "smallest to largest", report.colours[0], 0.15));
+  if (mean && std) {
+    const low = mean.map((value, i) => (value === null ? null : value - std[i]));
+    const high = mean.map((value, i) => (value === null ? null : value + std[i]));
+    traces.push(...band(series.first, low, high, "mean ± std", report.colours[0], 0.3));
+  }
+  if (mean) traces.push({ x: series.first, y: mean, name: "mean", mode: "lines", line: { color: report.colours[0], width: 2 }, hovertemplate: "step %{x}<br>mean %{y:.5g}<extra></extra>" });
+  return traces;
+}
+
+function band(x, low, high, name, shade, opacity) {
+  const alpha = Math.round(Math.min(opacity, 0.9) * 255).toString(16).padStart(2, "0");
+  const edge = { x, mode: "lines", line: { width: 0 }, legendgroup: name };
+  return [
+    { ...edge, y: low, showlegend: false, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${name}</extra>` },
+    { ...edge, y: high, name, fill: "tonexty", fillcolor: shade + alpha, showlegend: true, hovertemplate: `step %{x}<br>%{y:.5g}<extra>${name}</extra>` },
+  ];
+}
+
+/** Each step's histogram with the edges that it was recorded with: a column of its own, nothing is counted anew. */
+function drawHistograms(found) {
+  const shown = found ? found.counts.map((_, i) => i).filter((i) => found.counts[i] && found.high[i] !== null) : [];
+  document.getElementById("layer-histogram").hidden = !shown.length;
+  say("layer-histogram-note", !shown.length ? "With histogram: true in the hook its histogram over time is here." :
+    `Colour: share of the step's finite elements in each of ${found.counts[shown[0]].length} equal parts from its smallest to its largest value. ` +
+    (found.of > shown.length ? `${shown.length} of ${found.of} recorded steps are shown. ` : "") +
+    (found.several ? "Of several calls in a step the first is shown." : ""));
+  if (!shown.length) return;
+  const shares = shown.map((i) => {
+    const all = found.counts[i].reduce((sum, count) => sum + count, 0) || 1;
+    return found.counts[i].map((count) => count / all);
+  });
+  const typical = shares.map((row) => [...row].sort((a, b) => b - a)[Math.min(2, row.length - 1)]);
+  const traces = shown.map((step, i) => histogramColumn(found, step, shares[i], shown.map((j) => found.steps[j]), i));
+  plot("layer-histogram", traces, {
+    height: 340,
+    coloraxis: { cmin: 0, cmax: Math.max(...typical), colorscale: VIRIDIS, colorbar: { title: { text: "share", side: "right" }, thickness: 12 } },
+    xaxis: { title: { text: "step" } },
+    yaxis: { title: { text: "value" }, exponentformat: "e" },
+  });
+}
+
+function histogramColumn(found, i, shares, steps, at) {
+  const [low, high] = [found.low[i], found.high[i]];
+  const width = (high - low) / shares.length || 1e-12;
+  const left = at > 0 ? (steps[at - 1] + steps[at]) / 2 : steps[at] - (steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5);
+  const right = at < steps.length - 1 ? (steps[at] + steps[at + 1]) / 2 : steps[at] + (steps[at] - left);
+  return {
+    type: "heatmap", x: [left, right], y: shares.map((_, bin) => low + bin * width).concat(high), z: shares.map((share) => [share]),
+    customdata: found.counts[i].map((count) => [count]), coloraxis: "coloraxis",
+    hovertemplate: `step ${found.steps[i]}<br>from %{y:.4g} on<br>%{customdata:,} elements, %{z:.2%}<extra></extra>`,
+  };
+}

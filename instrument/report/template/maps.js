@@ -1,0 +1,79 @@
+// Feature maps, gradient maps and filters: the channels of one place side by side, with the image that they are of.
+
+RUN.push((report) => {
+  if (!report.maps.length) return hide("maps");
+  const drawPlaces = () => {
+    const what = document.getElementById("maps-what").value;
+    fill("maps-place", [...new Set(report.maps.filter((map) => map.what === what).map((map) => `${map.place} — ${map.label}`))]);
+    drawMaps(report);
+  };
+  const kinds = [...new Set(report.maps.map((map) => map.what))];
+  fill("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
+  onChange(["maps-what"], drawPlaces);
+  onChange(["maps-place"], () => drawMaps(report));
+  drawn(drawPlaces);
+});
+
+function drawMaps(report) {
+  const [what, place] = ["maps-what", "maps-place"].map((id) => document.getElementById(id).value);
+  const shown = report.maps.filter((map) => map.what === what && `${map.place} — ${map.label}` === place);
+  const low = Math.min(...shown.map((map) => map.mosaic.low));
+  const high = Math.max(...shown.map((map) => map.mosaic.high));
+  const root = document.getElementById("maps-charts");
+  root.replaceChildren();
+  for (const map of shown) {
+    const title = document.createElement("h3");
+    title.textContent = `Step ${map.step}`;
+    const row = document.createElement("div");
+    row.className = map.image ? "map" : "map alone";
+    root.append(title, row);
+    if (map.image) image(row, map.image);
+    mosaic(row, map.mosaic, low, high, map.what);
+  }
+  const { channels, pixels } = shown[0].mosaic;
+  say("maps-note",
+    `Recorded shape ${shown[0].shape.join(" × ")}; the same colours mean the same values at all steps.` +
+    (channels[0] < channels[1] ? ` ${channels[0]} of ${channels[1]} channels are shown.` : "") +
+    (pixels[0] < pixels[2] ? ` Pixels are means over squares: ${pixels[2]} × ${pixels[3]} are shown as ${pixels[0]} × ${pixels[1]}.` : "") +
+    (shown.some((map) => map.image) ? "" : " The input can stand beside them: record it with {layers: \".\", kind: forward_pre, action: record, tensors: true, samples: 1} at the same steps."));
+}
+
+/** The input: in grey from its smallest to its largest value, or in its colours. */
+function image(row, { z, low, high, colours }) {
+  const at = chart(row);
+  const trace = colours
+    ? { type: "image", z, hovertemplate: "input<extra></extra>" }
+    : { type: "heatmap", z, zmin: low, zmax: high, colorscale: "Greys", showscale: false, hovertemplate: "input %{z:.5g}<extra></extra>" };
+  const range = colours ? "input" : `input, ${told(low)} to ${told(high)}`;
+  plot(at, [trace], { ...still(at, z, 0, 22), title: { text: range, font: { size: 11 }, y: 0.99, yanchor: "top" } });
+}
+
+function mosaic(row, { z, pixels }, low, high, name) {
+  const at = chart(row);
+  const columns = Math.round((z[0].length + 1) / (pixels[1] + 1));
+  const channel = (y, x) => Math.floor(y / (pixels[0] + 1)) * columns + Math.floor(x / (pixels[1] + 1));
+  const trace = {
+    type: "heatmap", z, zmin: low, zmax: high, hoverongaps: false, colorscale: low < 0 ? SIGNED : VIRIDIS,
+    text: z.map((line, y) => line.map((_, x) => channel(y, x))),
+    colorbar: { thickness: 12, title: { text: name, side: "right" } },
+    hovertemplate: "map %{text}<br>%{z:.5g}<extra></extra>",
+  };
+  plot(at, [trace], still(at, z, 75, 4));
+}
+
+function chart(row) {
+  const at = document.createElement("div");
+  at.className = "chart picture";
+  row.append(at);
+  return at;
+}
+
+/** The layout of a picture with square pixels, without axes. */
+function still(at, z, beside, above) {
+  const height = Math.min(isNarrow() ? 260 : 640, Math.max(130, ((at.clientWidth - beside) * z.length) / z[0].length)) + above + 4;
+  const hidden = { visible: false, fixedrange: isNarrow(), constrain: "domain" };
+  return {
+    height, margin: { l: 0, r: 0, t: above, b: 4 }, dragmode: false,
+    xaxis: hidden, yaxis: { ...hidden, autorange: "reversed", scaleanchor: "x" },
+  };
+}

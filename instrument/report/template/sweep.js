@@ -1,0 +1,216 @@
+// Several runs: any number against any override, runs over each other, and each intervention against the run without it.
+
+SWEEP.push((report) => {
+  const first = report.overrides.find((key) => key !== "seed") ?? report.overrides[0];
+  if (!first) return hide("against");
+  fill("against-y", [...metricChoices(report), ...statisticChoices(report)]);
+  fill("against-x", report.overrides, first);
+  document.getElementById("against-colour").append(new Option(report.overrides.find((key) => ![first, "seed"].includes(key)) ?? ""));
+  fill("against-end", Object.entries(report.ends));
+  const draw = () => drawAgainst(report);
+  onChange(["against-y", "against-place", "against-end", "against-x", "against-colour", "against-view"], draw);
+  drawn(draw);
+});
+
+SWEEP.push((report) => {
+  const names = report.metricNames.filter((name) => report.curves.some((one) => one.train?.[name] || one.eval?.[name]));
+  if (!names.length) return hide("training");
+  fill("training-metric", names);
+  fill("training-phase", ["train", "eval"]);
+  colourBy(report, "training-colour");
+  const draw = () => drawRuns(report);
+  onChange(["training-metric", "training-phase", "training-scale", "training-colour"], draw);
+  drawn(draw);
+});
+
+SWEEP.push((report) => {
+  if (!report.series.length) return hide("layers");
+  fill("layers-series", report.series.map((series, i) => [i, series.label]));
+  fill("layers-end", Object.entries(report.ends));
+  colourBy(report, "layers-colour");
+  const draw = () => drawLayers(report);
+  onChange(["layers-series", "layers-statistic", "layers-end", "layers-colour"], draw);
+  drawn(draw);
+});
+
+SWEEP.push((report) => {
+  if (!report.pairs.length) return void hide("effects-controls");
+  fill("effects-hook", [...new Set(report.pairs.map((pair) => `${pair.hook}: ${pair.settings}`))]);
+  fill("effects-series", report.series.map((series, i) => [i, series.label]));
+  const draw = () => drawPairs(report);
+  onChange(["effects-hook", "effects-series", "effects-statistic"], draw);
+  drawn(draw);
+});
+
+function colourBy(report, id) {
+  const usual = report.overrides.find((key) => key !== "seed") ?? "";
+  fill(id, [["", "each run"], ...report.overrides], usual);
+}
+
+function metricChoices(report) {
+  const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.metrics)))];
+  const order = report.metricNames.filter((name) => names.includes(name));
+  return order.map((name) => [`metric|${name}`, `${name} of the last evaluation`]);
+}
+
+function statisticChoices(report) {
+  return report.series.flatMap((series, i) => Object.keys(series.statistics).map((name) => [`${i}|${name}`, `${name} of ${series.label}`]));
+}
+
+/** The number of each run that is looked at; null where it has none. */
+function chosenNumbers(report) {
+  const [from, name] = document.getElementById("against-y").value.split("|");
+  const isMetric = from === "metric";
+  document.getElementById("against-place").closest("label").hidden = isMetric;
+  document.getElementById("against-end").closest("label").hidden = isMetric;
+  if (isMetric) return [report.runs.map((run) => run.metrics[name] ?? null), report.metricUnits[name]];
+  const series = report.series[Number(from)];
+  const place = fill("against-place", series.places);
+  const end = document.getElementById("against-end").value;
+  const at = series.places.indexOf(place);
+  return [series.statistics[name][end].map((row) => row[at]), `${name} of ${place}, ${report.ends[end]}`];
+}
+
+function drawAgainst(report) {
+  const [numbers, title] = chosenNumbers(report);
+  const [x, view] = ["against-x", "against-view"].map((id) => document.getElementById(id).value);
+  const by = fill("against-colour", [["", "nothing"], ...report.overrides.filter((key) => key !== x)]);
+  document.getElementById("against-view").closest("label").hidden = !by;
+  const known = report.runs.map((run, i) => ({ run, value: numbers[i] })).filter(({ run, value }) => run.status === "done" && value !== null);
+  const seen = known.filter(({ value }) => typeof value === "number");
+  const bad = known.filter(({ value }) => typeof value !== "number");
+  const left = report.runs.length - known.length;
+  say("against-note", left ? `${left} of ${report.runs.length} runs are left out: they are not done, or have no such number.` : "");
+  if (by && view === "map") return drawGrid(seen, x, by, title);
+  const levels = ordered(known.map((one) => one.run.overrides[x]));
+  const numeric = levels.every((level) => typeof level === "number");
+  const wide = numeric && levels[0] > 0 && levels[levels.length - 1] / levels[0] >= 50;
+  const groups = by ? ordered(seen.map((one) => one.run.overrides[by])) : [null];
+  const traces = groups.flatMap((group, i) => {
+    const mine = seen.filter((one) => !by || one.run.overrides[by] === group);
+    const name = by ? `${by} = ${short(String(group), 40)}` : "mean";
+    const shade = report.colours[i % report.colours.length];
+    const means = levels.map((level) => mean(mine.filter((one) => one.run.overrides[x] === level).map((one) => one.value)));
+    return [
+      { x: levels.map(plainLevel), y: means, name: plain(name), legendgroup: name, mode: "lines", connectgaps: true, line: { color: shade }, hoverinfo: "skip" },
+      {
+        x: mine.map((one) => plainLevel(one.run.overrides[x])), y: mine.map((one) => one.value), legendgroup: name, showlegend: false, mode: "markers",
+        marker: { color: shade, size: 9 }, text: mine.map((one) => plain(`${one.run.name}, seed ${one.run.seed}`)),
+        hovertemplate: `%{text}<br>${plain(x)} = %{x}<br>%{y:.5g}<extra></extra>`,
+      },
+    ];
+  });
+  if (bad.length) {
+    traces.push({
+      x: bad.map((one) => plainLevel(one.run.overrides[x])), y: bad.map(() => 1), yaxis: "y2", name: "not finite", mode: "markers",
+      marker: { symbol: "x", size: 9, color: colour("bad") }, text: bad.map((one) => plain(`${one.run.name}, seed ${one.run.seed}: ${one.value}`)),
+      hovertemplate: "%{text}<extra></extra>",
+    });
+  }
+  plot("against-chart", traces, {
+    height: 420,
+    yaxis2: { overlaying: "y", range: [0, 1.04], visible: false, fixedrange: true },
+    xaxis: { title: { text: plain(x) }, type: wide ? "log" : numeric ? "linear" : "category", tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? told(level) : plain(short(level, 28)))) },
+    yaxis: { title: { text: title }, type: axisType(seen.map((one) => one.value)) },
+  });
+}
+
+function drawGrid(seen, x, by, title) {
+  const [columns, rows] = [x, by].map((key) => ordered(seen.map((one) => one.run.overrides[key])));
+  const cells = rows.map((row) => columns.map((column) => seen.filter((one) => one.run.overrides[x] === column && one.run.overrides[by] === row)));
+  const values = cells.map((line) => line.map((cell) => mean(cell.map((one) => one.value))));
+  const scale = scaleOf(values);
+  const trace = {
+    type: "heatmap", x: columns.map((level) => plain(level)), y: rows.map((level) => plain(level)), customdata: values, colorscale: scale.colours,
+    z: values.map((line) => line.map((value) => (value === null ? null : scale.to(value)))), zmin: scale.low, zmax: scale.high, xgap: 2, ygap: 2, hoverongaps: false,
+    text: values.map((line) => line.map(told)), texttemplate: "%{text}", colorbar: colourBar(scale, ""),
+    hovertemplate: `${plain(x)} = %{x}<br>${plain(by)} = %{y}<br>%{customdata:.5g}<extra></extra>`,
+  };
+  plot("against-chart", [trace], {
+    height: Math.max(260, 60 * rows.length + 120), title: { text: `${title}: mean over runs`, font: { size: 13 } }, margin: { l: 10, r: 10, t: 40, b: 10 },
+    xaxis: { type: "category", title: { text: plain(x) }, showgrid: false }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false },
+  });
+}
+
+function plainLevel(level) {
+  return typeof level === "number" ? level : plain(level);
+}
+
+function ordered(levels) {
+  const known = [...new Set(levels)];
+  return known.every((level) => typeof level === "number") ? known.sort((a, b) => a - b) : known;
+}
+
+function mean(values) {
+  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
+/** The colour of each run, by an override or each its own, and what the legend calls it. */
+function looks(report, by) {
+  const levels = by ? ordered(report.runs.map((run) => run.overrides[by])) : report.runs.map((run) => run.name);
+  const shown = new Set();
+  return report.runs.map((run) => {
+    const level = by ? run.overrides[by] : run.name;
+    const i = levels.indexOf(level);
+    const name = by ? `${by} = ${short(String(level), 40)}` : run.name;
+    const first = !shown.has(name);
+    shown.add(name);
+    return {
+      name: plain(name), legendgroup: name, showlegend: first,
+      line: { color: report.colours[i % report.colours.length], width: 1.5, dash: i >= report.colours.length ? "dot" : "solid" },
+      text: plain(`${run.name}: ${Object.entries(run.overrides).map(([key, value]) => `${key}=${value}`).join(", ")}`),
+    };
+  });
+}
+
+function drawRuns(report) {
+  const [metric, phase, scale, by] = ["training-metric", "training-phase", "training-scale", "training-colour"].map((id) => document.getElementById(id).value);
+  const traces = looks(report, by).flatMap((look, i) => {
+    const axis = report.curves[i][phase];
+    if (!axis?.[metric]) return [];
+    return [{ x: axis.first, y: axis[metric], mode: phase === "eval" ? "lines+markers" : "lines", ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` }];
+  });
+  const type = axisType(traces.map((trace) => trace.y), scale);
+  plot("training-chart", traces, { height: 420, xaxis: { title: { text: "step" } }, yaxis: { title: { text: report.metricUnits[metric] }, type } });
+}
+
+function drawLayers(report) {
+  const series = report.series[Number(document.getElementById("layers-series").value)];
+  const names = Object.keys(series.statistics);
+  const before = document.getElementById("layers-statistic").value;
+  const statistic = fill("layers-statistic", names, names.includes(before) ? before : names.includes("l2") ? "l2" : names[0]);
+  const end = document.getElementById("layers-end").value;
+  const values = series.statistics[statistic][end];
+  const type = axisType(values);
+  const height = heightOf(series.places) + 40;
+  const traces = looks(report, document.getElementById("layers-colour").value).map((look, i) => ({
+    x: values[i], y: series.places.map(plain), mode: "lines+markers", marker: { size: 5 }, ...look,
+    hovertemplate: `${look.text}<br>%{y}<br>${statistic} %{x:.5g}<extra></extra>`,
+  }));
+  plot("layers-chart", traces, {
+    height, xaxis: { title: { text: `${report.statistics[statistic].axis}, ${report.ends[end]}` }, type, exponentformat: "e" },
+    yaxis: { ...placesAxis(series.places, height), showgrid: true },
+  });
+  say("layers-note", unplaced(values, type) + (series.left_out.length ? `Left out, for want of room: ${series.left_out.join(", ")}.` : ""));
+}
+
+/** A statistic with the intervention over the same without it, layer by layer, one line for each pair of runs. */
+function drawPairs(report) {
+  const hook = document.getElementById("effects-hook").value;
+  const series = report.series[Number(document.getElementById("effects-series").value)];
+  const names = Object.keys(series.statistics).filter((name) => ["l2", "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "l1"].includes(name));
+  const statistic = fill("effects-statistic", names);
+  const values = series.statistics[statistic].last;
+  const height = heightOf(series.places) + 40;
+  const chosen = report.pairs.filter((pair) => `${pair.hook}: ${pair.settings}` === hook);
+  const traces = chosen.map((pair, i) => ({
+    x: series.places.map((_, at) => (values[pair.control][at] && values[pair.treated][at] !== null ? values[pair.treated][at] / values[pair.control][at] : null)),
+    y: series.places.map(plain), mode: "lines+markers", name: `seed ${pair.seed}`, line: { color: report.colours[i % report.colours.length] },
+    hovertemplate: `seed ${pair.seed}<br>%{y}<br>%{x:.4g} times<extra></extra>`,
+  }));
+  const shapes = [{ type: "line", xref: "x", yref: "paper", x0: 1, x1: 1, y0: 0, y1: 1, line: { color: colour("muted"), dash: "dot", width: 1 } }];
+  plot("effects-chart", traces, {
+    height, shapes, xaxis: { title: { text: `${statistic} at the last step, with / without` }, type: "log", exponentformat: "e", nticks: 8 },
+    yaxis: { ...placesAxis(series.places, height), showgrid: true },
+  });
+}

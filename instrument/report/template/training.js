@@ -1,0 +1,76 @@
+// Training curves, with the steps at which interventions acted and alerts came, in lanes beneath.
+
+RUN.push((report) => {
+  const { train, eval: evaluation } = report.metrics;
+  if (!train) return hide("training");
+  const names = report.metricNames.filter((name) => train[name] || evaluation?.[name]);
+  fill("training-metric", names);
+  onChange(["training-metric", "training-scale"], () => drawTraining(report));
+  drawn(() => drawTraining(report));
+});
+
+function drawTraining(report) {
+  const metric = document.getElementById("training-metric").value;
+  const { train, eval: evaluation } = report.metrics;
+  const traces = [];
+  if (train[metric]) traces.push({ ...curve(train, metric, "training"), mode: "lines", line: { color: report.colours[0], width: 1.8 } });
+  if (evaluation?.[metric]) {
+    const marker = { color: report.colours[1], size: 8, symbol: "diamond" };
+    traces.push({ ...curve(evaluation, metric, "evaluation"), mode: "lines+markers", marker, line: { dash: "dot" } });
+  }
+  if (metric === "loss" && train.bad.length) {
+    traces.push({
+      x: train.bad, y: train.bad.map(() => 1), yaxis: "y2", name: "loss not finite", mode: "markers",
+      marker: { symbol: "x", size: 8, color: colour("bad") }, hovertemplate: "loss is not finite at step %{x}<extra></extra>",
+    });
+  }
+  const lanes = [...report.acted.map((one) => one.hook), ...(report.alerts.length ? ["alerts"] : [])];
+  report.acted.forEach((one, i) => traces.push(lane(one, report.colours[(i + 2) % report.colours.length])));
+  if (report.alerts.length) traces.push(alertLane(report.alerts));
+  const share = lanes.length ? Math.min(0.45, 0.09 * lanes.length + 0.05) : 0;
+  const type = axisType([train[metric] ?? [], evaluation?.[metric] ?? []], document.getElementById("training-scale").value);
+  const widest = Math.max(1, ...train.first.map((first, i) => train.last[i] - first + 1));
+  plot("training-chart", traces, {
+    height: 320 + 24 * lanes.length,
+    xaxis: { title: { text: widest > 1 ? `step (means of up to ${widest.toLocaleString()})` : "step" }, anchor: lanes.length ? "y3" : "y" },
+    yaxis: { title: { text: report.metricUnits[metric] }, domain: [share, 1], type },
+    yaxis2: { overlaying: "y", range: [0, 1.05], visible: false, fixedrange: true },
+    yaxis3: {
+      domain: [0, Math.max(0, share - 0.06)], type: "category", categoryarray: lanes.map(plain).reverse(), categoryorder: "array",
+      tickvals: lanes.map(plain), ticktext: lanes.map((name) => plain(short(name, 18))),
+      range: [-0.6, lanes.length - 0.4], fixedrange: true, automargin: true, gridcolor: colour("line"), tickfont: { size: 11 },
+    },
+  });
+}
+
+function curve(axis, metric, name) {
+  return { x: axis.first, y: axis[metric], name, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` };
+}
+
+function lane(one, shade) {
+  const x = [];
+  for (const [begin, end] of one.steps) x.push(begin, end, null);
+  return {
+    x, y: x.map((step) => (step === null ? null : plain(one.hook))), yaxis: "y3", name: plain(one.hook), showlegend: false,
+    mode: "lines+markers", line: { width: 7, color: shade }, marker: { size: 6, symbol: "square", color: shade },
+    hovertemplate: `${plain(one.hook)} acted at ${one.count.toLocaleString()} steps, here at %{x}<extra></extra>`,
+  };
+}
+
+function alertLane(alerts) {
+  return {
+    x: alerts.map((alert) => alert.step), y: alerts.map(() => "alerts"), yaxis: "y3", name: "alerts", showlegend: false, mode: "markers",
+    marker: { symbol: "triangle-up", size: 11, color: alerts.map((alert) => colour(alert.severity === "error" ? "bad" : "warn")) },
+    text: alerts.map((alert) => plain(wrapped(`${alert.rule}: ${alert.message}`)).replace(/\n/g, "<br>")),
+    hovertemplate: "step %{x}<br>%{text}<extra></extra>",
+  };
+}
+
+function wrapped(text, most = 70) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    if (lines[lines.length - 1].length + word.length > most) lines.push("");
+    lines[lines.length - 1] += `${word} `;
+  }
+  return lines.slice(0, 8).join("\n");
+}

@@ -1,0 +1,379 @@
+"""The report without a browser: what is in the page, and that the numbers are those of the tables."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import os
+import subprocess
+import sys
+import warnings
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, data_of, deep, train
+from torch import nn
+
+import instrument
+from instrument.analysis.load import NoRunError
+from instrument.analysis.maps import maps_in
+from instrument.analysis.series import place_of
+from instrument.report import Report, make
+from instrument.report.__main__ import main
+from instrument.report.charts import STATISTICS_ROOM
+from instrument.report.numbers import rounded
+
+EXACT = 1e-5  # six digits are carried
+
+
+@pytest.fixture(scope="module")
+def html(reported_run: instrument.Run) -> str:
+    return make(reported_run).html
+
+
+@pytest.fixture(scope="module")
+def data(html: str) -> dict[str, Any]:
+    return data_of(html)
+
+
+def series_of(data: dict[str, Any], hook: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(series for series in data["series"] if series["hook"] == hook)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("hook", ["acts", "flow", "gradients", "updates"])
+def test_the_heat_map_has_the_numbers_of_the_table(
+    reported_run: instrument.Run, data: dict[str, Any], hook: str
+) -> None:
+    series, stats = series_of(data, hook), reported_run.stats[reported_run.stats["hook"] == hook]
+    assert series["first"] == series["last"] == sorted(stats["step"].unique())
+    seen = 0
+    for row in stats.to_dict("records"):
+        place = place_of(row["layer"], row["path"], row["kind"])
+        at = (series["places"].index(place), series["first"].index(row["step"]))
+        for name, values in series["statistics"].items():
+            shown = values[at[0]][at[1]]
+            assert shown == (pytest.approx(row[name], rel=EXACT) if not math.isnan(row[name]) else None), (name, row)
+            seen += 1
+    assert seen == len(stats) * len(series["statistics"])
+
+
+def test_layers_are_in_forward_order(data: dict[str, Any]) -> None:
+    assert series_of(data, "acts")["places"] == ["0", "1", "2", "3", "."]
+    assert series_of(data, "gradients")["places"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+def test_histograms_and_quantiles_are_those_of_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+    rows = reported_run.distributions.set_index(["layer", "step"])
+    assert len(data["distributions"]) == 5
+    for shown in data["distributions"]:
+        layer = "" if shown["place"] == "." else shown["place"]
+        for i, step in enumerate(shown["steps"]):
+            row = rows.loc[(layer, step)]
+            assert shown["counts"][i] == row["counts"].tolist()
+            assert (shown["low"][i], shown["high"][i]) == pytest.approx((row["low"], row["high"]), rel=EXACT)
+            assert shown["quantiles"][i] == pytest.approx(row["quantiles"].tolist(), rel=EXACT)
+            assert shown["levels"][i] == row["levels"].tolist()
+
+
+def test_what_has_a_histogram_and_no_statistics_is_shown_too(tmp_path: Path) -> None:
+    opened = train(tmp_path / "r", convolutional(), {"spread": SPREAD}, shape=(3, 8, 8))
+    (shown,) = data_of(make(opened).html)["series"]
+    row = opened.distributions.query("layer == '1' and step == 4").iloc[0]
+    at = shown["places"].index("1")
+    assert {name: values[at][4] for name, values in shown["statistics"].items()} == {
+        "min": pytest.approx(row["low"], rel=EXACT),
+        "max": pytest.approx(row["high"], rel=EXACT),
+        "median": pytest.approx(row["quantiles"][3], rel=EXACT),
+    }
+
+
+def test_training_curves_are_those_of_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+    shown = data["metrics"]["train"]
+    assert shown["first"] == reported_run.metrics["step"].tolist()
+    assert shown["loss"] == pytest.approx(reported_run.metrics["loss"].tolist(), rel=EXACT)
+    assert "accuracy" not in shown  # nobody measured it
+
+
+def test_effects_of_interventions_are_those_of_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+    (shown,) = data["effects"]
+    assert (shown["hook"], shown["told"]) == ("tame", "clip norm 0.5")
+    for row in reported_run.effects.to_dict("records"):
+        at = shown["places"].index(f"{row['layer']}.{row['path']}"), shown["first"].index(row["step"])
+        for name in ("norm_before", "norm_after", "changed_fraction"):
+            assert shown[name][at[0]][at[1]] == pytest.approx(row[name], rel=EXACT)
+    assert data["acted"] == [{"hook": "tame", "steps": [[0, 5]], "count": 6}]
+
+
+def test_maps_are_the_recorded_tensors(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+    shown = {(one["what"], one["step"]): one for one in data["maps"]}
+    assert set(shown) == {(what, step) for what in ("feature maps", "filters") for step in range(6)}
+    known = {(one.what, one.step): one.values(reported_run) for one in maps_in(reported_run)}
+    features, image = known["feature maps", 3], known["inputs", 3]
+    picture = shown["feature maps", 3]
+    assert picture["shape"] == [1, 5, 6, 6]
+    np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, :6], features[0], rtol=EXACT)
+    np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, 7:13], features[1], rtol=EXACT)
+    assert picture["mosaic"]["low"] == -picture["mosaic"]["high"] == pytest.approx(-np.abs(features).max(), rel=EXACT)
+    shades = np.array(picture["image"]["z"])
+    assert shades.shape == (8, 8, 3)
+    assert np.corrcoef(shades.ravel(), image.transpose(1, 2, 0).ravel())[0, 1] > 0.999
+    filters = known["filters", 3]
+    np.testing.assert_allclose(np.array(shown["filters", 3]["mosaic"]["z"], float)[:3, :3], filters[0, 0], rtol=EXACT)
+    assert shown["filters", 3]["image"] is None
+
+
+def test_numbers_have_six_digits_and_what_is_not_finite_is_nothing() -> None:
+    values = np.array([[1.23456789, math.nan], [math.inf, -1e300]])
+    assert rounded(values) == [[1.23457, None], [None, -1e300]]
+
+
+# --------------------------------------------------------------------------------------------------- sizes and states
+
+
+def test_what_is_too_much_is_grouped_and_that_is_known(tmp_path: Path) -> None:
+    stats = []
+    places, steps, statistics = 130, 1_000, ("mean", "std", "min", "max", "l2", "rms")
+    for step in range(steps):
+        stats.append(pd.DataFrame({"layer": [f"l{i}" for i in range(places)], "step": step}))
+    frame = pd.concat(stats, ignore_index=True).assign(path="", hook="h", kind="forward", role="output", phase="train")
+    frame = frame.assign(
+        recompute=False, module_type="Linear", **{name: frame["step"].astype(float) for name in statistics}
+    )
+    from instrument.report.charts import heat_maps
+
+    (shown,) = heat_maps(frame, [])
+    groups = len(shown["first"])
+    assert groups * places * len(statistics) <= STATISTICS_ROOM < (groups + 1) * places * len(statistics)
+    assert shown["first"][0] == 0
+    assert shown["last"][-1] == 999
+    assert shown["statistics"]["max"][0] == [float(last) for last in shown["last"]]
+    assert shown["statistics"]["min"][0] == [float(first) for first in shown["first"]]
+    means = [(first + last) / 2 for first, last in zip(shown["first"], shown["last"], strict=True)]
+    assert shown["statistics"]["l2"][0] == pytest.approx(means, rel=EXACT)
+
+
+def test_a_report_of_60_layers_is_below_8_megabytes(tmp_path: Path) -> None:
+    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=40)
+    assert len(make(opened).html) < 8e6
+
+
+def test_the_page_asks_for_nothing_and_holds_all(html: str) -> None:
+    assert 'src="' not in html
+    assert "@import" not in html
+    assert all(link in ('<link rel="icon" href="data:,">',) for link in html.split("\n") if link.startswith("<link"))
+
+
+def test_a_run_with_nan_says_where_first_of_all(tmp_path: Path) -> None:
+    def poison(step: int, model: nn.Module) -> None:
+        if step == 4:
+            with torch.no_grad():
+                model[0].weight[0, 0] = math.nan
+
+    page = make(train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=poison))
+    data = data_of(page.html)
+    assert data["metrics"]["train"]["bad"] == [4, 5]
+    assert data["metrics"]["train"]["loss"][4:] == [None, None]
+    acts = series_of(data, "acts")
+    assert acts["statistics"]["nan_count"][0][3:] == [0, 8 * 36, 8 * 5 * 36]
+    head = page.html[: page.html.index("<nav")]
+    assert "non_finite" in head
+    assert any(alert["rule"] == "non_finite" and alert["step"] == 4 for alert in data["alerts"])
+
+
+def test_a_run_of_one_step_is_shown(tmp_path: Path) -> None:
+    data = data_of(make(train(tmp_path / "r", convolutional(), EVERYTHING, steps=1, shape=(3, 8, 8))).html)
+    assert series_of(data, "acts")["first"] == series_of(data, "acts")["last"] == [0]
+    assert len(data["metrics"]["train"]["loss"]) == 1
+
+
+def test_a_run_of_no_step_is_shown(tmp_path: Path) -> None:
+    page = make(train(tmp_path / "r", convolutional(), EVERYTHING, steps=0, shape=(3, 8, 8)))
+    assert data_of(page.html)["series"] == []
+    assert "Conv2d" in page.html
+
+
+def test_a_run_killed_half_way_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
+    copy = as_if_killed(tmp_path / "r", tmp_path / "killed")
+    train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=copy)
+    page = make(tmp_path / "killed")
+    assert 'class="status killed"' in page.html
+    assert "The run was killed" in page.html[: page.html.index("<nav")]
+    assert "has no ledger" in page.html
+    assert data_of(page.html)["metrics"]["train"]["first"] == [0, 1, 2]
+
+
+def test_damaged_files_are_told_first(tmp_path: Path) -> None:
+    train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8))
+    part = next((tmp_path / "r" / "effects").glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:100])
+    page = make(tmp_path / "r")
+    assert f"{part.name}: cannot be read" in page.html[: page.html.index("<nav")]
+
+
+def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    model.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
+    model.add_module("a&amp;b", nn.ReLU())
+    opened = train(tmp_path / "r", model, {"h": {"layers": "**", "kind": "forward", "action": "record"}})
+    page = make(opened).html
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "a&amp;amp;b" in page
+    assert data_of(page)["series"][0]["places"] == ["<script>alert(1)</script>", "a&amp;b", "."]
+
+
+def test_the_header_says_what_ran(reported_sweep: instrument.Run) -> None:
+    page = make(reported_sweep.path / "2").html
+    head = page[: page.index("<nav")]
+    for words in (
+        "instrument.run.models.MLP",
+        "instrument.run.datasets.digits",
+        ">cpu<",
+        ">two <",
+        'class="status done"',
+    ):
+        assert words in head
+    assert "model=mlp" in page
+    assert "_target_: instrument.run.models.MLP" in page
+
+
+def test_a_failed_run_says_why_first_of_all(reported_sweep: instrument.Run) -> None:
+    page = make(reported_sweep.path / "0").html
+    head = page[: page.index("<nav")]
+    assert 'class="status failed"' in head
+    assert "hook &#39;odd&#39; (forward) on layer &#39;0&#39; at step 0 failed" in head or "odd" in head
+    assert 'class="error"' in head
+
+
+def test_coverage_names_what_did_not_fire_and_why(tmp_path: Path) -> None:
+    hooks = {"late": {"layers": "0", "kind": "forward", "action": "record", "start": 100}}
+    page = make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))).html
+    coverage = page[page.index('id="coverage"') : page.index('id="events"')]
+    assert "never due: its schedule has none of the steps that were run" in coverage
+
+
+# ------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def test_a_sweep_shows_every_run_and_why_some_failed(reported_sweep: instrument.Run) -> None:
+    assert sorted(info["status"] for info in reported_sweep.infos) == ["done"] * 4 + ["failed"] * 4
+    page = make(reported_sweep).html
+    assert page.count('class="status failed"') == 4
+    head = page[: page.index("<nav")]
+    assert "4 done, 4 failed" in head or "4 failed, 4 done" in head
+    assert head.count('<li class="error">') == 4
+    assert "hooks.tame" in page
+
+
+def test_numbers_of_a_sweep_are_those_of_its_tables(reported_sweep: instrument.Run) -> None:
+    data = data_of(make(reported_sweep).html)
+    (acts,) = data["series"]
+    for number, folder in enumerate(reported_sweep.folders):
+        assert data["runs"][number]["status"] == reported_sweep.infos[number]["status"]
+        stats = instrument.load(folder).stats
+        for i, place in enumerate(acts["places"]):
+            mine = stats[stats["layer"] == ("" if place == "." else place)].sort_values("step")
+            shown = [acts["statistics"]["l2"][end][number][i] for end in ("last", "largest", "smallest")]
+            if mine.empty:
+                assert shown == [None] * 3
+            else:
+                assert shown == pytest.approx([mine["l2"].iloc[-1], mine["l2"].max(), mine["l2"].min()], rel=EXACT)
+
+
+def test_pairs_have_the_same_seed_and_differ_in_one_intervention(reported_sweep: instrument.Run) -> None:
+    page = make(reported_sweep).html
+    pairs = data_of(page)["pairs"]
+    done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
+    assert {pair["hook"] for pair in pairs} == {"tame"}
+    assert sorted(pair["seed"] for pair in pairs) == [1, 2]
+    losses = [info["metrics"].get("loss") for info in reported_sweep.infos]
+    differences = []
+    for pair in pairs:
+        assert {pair["treated"], pair["control"]} <= set(done)
+        assert reported_sweep.infos[pair["control"]]["overrides"]["hooks.tame"] is None
+        assert reported_sweep.infos[pair["treated"]]["overrides"]["hooks.tame"]["norm"] == 0.01
+        assert (
+            reported_sweep.infos[pair["treated"]]["seed"]
+            == reported_sweep.infos[pair["control"]]["seed"]
+            == pair["seed"]
+        )
+        differences.append(losses[pair["treated"]] - losses[pair["control"]])
+    assert f"{np.mean(differences):+.4g}" in page
+    assert all(f"{difference:+.4g}" in page for difference in differences)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_writes_beside_the_run_and_prints_the_path(
+    reported_run: instrument.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(reported_run.path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{reported_run.path / 'report.html'}  (")
+    assert (reported_run.path / "report.html").read_text().startswith("<!doctype html>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        instrument.load(reported_run.path).stats  # noqa: B018 - the report is no foreign file
+
+
+def test_the_command_writes_where_it_is_told_and_opens_it(
+    reported_run: instrument.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    assert main([str(reported_run.path), "--out", str(tmp_path / "mine.html"), "--open"]) == 0
+    assert opened == [(tmp_path / "mine.html").as_uri()]
+
+
+def test_mistakes_are_told_in_words(
+    reported_run: instrument.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "no run.json in" in capsys.readouterr().err
+    assert main([str(reported_run.path), "--out", str(tmp_path / "no" / "folder.html")]) == 1
+    assert capsys.readouterr().err == f"{tmp_path / 'no' / 'folder.html'}: No such file or directory\n"
+    with pytest.raises(NoRunError):
+        make(tmp_path)
+
+
+def test_without_its_packages_it_says_what_to_install(
+    reported_run: instrument.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from instrument.report import page
+
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "plotly":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    page._plotly.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert main([str(reported_run.path)]) == 1
+    assert "pip install 'instrument[report]'" in capsys.readouterr().err
+
+
+def test_it_is_a_module_to_be_run(reported_run: instrument.Run, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "instrument.report", str(reported_run.path), "--out", str(tmp_path / "r.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.startswith(str(tmp_path / "r.html"))
+    assert done.stderr == ""
+
+
+def test_in_a_notebook_it_is_a_frame(reported_run: instrument.Run) -> None:
+    report = make(reported_run)
+    assert isinstance(report, Report)
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert '"<!doctype' not in shown
+    assert "&lt;!doctype html&gt;" in shown
