@@ -98,7 +98,7 @@ def test_the_main_job_prints_its_progress_and_leaves_all_that_it_promises(cli: C
     assert run.info["overrides"] == {"exp": "mnist_hooks", "data.dataset.download": False}
     assert {"python", "torch", "instrument"} <= set(run.info["versions"])
 
-    assert set(run.stats.hook) == {"activations", "digit_maps", "gradients"}
+    assert set(run.stats.hook) == {"activations", "digit_maps", "gradients", "updates"}
     assert sorted(run.stats[run.stats.hook == "activations"].step.unique()) == list(range(0, 100, 5))
     assert set(run.effects.hook) == {"tame", "quiet", "noisy"}
     assert run.effects[run.effects.hook == "noisy"].step.min() == 50
@@ -141,14 +141,14 @@ def test_the_plan_is_printed_and_nothing_is_run_or_left(cli: Cli) -> None:
     assert answer.code == 0, answer.err
     for told in (
         "MnistCNN",
-        "Conv2d  144 parameters  activations, gradients",
-        "Linear  650 parameters  gradients → tame",
+        "Conv2d  144 parameters  activations, gradients, updates",
+        "Linear  650 parameters  gradients → tame, updates",
     ):
         assert told in answer.out
     rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}
-    assert rows["activations"][-5:-3] == ["11", "220"]  # rows a step, rows in all
+    assert rows["activations"][-5:-3] == ["22", "440"]  # rows a step, rows in all: statistics and histograms
     assert rows["tame"][-5:-3] == ["4", "400"]
-    assert rows["in"][-5:-3] == ["31", "978"]
+    assert rows["in"][-5:-3] == ["53", "1,400"]
     assert rows["in"][-2] in ("kB", "MB")
     assert rows["in"][-1].startswith(("+", "-"))
     assert "ms on average" in answer.out
@@ -183,7 +183,7 @@ def test_the_plan_foretells_the_rows_that_the_run_writes(cli: Cli) -> None:
     plan = cli(*SHORT, "plan=true")
     assert cli(*SHORT, "hydra.run.dir=out").code == 0
     run = instrument.load("out")
-    wrote = len(run.stats) + len(run.tensors()) + len(run.effects)
+    wrote = len(run.stats) + len(run.distributions) + len(run.tensors()) + len(run.effects)
     total = next(line.split() for line in plan.out.splitlines() if line.startswith("in all"))
     assert int(total[-4].replace(",", "")) == wrote
 
