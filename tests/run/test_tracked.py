@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from shown import history, read_tensorboard, read_wandb
+from shown import history, make_older, read_tensorboard, read_wandb
 
 import instrument
 from instrument.sinks.content import Content
@@ -169,6 +169,7 @@ def test_a_run_that_goes_on_shows_every_step_once_and_the_evaluation_before_it(
     with monkeypatch.context() as patch:
         stop_at(patch, 6)
         assert cli(*arguments).code == 1
+    make_older(Path("out/tensorboard"))
     answer = cli("resume=out")
     assert answer.code == 0, answer.err
     run = instrument.load("out")

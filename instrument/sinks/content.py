@@ -1,0 +1,83 @@
+"""What a step has to show: numbers, histograms, pictures and texts by their tags, one of each tag and step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from ..capture.sink import Row
+from ..capture.tables import TABLES
+from .histogram import Histogram, merged
+from .pictures import Arriving, painted, tiles_of
+from .tags import SHOWN, Fold, place_tag, scalars
+
+_KIND = TABLES["tensors"].names.index("kind")
+
+
+@dataclass
+class Content:
+    """What is shown of one step, each by its tag.
+
+    Attributes:
+        scalars: Numbers; of several of a tag what `merged` of the statistic says, and the mean of others.
+        histograms: Several of a tag are added up.
+        pictures: The first of a tag.
+        texts: Events, a line each.
+    """
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    pictures: dict[str, Image] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+class Gathering:
+    """Takes the rows and tensors of a step or two, and gives what is to be shown of each."""
+
+    def __init__(self) -> None:
+        self._steps: defaultdict[int, _Gathered] = defaultdict(_Gathered)
+
+    def add(self, table: str, rows: Sequence[Row]) -> None:
+        """Take rows of any table but `tensors`."""
+        for row in rows if table in SHOWN else ():
+            for tag, step, value, fold in scalars(table, row):
+                self._steps[step].scalars[tag, fold].append(value)
+            if table == "distributions" and (histogram := Histogram.of(row)) is not None:
+                self._steps[row[0]].histograms[f"{place_tag(row)}/histogram"].append(histogram)
+        for step, _, layer, rule, message, severity in rows if table == "events" else ():
+            place = f" {layer}" if layer else ""
+            self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{place}: {message}")
+
+    def add_tensor(self, key: Row, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """Take a copy of what is to be drawn of a recorded tensor, where it is a picture and the first of its tag."""
+        tag = f"{place_tag(key)}/image"
+        known = key[0] in self._steps and tag in self._steps[key[0]].pictures
+        if not known and (tiles := tiles_of(key[_KIND], tensor, dtype)) is not None:
+            self._steps[key[0]].pictures[tag] = tiles
+
+    def take(self) -> Iterator[tuple[int, Content]]:
+        """What was gathered, in the order of the steps; of a step with nothing to show there is nothing."""
+        gathered, self._steps = self._steps, defaultdict(_Gathered)
+        for step in sorted(gathered):
+            yield step, gathered[step].content()
+
+
+@dataclass
+class _Gathered:
+    scalars: defaultdict[tuple[str, Fold], list[float]] = field(default_factory=lambda: defaultdict(list))
+    histograms: defaultdict[str, list[Histogram]] = field(default_factory=lambda: defaultdict(list))
+    pictures: dict[str, Arriving] = field(default_factory=dict)
+    texts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def content(self) -> Content:
+        return Content(
+            {tag: values[0] if len(values) == 1 else fold(values) for (tag, fold), values in self.scalars.items()},
+            {tag: merged(several) for tag, several in self.histograms.items()},
+            {tag: painted(tiles.here()) for tag, tiles in self.pictures.items()},
+            {tag: "\n\n".join(lines) for tag, lines in self.texts.items()},
+        )

@@ -1,0 +1,56 @@
+"""A histogram of the `distributions` table, as other tools want it: edges and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from ..capture.sink import Row
+from ..capture.tables import TABLES
+
+HAIR = 1e-6  # half the width of a histogram of equal values, relative to them: without a width nothing is drawn
+_LOW, _HIGH, _COUNTS = (TABLES["distributions"].names.index(name) for name in ("low", "high", "counts"))
+
+
+class Histogram(NamedTuple):
+    """Counts in equal parts of a range.
+
+    Attributes:
+        low: The smallest value.
+        high: The largest value.
+        counts: Of each part, ascending; where all values are equal the first part has all.
+    """
+
+    low: float
+    high: float
+    counts: Sequence[int]
+
+    @classmethod
+    def of(cls, row: Row) -> Self | None:
+        """That of a row of distributions; None where it has none, or no value was finite."""
+        low, high, counts = row[_LOW], row[_HIGH], row[_COUNTS]
+        return None if low is None or high is None or counts is None else cls(low, high, counts)
+
+    def bins(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Edges, ascending, shape [bins + 1], and counts, shape [bins]; one narrow bin where all values are equal."""
+        if self.low == self.high:
+            hair = max(abs(self.low), HAIR) * HAIR
+            return np.array([self.low - hair, self.low + hair]), np.array([sum(self.counts)])
+        share = np.linspace(0.0, 1.0, len(self.counts) + 1)
+        return self.low * (1.0 - share) + self.high * share, np.asarray(self.counts)  # high - low may be too large
+
+
+def merged(histograms: Sequence[Histogram]) -> Histogram:
+    """Several as one, in as many bins as the finest has; a count may come to lie in the bin beside its own."""
+    if len(histograms) == 1:
+        return histograms[0]
+    low, high = min(h.low for h in histograms), max(h.high for h in histograms)
+    counts = np.zeros(max(len(h.counts) for h in histograms), np.int64)
+    for histogram in histograms:
+        edges, own = histogram.bins()
+        middles = edges[:-1] * 0.5 + edges[1:] * 0.5
+        share = (middles * 0.5 - low * 0.5) / (high * 0.5 - low * 0.5) if high > low else np.zeros(len(middles))
+        np.add.at(counts, np.clip((share * len(counts)).astype(np.int64), 0, len(counts) - 1), own)
+    return Histogram(low, high, counts.tolist())

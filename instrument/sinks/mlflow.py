@@ -1,0 +1,81 @@
+"""MLflow: an experiment named as the run, at the tracking URI that its environment says (`MLFLOW_TRACKING_URI`).
+
+It is given numbers and, as parameters, the configuration; it has no histograms, and pictures and events stay out of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+
+from .content import Content
+from .tracking import Outcome, Tracked
+
+# What its servers take: https://mlflow.org/docs/latest/rest-api.html#log-batch
+KEY_LENGTH = 250
+VALUE_LENGTH = 500
+METRICS, PARAMS = 1000, 100  # in one batch
+STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+class Mlflow:
+    """Logs one batch a step; waits for the answer.
+
+    Args:
+        run: What is tracked. A run that goes on is a new one there, which begins at the step that is done again.
+        place: Of no use here.
+    """
+
+    draws = False
+
+    def __init__(self, run: Tracked, place: Path) -> None:  # noqa: ARG002
+        self.client = MlflowClient()
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.name)
+        self.id = self.client.create_run(experiment, run_name=run.title).info.run_id
+        params = [Param(key, value) for key, value in flat(run.config)]
+        for start in range(0, len(params), PARAMS):
+            self.client.log_batch(self.id, params=params[start : start + PARAMS])
+
+    def _experiment(self, name: str) -> str:
+        found = self.client.get_experiment_by_name(name)
+        try:
+            return self.client.create_experiment(name) if found is None else found.experiment_id
+        except MlflowException:  # another job of the sweep has made it meanwhile
+            found = self.client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return found.experiment_id
+
+    def log(self, step: int, content: Content) -> None:
+        """Send the step's numbers."""
+        now = int(time.time() * 1000)
+        metrics = [Metric(tag[-KEY_LENGTH:], value, now, step) for tag, value in content.scalars.items()]
+        for start in range(0, len(metrics), METRICS):
+            self.client.log_batch(self.id, metrics=metrics[start : start + METRICS])
+
+    def close(self, outcome: Outcome) -> None:
+        """Say how the run ended."""
+        self.client.set_terminated(self.id, STATUS[outcome])
+
+
+begin = Mlflow
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """A configuration as names and texts: `train.batch_size`, lists as JSON; what is too long ends in `...`."""
+    for name, value in config.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{key}.")
+        else:
+            told = value if isinstance(value, str) else json.dumps(value, default=str)
+            told = told if len(told) <= VALUE_LENGTH else f"{told[: VALUE_LENGTH - 3]}..."
+            yield key[-KEY_LENGTH:], told

@@ -1,0 +1,81 @@
+"""Which tag, step and value a row has."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shown import key, metrics, row
+
+from instrument.capture.tables import TABLES
+from instrument.sinks.tags import place_tag, scalars
+from instrument.spec.statistics import ALL
+
+
+@pytest.mark.parametrize(
+    ("cells", "tag"),
+    [
+        ({}, "seen/a.0"),
+        ({"layer": ""}, "seen/_root_"),
+        ({"path": "logits"}, "seen/a.0/logits"),
+        ({"kind": "parameter_grad", "role": "param_grad", "path": "weight"}, "seen/a.0/weight"),
+        ({"kind": "step_post", "role": "state.exp_avg", "path": "weight"}, "seen/a.0/weight/state.exp_avg"),
+        ({"role": "input"}, "seen/a.0/input"),
+        ({"call": 2}, "seen/a.0/call2"),
+        ({"call": -1}, "seen/a.0/call-1"),
+        ({"backward": 1, "kind": "tensor"}, "seen/a.0/backward1"),
+        ({"phase": "eval"}, "seen.eval/a.0"),
+        ({"rank": 3}, "seen.rank3/a.0"),
+        ({"micro_step": 4, "epoch": 2, "recompute": True, "module_type": "X"}, "seen/a.0"),
+        ({"path": "a b/[c]"}, "seen/a.0/a_b__c_"),
+    ],
+)
+def test_a_place_has_a_tag_that_can_be_guessed(cells: dict[str, Any], tag: str) -> None:
+    assert place_tag(key(**cells)) == tag
+
+
+def test_metrics_stand_by_their_phase_and_what_is_null_is_left_out() -> None:
+    found = list(scalars("metrics", metrics(3, loss=0.5, lr=math.nan, skipped=True)))
+    assert [(tag, step) for tag, step, _, _ in found] == [("train/loss", 3), ("train/lr", 3), ("train/skipped", 3)]
+    assert [found[0].value, found[2].value] == [0.5, 1.0]
+    assert math.isnan(found[1].value)
+    assert [tag for tag, *_ in scalars("metrics", metrics(3, "eval", accuracy=1.0))] == ["eval/accuracy"]
+
+
+def test_every_statistic_is_a_scalar_and_no_column_of_identity_is() -> None:
+    cells: dict[str, Any] = {name: number for number, name in enumerate(ALL)}
+    found = {tag: value for tag, _, value, _ in scalars("stats", row("stats", *key(7), **cells))}
+    assert found == {f"seen/a.0/{name}": number for number, name in enumerate(ALL)}
+
+
+def test_effects_and_quantiles_are_scalars() -> None:
+    effect = row("effects", *key(7), numel=4, changed=2, changed_fraction=0.5, norm_before=2.0, norm_after=1.0)
+    assert {tag: value for tag, _, value, _ in scalars("effects", effect)} == {
+        "seen/a.0/numel": 4, "seen/a.0/changed": 2, "seen/a.0/changed_fraction": 0.5,
+        "seen/a.0/norm_before": 2.0, "seen/a.0/norm_after": 1.0,
+    }  # fmt: skip
+    seen = row("distributions", *key(7), sampled=9, levels=[0.05, 0.5], quantiles=[-1.0, 2.0])
+    assert [(tag, step, value) for tag, step, value, _ in scalars("distributions", seen)] == [
+        ("seen/a.0/quantile_0.05", 7, -1.0), ("seen/a.0/quantile_0.5", 7, 2.0),
+    ]  # fmt: skip
+    nothing = row("distributions", *key(7), sampled=0, levels=[0.5], low=None, counts=[0, 0])
+    assert list(scalars("distributions", nothing)) == []
+
+
+NAMES = st.text(max_size=12)
+
+
+@given(layer=NAMES, path=NAMES, role=NAMES, call=st.integers(-1, 5))
+def test_any_name_makes_a_tag_that_all_three_take(layer: str, path: str, role: str, call: int) -> None:
+    tag = place_tag(key(layer=layer, path=path, role=role, call=call))
+    assert re.fullmatch(r"[/\w.\- :]+", tag), "what MLflow allows"
+    assert all(tag.split("/"))
+
+
+def test_the_columns_that_are_looked_at_are_those_of_every_table() -> None:
+    for table in ("stats", "effects", "distributions", "tensors"):
+        assert TABLES[table].names[: len(key())] == TABLES["stats"].names[: len(key())]
