@@ -21,13 +21,13 @@ from ..errors import ConfigError, InstrumentError
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks
+from ..spec.statistics import USUAL_UPDATES
 from .load import Run
 from .series import place_of
 from .summary import changed
 
 Severity = Literal["info", "warning", "error"]
 
-USUAL_UPDATES = (1e-4, 1e-2)  # "about 1e-3": CS231n, https://cs231n.github.io/neural-networks-3/#ratio
 MANY_DEAD = 0.4  # "as much as 40%": CS231n, https://cs231n.github.io/neural-networks-1/#actfun
 MANY_SATURATED = 0.5
 FEW = 0.0005  # of a tensor's elements: below this their number says more than their share

@@ -12,9 +12,10 @@ from ..analysis.choice import choose
 from ..analysis.load import Run
 from ..analysis.series import Series, forward_order, matrices, statistics_in
 from ..errors import InstrumentError
+from ..spec.statistics import USUAL_UPDATES
 from .canvas import explain, height_of, name_places, new_figure, plain, scale, width_of
 from .source import series_with, table_of
-from .style import CATEGORIES, HEALTHY_UPDATES, axis_name
+from .style import CATEGORIES, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +118,7 @@ def _draw(axes: Axes, chart: Ends, rows: list[str]) -> None:
     axes.hlines(at, low, high, color="#bbbbbb", linewidth=1.0, zorder=1)
     for column, (end, colour, mark) in enumerate(ENDS[: len(chart.steps)]):
         axes.plot(shown[:, column], at, mark, color=colour, markersize=4.5, label=f"{end} recorded step")
-    band = HEALTHY_UPDATES if chart.statistic == "update_ratio" else ()
+    band = USUAL_UPDATES if chart.statistic == "update_ratio" else ()
     if band:
         axes.axvspan(*band, color=CATEGORIES[2], alpha=0.15, linewidth=0.0, label=USUAL)
     scale(axes, "x", np.append(shown, band), is_log=True)

@@ -11,8 +11,6 @@ from ..spec.statistics import STATISTICS
 CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 MAGNITUDE = "viridis"
 SIGNED = "RdBu_r"
-HEALTHY_UPDATES = (1e-4, 1e-2)
-"""The usual band of `update_ratio`, around 1e-3: CS231n's notes, "Ratio of weights:updates"."""
 WIDE = 100.0  # the largest value over the smallest from which on a scale is logarithmic
 
 _UNITS = {"count": "elements", "fraction": "fraction", "units": "fraction of units", "ratio": "ratio", "value": ""}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..analysis.choice import spread
 from ..analysis.load import Run
 from ..analysis.series import (
     Groups,
@@ -21,7 +22,7 @@ from ..analysis.series import (
     series_in,
     statistics_in,
 )
-from .numbers import rounded, spread_out
+from .numbers import rounded
 from .pictures import maps
 
 STATISTICS_ROOM = 500_000  # numbers in all heat maps together
@@ -37,10 +38,10 @@ METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds
 def charts(run: Run) -> dict[str, Any]:
     """All that the charts of one run's page show."""
     order = forward_order(run)
-    spread = run.distributions
+    recorded = run.distributions
     return {
-        "series": heat_maps(run.stats, order) + heat_maps(_onlyspread_out(run.stats, spread), order),
-        "distributions": distributions(spread),
+        "series": heat_maps(run.stats, order) + heat_maps(_only_spread(run.stats, recorded), order),
+        "distributions": distributions(recorded),
         "metrics": curves(run.metrics),
         "acted": acted(run.effects),
         "alerts": alerts(run.events),
@@ -57,11 +58,11 @@ def heat_maps(stats: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]
     return [_heat_map(series, rows, order, most) for series, rows in found if _shown(rows)]
 
 
-def _onlyspread_out(stats: pd.DataFrame, spread: pd.DataFrame) -> pd.DataFrame:
+def _only_spread(stats: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataFrame:
     """Distributions of what has no statistics, as a table of some: what a histogram or quantiles tell of them."""
     where = ["kind", "role", "phase"]
     measured = pd.MultiIndex.from_frame(stats[where].drop_duplicates())
-    alone = spread[~pd.MultiIndex.from_frame(spread[where]).isin(measured)]
+    alone = recorded[~pd.MultiIndex.from_frame(recorded[where]).isin(measured)]
     medians = [_median(*cells) for cells in zip(alone["levels"], alone["quantiles"], strict=True)]
     return alone.assign(min=alone["low"], max=alone["high"], median=pd.Series(medians, alone.index, dtype=np.float64))
 
@@ -112,7 +113,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
         hook, kind, role, phase, layer, path = map(str, at)
         numbers = rows.iloc[0][["counts", "quantiles"]].map(lambda cell: 0 if cell is None else len(cell)).sum()
         first = rows.drop_duplicates("step")  # the first call of each step: histograms of several are no histogram
-        some = first.iloc[spread_out(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
+        some = first.iloc[spread(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
                 **_about(Series(hook, kind, role, phase)),

@@ -28,11 +28,6 @@ def rounded(values: Any) -> Any:
     return float(f"{values:.{DIGITS}g}") if math.isfinite(values) else None
 
 
-def spread_out(count: int, most: int) -> list[int]:
-    """Up to so many places out of so many, evenly, the first and the last among them."""
-    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
-
-
 def packed(text: str) -> str:
     """A text as gzip in base64, which a page unpacks."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..analysis.load import Run, load
 from ..errors import InstrumentError
-from ..plot.style import CATEGORIES, HEALTHY_UPDATES, axis_name
-from ..spec.statistics import STATISTICS
+from ..plot.style import CATEGORIES, axis_name
+from ..spec.statistics import STATISTICS, USUAL_UPDATES
 from . import run_page, sweep_page
 from .numbers import as_json, packed
 
@@ -105,7 +105,7 @@ def _vocabulary() -> dict[str, Any]:
         "metricNames": list(METRIC_UNITS),
         "metricUnits": METRIC_UNITS,
         "colours": CATEGORIES,
-        "healthyUpdates": HEALTHY_UPDATES,
+        "usualUpdates": USUAL_UPDATES,
     }
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..analysis.choice import spread
 from ..analysis.load import Run
 from ..analysis.maps import Maps, image_of, limits, maps_in, mosaic, smaller
-from .numbers import rounded, spread_out
+from .numbers import rounded
 
 MAPS_ROOM, MAP_PIXELS, MAP_CHANNELS, MAP_STEPS = 200_000, 48, 64, 6
 MAP_ASPECT = 2.6  # maps in a row over rows of them
@@ -27,7 +28,7 @@ def maps(run: Run, order: Sequence[str]) -> list[dict[str, Any]]:
             if one.step not in {other.step for other in at}:
                 at.append(one)
     ordered = sorted(places.values(), key=lambda found: (found[0].what, ranks.get(found[0].layer, len(ranks))))
-    chosen = [[found[i] for i in spread_out(len(found), MAP_STEPS)] for found in ordered]
+    chosen = [[found[i] for i in spread(len(found), MAP_STEPS)] for found in ordered]
     shown: list[dict[str, Any]] = []
     room = MAPS_ROOM
     for found in chosen:

@@ -84,3 +84,5 @@ STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in (
 ALL: tuple[str, ...] = tuple(STATISTICS)
 OF_VALUES: tuple[str, ...] = tuple(statistic.name for statistic in _OF_VALUES)
 DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
+USUAL_UPDATES = (1e-4, 1e-2)
+"""Where `update_ratio` usually is in a healthy training, "about 1e-3": CS231n, https://cs231n.github.io/neural-networks-3/#ratio"""

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 import instrument
 from instrument import InstrumentError
 from instrument.plot import gradient_flow
-from instrument.plot.style import HEALTHY_UPDATES
+from instrument.spec.statistics import USUAL_UPDATES
 
 PLACES = ["0.weight", "0.bias", "3.weight", "3.bias"]
 
@@ -54,7 +54,7 @@ def test_the_usual_band_of_updates_is_shaded_with_its_source(run: instrument.Run
     figure = gradient_flow(run)
     (band,) = (patch for patch in figure.axes[1].patches)
     (low, _), (high, _) = band.get_extents().transformed(figure.axes[1].transData.inverted()).get_points()
-    assert (low, high) == pytest.approx(HEALTHY_UPDATES)
+    assert (low, high) == pytest.approx(USUAL_UPDATES)
     assert any("CS231n" in line for line in legend_of(figure))
     assert legend_of(figure)[:2] == ["first recorded step", "last recorded step"]
 

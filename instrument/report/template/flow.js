@@ -11,7 +11,7 @@ RUN.push((report) => {
     onChange(["flow-series"], draw);
     drawn(draw);
   } else document.getElementById("flow-gradients").hidden = true;
-  if (updates.length) drawn(() => dumbbells("updates-chart", report, updates[0], "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.healthyUpdates));
+  if (updates.length) drawn(() => dumbbells("updates-chart", report, updates[0], "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.usualUpdates));
   else say("updates-note", "Not recorded. It needs a hook: {layers: \"**\", kind: step_post, role: update, action: record, stats: [default, update_ratio]}, or hooks=parameters.");
 });
 
