@@ -30,7 +30,6 @@ RUNS = {
     "dying_relu": ["-m", "+exp=dying_relu", "optimizer.lr=0.05,0.3"],
     "clipping": ["-m", "+exp=clipping", f"hooks.tame={CLIP},null", "seed=1,2,3"],
 }
-COLOURS = 128  # of a picture: enough for charts, and a third of the bytes
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ SHOTS = (
     Shot("bad-init-cure.png", "bad_init", "#layers", choices=(("layers-statistic", "std"),)),
     Shot("dying-relu-training.png", "dying_relu/1", "#training"),
     Shot("dying-relu-units.png", "dying_relu/1", "#units"),
-    Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-place", "layers.2.0"),)),
+    Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-place", "layers.0.0"),)),
     Shot("clipping-training.png", "clipping", "#training"),
     Shot("clipping-effects.png", "clipping", "#effects > .scroll"),
 )
@@ -93,7 +92,7 @@ def take(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
     page.wait_for_timeout(500)  # charts that slide into place
     taken = page.screenshot() if shot.part is None else page.locator(shot.part).screenshot()
     page.close()
-    return Image.open(io.BytesIO(taken)).convert("RGB").quantize(COLOURS)
+    return Image.open(io.BytesIO(taken)).convert("RGB")
 
 
 def main() -> None:

@@ -39,7 +39,10 @@ def test_generated_tables_have_every_kind_action_and_statistic() -> None:
     "name",
     [
         *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"),
-        *(f"docs/{name}.md" for name in ("architecture", "export", "hooks", "performance", "security", "tables")),
+        *(
+            f"docs/{name}.md"
+            for name in ("architecture", "export", "hooks", "performance", "report", "security", "tables")
+        ),
     ],
 )
 def test_links_lead_to_files(name: str) -> None:

@@ -15,6 +15,7 @@ import yaml
 from conftest import REPOSITORY, Answer
 
 from instrument import verify
+from instrument.report.__main__ import main as report
 
 README = (REPOSITORY / "README.md").read_text()
 BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)]
@@ -38,6 +39,9 @@ def follow(
         monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
 
     def run(command: str) -> Answer:
+        if command.startswith("python -m instrument.report "):
+            monkeypatch.setattr("webbrowser.open", lambda url: Path(url.removeprefix("file://")).exists())
+            return Answer(report(shlex.split(command)[3:]), "", "")
         wants_mnist = "+exp=mnist" in command and "data=" not in command
         offline = ["data.dataset.download=false"] if wants_mnist and mnist_root is None else []
         if command.startswith("python -m instrument.verify "):
@@ -65,7 +69,7 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
     for language, text in BLOCKS:
         if language == "sh":
             for line in [line for line in text.splitlines() if line.startswith("python -m instrument")]:
-                answer = follow(line)
+                answer = follow(with_newest(line))
                 assert answer.code == 0, (line, answer.out, answer.err)
                 done.append(line)
         elif named := re.search(r"^# (mymodule\.py|conf/exp/mine\.yaml)$", text, re.M):
@@ -73,13 +77,20 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         elif language == "python":
-            newest = max((workdir / "runs" / "mnist_hooks").glob("2*"))
             monkeypatch.syspath_prepend(str(workdir))
             with contextlib.redirect_stdout(None):
-                exec(compile(text.replace(EXAMPLE_RUN, str(newest)), "README.md", "exec"), {})
+                exec(compile(with_newest(text), "README.md", "exec"), {})
     assert done == instrument_commands()
-    assert len(done) == 5
+    assert len(done) == 6
+    (notebook,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs" / "report.md").read_text(), re.M | re.S)
+    exec(compile(with_newest(notebook), "report.md", "exec"), {})
+    assert (workdir / "flow.svg").exists()
     monkeypatch.delitem(sys.modules, "mymodule", raising=False)
+
+
+def with_newest(text: str) -> str:
+    """A text of the docs with the newest run in the place of the one that it names."""
+    return text.replace(EXAMPLE_RUN, str(max(Path("runs/mnist_hooks").glob("2*")))) if EXAMPLE_RUN in text else text
 
 
 def test_the_example_file_is_the_one_that_is_installed() -> None:

@@ -146,7 +146,7 @@ function axisType(values, choice = "auto") {
 /** For a note: how many numbers have no place on an axis. */
 function unplaced(values, type) {
   const lost = type === "log" ? values.flat().filter((value) => value !== null && value <= 0).length : 0;
-  return lost ? `${lost} numbers that are not positive are not drawn on the logarithmic axis. ` : "";
+  return lost ? `Not drawn, since a logarithmic axis has no place for zero and less: ${lost} of the numbers. ` : "";
 }
 
 function colourBar(scale, title) {
