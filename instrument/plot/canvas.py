@@ -10,6 +10,7 @@ import numpy as np
 from ..analysis.maps import limits
 from ..analysis.series import Matrix
 from ..errors import InstrumentError
+from ..spec.statistics import STATISTICS
 from .style import MAGNITUDE, SIGNED, WIDE
 
 if TYPE_CHECKING:
@@ -132,8 +133,10 @@ def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bo
         axis.set_major_formatter("{x:g}")
 
 
-def colours(values: np.ndarray) -> dict[str, Any]:
-    """The colour scale of values, as arguments of `pcolormesh` and `imshow`."""
+def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
+    """The colour scale of values, as arguments of `pcolormesh` and `imshow`; that of a fraction goes from 0 to 1."""
+    if statistic is not None and STATISTICS[statistic].unit in ("fraction", "units"):
+        return {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
     if is_wide(values):
         finite = values[np.isfinite(values)]
         return {"cmap": MAGNITUDE, "norm": "log", "vmin": float(finite.min()), "vmax": float(finite.max())}

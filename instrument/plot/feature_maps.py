@@ -42,7 +42,7 @@ def feature_maps(
         run: A run, or rows of its `tensors()`.
         layer: A layer, a parameter, or several; without it the first 8.
         step: One or several; without it up to 5, evenly chosen.
-        hook: Which spec recorded them, where several did.
+        hook: Which spec recorded them, where several did; without it and a role feature maps go before gradients and filters.
         role: Which of the kind's tensors.
         sample: Which of those that were recorded, from 0.
 
@@ -52,7 +52,9 @@ def feature_maps(
     known = _known(run)
     found = _at_layers(known, [layer] if isinstance(layer, str) else layer)
     if hook is None and role is None:
-        found = [one for one in found if not one.is_image] or found
+        found = (
+            [one for one in found if one.what == "feature maps"] or [one for one in found if not one.is_image] or found
+        )
     series = choose(list(dict.fromkeys(one.series for one in found)), hook=hook, role=role)
     found = [one for one in found if one.series == series]
     steps = _steps(sorted({one.step for one in found}), step)

@@ -69,7 +69,7 @@ def heatmap(
     height = height_of(len(table.places))
     figure = new_figure(WIDTH + width_of(table.places) + 1.2, height + 1.1)
     axes = figure.subplots()
-    _draw(axes, table, axis_name(name), height)
+    _draw(axes, table, name, height)
     _mark(axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0))
     explain(figure)
     axes.set_title(plain(f"{name} of {series.label}", 80), fontsize=10)
@@ -86,12 +86,12 @@ def _telling(series: Series, there: list[str]) -> str:
     return first if first in there else there[0]
 
 
-def _draw(axes: Axes, table: Matrix, label: str, height: float) -> None:
+def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
     """Cells, axes and the scale."""
-    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values))
+    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values, statistic))
     name_places(axes, table.places, middle=0.5)
     name_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)
-    colour_bar(axes, cells, label, height)
+    colour_bar(axes, cells, axis_name(statistic), height)
 
 
 def _mark(axes: Axes, table: Matrix, bad: np.ndarray) -> None:

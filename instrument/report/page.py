@@ -97,11 +97,19 @@ def check_packages() -> None:
 def _vocabulary() -> dict[str, Any]:
     """What the charts know of statistics, metrics and colours."""
     statistics = {
-        name: {"axis": axis_name(name), "formula": statistic.formula, "merged": statistic.merged}
+        name: {
+            "axis": axis_name(name),
+            "formula": statistic.formula,
+            "merged": statistic.merged,
+            "bounds": [0, 1] if statistic.unit in ("fraction", "units") else None,
+        }
         for name, statistic in STATISTICS.items()
     }
     return {
-        "statistics": {**statistics, "median": {"axis": "median", "formula": "quantile at 0.5", "merged": "mean"}},
+        "statistics": {
+            **statistics,
+            "median": {"axis": "median", "formula": "quantile at 0.5", "merged": "mean", "bounds": None},
+        },
         "metricNames": list(METRIC_UNITS),
         "metricUnits": METRIC_UNITS,
         "colours": CATEGORIES,

@@ -143,3 +143,8 @@ def test_a_picture_of_several_runs_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InstrumentError, match=r"here are 2 \(one, two\)"):
             heatmap(source)
     assert names_on(heatmap(both.stats.query("run == 'two'")).axes[0]) == PLACES
+
+
+def test_a_fraction_is_shown_from_0_to_1(run: instrument.Run) -> None:
+    figure = heatmap(run.stats.assign(zero_fraction=0.25), "zero_fraction", hook="acts")
+    assert mesh_of(figure.axes[0]).get_clim() == (0.0, 1.0)

@@ -161,8 +161,9 @@ def test_what_is_too_much_is_grouped_and_that_is_known(tmp_path: Path) -> None:
     assert shown["statistics"]["l2"][0] == pytest.approx(means, rel=EXACT)
 
 
-def test_a_report_of_60_layers_is_below_8_megabytes(tmp_path: Path) -> None:
-    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=40)
+@pytest.mark.parametrize("steps", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_a_report_of_60_layers_is_below_8_megabytes(tmp_path: Path, steps: int) -> None:
+    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=steps)
     assert len(make(opened).html) < 8e6
 
 

@@ -44,9 +44,9 @@ function heatmapNote(report, series, statistic) {
     "Empty cells have no value; click on a row to open the layer.";
 }
 
-function heatmap(id, report, series, statistic, choice = "auto", bounds = null) {
+function heatmap(id, report, series, statistic, choice = "auto") {
   const values = series.statistics[statistic];
-  const scale = scaleOf(values, choice, bounds);
+  const scale = scaleOf(values, choice, choice === "log" ? null : report.statistics[statistic].bounds);
   const height = heightOf(series.places);
   const labels = stepLabels(series);
   const trace = {

@@ -15,7 +15,7 @@ RUN.push((report) => {
   const draw = () => {
     const [statistic, i] = document.getElementById("units-choice").value.split("|");
     const series = withValues(report.series[Number(i)], statistic);
-    heatmap("units-chart", report, series, statistic, "linear", [0, 1]);
+    heatmap("units-chart", report, series, statistic);
     const known = report.series.some((one) => one.statistics.dead_fraction);
     say("units-note", `${statistic} = ${report.statistics[statistic].formula}.` + (known ? "" : " For dead units, record dead_fraction: hooks=dead_relu does."));
   };
