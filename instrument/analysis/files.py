@@ -18,6 +18,10 @@ from ..errors import InstrumentWarning
 from ..sinks.journal import Reading
 from ..sinks.lock import is_locked
 from ..sinks.parts import Part, foreign_files, journals_of, parts_of
+from ..spec.statistics import STATISTICS
+
+ADDED = {statistic.name for statistic in STATISTICS.values() if not statistic.default}
+"""Columns that runs of earlier versions may lack; they are null there."""
 
 
 class RunFiles:
@@ -128,7 +132,7 @@ class RunFiles:
         except (pa.ArrowException, OSError) as error:
             self._problem(file, f"cannot be read: {_first_line(error)}")
             return False
-        if missing := [name for name in table.names if name not in columns]:
+        if missing := [name for name in table.names if name not in columns and name not in ADDED]:
             self._problem(file, f"has no column {', '.join(missing)}: it is not read")
         return not missing
 

@@ -138,6 +138,19 @@ def test_a_part_that_is_damaged_inside_is_named_and_the_rest_is_read(folder: Pat
     assert len(run.problems) == 1
 
 
+def test_a_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
+    wanted = instrument.load(folder).stats
+    for file in (folder / "stats").glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(["dead_fraction", "update_ratio"]), file)
+    run = instrument.load(folder)
+    assert run.stats["dead_fraction"].isna().all()
+    pd.testing.assert_frame_equal(
+        run.stats.drop(columns=["dead_fraction", "update_ratio"]),
+        wanted.drop(columns=["dead_fraction", "update_ratio"]),
+    )
+    assert run.problems == []
+
+
 def test_a_part_of_other_columns_is_named(folder: Path) -> None:
     pq.write_table(pa.table({"step": [1], "mine": [2]}), folder / "stats" / "part-0000-000007.parquet")
     run = instrument.load(folder)
