@@ -57,7 +57,7 @@ class Maps:
     @property
     def is_image(self) -> bool:
         """Whether it is something that a person can look at: the input of a module, grey or coloured."""
-        return self.series.role == "input" and self.shape[-3] in (GREY, COLOURED)
+        return self.what == "inputs" and self.shape[-3] in (GREY, COLOURED)
 
     def values(self, run: Run | pd.DataFrame, sample: int = 0) -> np.ndarray:
         """The maps of one sample, or all filters.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..analysis.maps import limits
+from ..analysis.names import short_names
 from ..analysis.series import Matrix
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
@@ -78,7 +79,8 @@ def name_places(axes: Axes, places: Sequence[str], *, middle: float = 0.0) -> No
         middle: Where the first one's row has its middle.
     """
     shown = range(0, len(places), -(-max(1, len(places)) // MOST_ROWS))
-    axes.set_yticks([i + middle for i in shown], [plain(places[i]) for i in shown], fontsize=SMALL)
+    short = short_names(places, LONGEST)
+    axes.set_yticks([i + middle for i in shown], [plain(short[places[i]]) for i in shown], fontsize=SMALL)
     axes.set_ylim(len(places) - 0.5 + middle, middle - 0.5)
 
 

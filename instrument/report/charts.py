@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from ..analysis.choice import spread
 from ..analysis.load import Run
@@ -42,7 +43,7 @@ def charts(run: Run) -> dict[str, Any]:
     return {
         "series": heat_maps(run.stats, order) + heat_maps(_only_spread(run.stats, recorded), order),
         "distributions": distributions(recorded),
-        "metrics": curves(run.metrics),
+        "metrics": curves(run),
         "acted": acted(run.effects),
         "alerts": alerts(run.events),
         "effects": effects(run.effects, order),
@@ -81,6 +82,7 @@ def _heat_map(series: Series, rows: pd.DataFrame, order: Sequence[str], most: in
         **_about(series),
         **_steps(axes),
         "places": axes.places,
+        "several": bool(rows.duplicated(["layer", "path", "step"]).any()),
         "types": dict(zip(places_in(rows, order).astype(str), rows["module_type"], strict=True)),
         "statistics": {name: rounded(table.values) for name, table in tables.items()},
     }
@@ -135,17 +137,30 @@ def _listed(cells: pd.Series) -> list[list[float] | None]:
     return [None if cell is None else np.asarray(cell).tolist() for cell in cells]
 
 
-def curves(metrics: pd.DataFrame, most: int = CURVE_POINTS) -> dict[str, Any]:
-    """Each phase's metrics over steps, a group's number being its mean; `bad` has the steps whose loss is not finite."""
+def curves(run: Run, most: int = CURVE_POINTS) -> dict[str, Any]:
+    """Each phase's metrics over steps, a group's number being the mean of the finite ones.
+
+    `bad` has, for each metric, the steps at which it is there and is no finite number.
+    """
+    batches = list(run.scan("metrics", ["step", "phase", *METRICS]))
+    if not batches:
+        return {}
+    table = pa.Table.from_batches(batches)
+    there = {name: table[name].is_valid().to_numpy() for name in METRICS}  # pandas does not tell NaN from null
+    metrics: pd.DataFrame = table.to_pandas()
+    metrics["phase"] = metrics["phase"].astype(str)
+    finite = np.isfinite(metrics[list(METRICS)].to_numpy(np.float64))
+    bad = pd.DataFrame({name: there[name] & ~finite[:, i] for i, name in enumerate(METRICS)})
+    known = metrics.assign(**metrics[list(METRICS)].where(finite))
     found = {}
-    for phase, rows in metrics.groupby("phase", sort=False):
+    for phase, rows in known.groupby("phase", sort=False):
         groups = groups_of(rows["step"], most)
         means = rows.groupby(rows["step"].map(groups.number))[list(METRICS)].mean()
-        finite = np.isfinite(rows["loss"].to_numpy(np.float64)) | rows["loss"].isna().all()
+        lost = {name: rows.loc[bad.loc[rows.index, name], "step"].drop_duplicates().tolist() for name in METRICS}
         found[str(phase)] = {
             **_steps(groups),
-            **{name: rounded(means[name].to_numpy()) for name in METRICS if means[name].notna().any()},
-            "bad": rows.loc[~finite, "step"].drop_duplicates().tolist()[:CURVE_POINTS],
+            **{name: rounded(means[name].to_numpy()) for name in METRICS if means[name].notna().any() or lost[name]},
+            "bad": {name: [steps[i] for i in spread(len(steps), most)] for name, steps in lost.items() if steps},
         }
     return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.load import Run, load
+from ..analysis.names import short_names
 from ..errors import InstrumentError
 from ..plot.style import CATEGORIES, axis_name
 from ..spec.statistics import STATISTICS, USUAL_UPDATES
@@ -18,6 +19,7 @@ from . import run_page, sweep_page
 from .numbers import as_json, packed
 
 FILE = "report.html"  # what it is called in a run's folder
+LETTERS = (44, 18)  # of a name on an axis of a wide page, and of a narrow one
 TEMPLATES = Path(__file__).parent / "template"
 SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep", "main")
 METRIC_UNITS = {
@@ -65,7 +67,7 @@ def make(run: Run | str | Path) -> Report:
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)
     template = _templates().get_template("sweep.html" if several else "run.html")
-    data = as_json({**numbers, **_vocabulary()})
+    data = as_json({**numbers, **_vocabulary(), "names": _names(numbers)})
     return Report(
         template.render(
             **words,
@@ -92,6 +94,15 @@ def check_packages() -> None:
     """
     _templates()
     _plotly_script()
+
+
+def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
+    """What each place is called on the axes of a wide page, and of a narrow one."""
+    places = dict.fromkeys(
+        place for part in ("series", "effects") for one in numbers.get(part, []) for place in one["places"]
+    )
+    wide, narrow = (short_names(list(places), letters) for letters in LETTERS)
+    return {place: [wide[place], narrow[place]] for place in places}
 
 
 def _vocabulary() -> dict[str, Any]:

@@ -12,57 +12,137 @@ from ..analysis.load import Run
 from ..analysis.maps import Maps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
 
-MAPS_ROOM, MAP_PIXELS, MAP_CHANNELS, MAP_STEPS = 200_000, 48, 64, 6
-MAP_ASPECT = 2.6  # maps in a row over rows of them
-IMAGE_PIXELS = 64
+ROOM = 260_000  # numbers in all mosaics and images together
+PIXELS, CHANNELS, STEPS = 48, 64, 6  # of a map's side, of a mosaic, of a place: the most that are shown
+FEWEST_PIXELS = 8
+ASPECT = 2.6  # maps in a row over rows of them
+IMAGE_PIXELS = 48
+
+Place = list[Maps]
+"""The maps of one place, one a step."""
 
 
-def maps(run: Run, order: Sequence[str]) -> list[dict[str, Any]]:
-    """Feature maps, gradient maps and filters of some steps, each a mosaic of channels with the image that it is of."""
-    ranks = {layer: rank for rank, layer in enumerate(order)}
+def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
+    """Feature maps, gradient maps and filters of some steps, each a mosaic of channels with the image that it is of.
+
+    The room is shared: first every place has its last step, then its first, then those between. Where there is not enough
+    for that maps are shown smaller, and in the end not at all; what is left out is counted.
+
+    Returns:
+        `shown`, the pictures in the order of the places; `images`, which they name by their number; `places` and `pictures`,
+        how many there are of each.
+    """
     known = maps_in(run)
-    places: dict[tuple[str, str, str], list[Maps]] = {}
+    places = _places(known, order)
+    turns = _turns(places)
+    pixels = _pixels_for(turns[0] if turns else [])
+    images = _Images(run, known)
+    shown: dict[tuple[int, int], dict[str, Any]] = {}
+    ranks = {id(one): (rank, one.step) for rank, found in enumerate(places) for one in found}
+    room = ROOM
+    for one in (one for turn in turns for one in turn):
+        if _size(one, pixels) > room:
+            continue
+        picture = _picture(run, one, pixels, images)
+        if picture is not None:
+            room -= sum(len(row) for row in picture["mosaic"]["z"])
+            shown[ranks[id(one)]] = picture
+    of = {"places": len(places), "pictures": sum(len(found) for found in places)}
+    return {"shown": [shown[rank] for rank in sorted(shown)], "images": images.drawn, **of}
+
+
+def _places(known: list[Maps], order: Sequence[str]) -> list[Place]:
+    """The maps of each place in forward order, one for each step: that of the first call."""
+    ranks = {layer: rank for rank, layer in enumerate(order)}
+    places: dict[tuple[str, str, str], Place] = {}
     for one in known:
         if not one.is_image:
             at = places.setdefault((one.what, one.series.label, one.place), [])
             if one.step not in {other.step for other in at}:
                 at.append(one)
-    ordered = sorted(places.values(), key=lambda found: (found[0].what, ranks.get(found[0].layer, len(ranks))))
-    chosen = [[found[i] for i in spread(len(found), MAP_STEPS)] for found in ordered]
-    shown: list[dict[str, Any]] = []
-    room = MAPS_ROOM
-    for found in chosen:
-        for one in found:
-            picture = _picture(run, one, known)
-            room -= sum(len(row) for row in picture["mosaic"]["z"])
-            if room < 0:
-                return shown
-            shown.append(picture)
-    return shown
+    return sorted(places.values(), key=lambda found: (found[0].what, ranks.get(found[0].layer, len(ranks))))
 
 
-def _picture(run: Run, one: Maps, known: list[Maps]) -> dict[str, Any]:
-    image = image_of(one, known)
+def _turns(places: Sequence[Place]) -> list[Place]:
+    """The maps whose turn it is: each place's last, each one's first, and then those between."""
+    chosen = [spread(len(found), STEPS) for found in places]
+    ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
+    turns = [
+        [found[steps[number]] for found, steps in zip(places, ordered, strict=True) if number < len(steps)]
+        for number in range(STEPS)
+    ]
+    return [turn for turn in turns if turn]
+
+
+def _pixels_for(first: Sequence[Maps]) -> int:
+    """How large maps may be, so that every place has one."""
+    for pixels in range(PIXELS, FEWEST_PIXELS, -4):
+        if sum(_size(one, pixels) for one in first) <= ROOM // 2:
+            return pixels
+    return FEWEST_PIXELS
+
+
+def _size(one: Maps, pixels: int) -> int:
+    """About how many numbers a mosaic of maps of at most so many pixels has."""
+    return min(CHANNELS, one.shape[-3]) * min(pixels, max(one.shape[-2:])) ** 2
+
+
+class _Images:
+    """The images that maps are of, each once."""
+
+    def __init__(self, run: Run, known: list[Maps]) -> None:
+        self.run, self.known = run, known
+        self.drawn: list[dict[str, Any]] = []
+        self._numbers: dict[Maps, int] = {}
+
+    def number_of(self, one: Maps) -> int | None:
+        """The number of the image that a map is of; None where there is none."""
+        image = image_of(one, self.known)
+        if image is None:
+            return None
+        if image not in self._numbers:
+            values = _plain(self.run, image)
+            if values is None:
+                return None
+            self._numbers[image] = len(self.drawn)
+            self.drawn.append(_image(values))
+        return self._numbers[image]
+
+
+def _plain(run: Run, one: Maps) -> np.ndarray | None:
+    """The values of maps, of complex ones their magnitudes; None of a type that NumPy does not have."""
+    try:
+        values = one.values(run)
+    except TypeError:
+        return None
+    return np.abs(values) if np.iscomplexobj(values) else values
+
+
+def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any] | None:
+    values = _plain(run, one)
+    if values is None:
+        return None
     return {
         "what": one.what,
         "label": one.series.label,
         "place": one.place,
         "step": one.step,
         "shape": list(one.shape),
-        "mosaic": _mosaic(one.values(run)),
-        "image": None if image is None else _image(image.values(run)),
+        "samples": one.shape[0] if len(one.shape) == 4 and not one.series.is_of_parameters else 1,
+        "mosaic": _mosaic(values, pixels),
+        "image": images.number_of(one),
     }
 
 
-def _mosaic(values: np.ndarray) -> dict[str, Any]:
+def _mosaic(values: np.ndarray, most: int) -> dict[str, Any]:
     """Maps side by side with their colour scale, and what was left out to make them fit."""
-    cut = values[:MAP_CHANNELS]
+    cut = values[:CHANNELS]
     if cut.ndim == 4:
-        cut = cut[:, : max(1, MAP_CHANNELS // len(cut))] if cut.shape[1] > 3 else cut
+        cut = cut[:, : max(1, CHANNELS // len(cut))] if cut.shape[1] > 3 else cut
     low, high = limits(values)
-    pixels = smaller(cut, MAP_PIXELS)
+    pixels = smaller(cut, most)
     count = int(np.prod(cut.shape[:-2]))
-    wide = None if count > len(cut) else max(1, min(count, round((MAP_ASPECT * count) ** 0.5)))
+    wide = None if count > len(cut) else max(1, min(count, round((ASPECT * count) ** 0.5)))
     return {
         "z": rounded(mosaic(pixels, columns=wide)),
         "low": rounded(low),

@@ -110,7 +110,6 @@ def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dic
         found.append({"severity": "warning", "rule": info["status"], "message": ENDINGS[info["status"]], "step": None})
     if info.get("recording_stopped"):
         found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
-    found += [{"severity": "error", "rule": "files", "message": problem, "step": None} for problem in run.problems]
     shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
     told = {alert["message"] for alert in found}
     found += [event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in told]
@@ -123,7 +122,8 @@ def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dic
             "step": None,
         }
         found = [*found[:MOST_ALERTS], more]
-    return found
+    damaged = [{"severity": "error", "rule": "files", "message": problem, "step": None} for problem in run.problems]
+    return damaged + found
 
 
 def _rows(events: pd.DataFrame) -> list[dict[str, Any]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..analysis.load import Run, load
+from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
 from .numbers import told
-from .sweeps import charts, in_yaml, name_of, overrides_of
+from .sweeps import Part, charts, in_yaml, name_of, overrides_of, parts_of
 
 METRICS = ("loss", "accuracy")
+MOST_ALERTS = 8
+NO_WORD = "no word of why"
 PARTS = {
     "runs": "Runs",
     "against": "Against overrides",
@@ -24,6 +27,7 @@ PARTS = {
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the template is filled with, and what the charts are drawn from."""
+    parts = parts_of(run)
     overrides = overrides_of(run)
     metrics = [name for name in METRICS if any(info["metrics"].get(name) is not None for info in run.infos)]
     states = Counter(str(info["status"]) for info in run.infos)
@@ -36,35 +40,41 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
             ("overrides that differ", ", ".join(overrides) or "none"),
             ("folder", str(run.path)),
         ],
-        "alerts": _alerts(run),
+        "alerts": _alerts(run, parts),
         "overrides": shown,
         "metrics": metrics,
-        "rows": _rows(run, shown, metrics),
+        "rows": _rows(run, parts, shown, metrics),
         "pairs": _effects(run, metrics),
         "parts": list(PARTS.items()),
     }
-    return words, charts(run)
+    return words, charts(run, parts)
 
 
-def _alerts(run: Run) -> list[dict[str, Any]]:
-    """Runs that did not end well, and files that cannot be read."""
-    found = [
+def _alerts(run: Run, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Runs that did not end well, the first few by name, and every file that cannot be read."""
+    bad = [
         {
             "severity": "error",
             "rule": info["status"],
-            "message": f"{name_of(run, folder)}: {info.get('error') or 'no word of why'}",
+            "message": f"{name_of(run, folder)}: {info.get('error') or NO_WORD}",
         }
         for folder, info in zip(run.folders, run.infos, strict=True)
         if info["status"] not in ("done", "running")
     ]
-    return found + [{"severity": "error", "rule": "files", "message": problem} for problem in run.problems]
+    if len(bad) > MOST_ALERTS:
+        rest = f"{len(bad) - MOST_ALERTS} more runs did not end well: the table below has them all"
+        bad = [*bad[:MOST_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
+    damaged = [
+        {"severity": "error", "rule": "files", "message": f"{name_of(run, folder)}/{problem}"}
+        for folder, part in zip(run.folders, parts, strict=True)
+        for problem in part.problems
+    ]
+    return bad + damaged
 
 
-def _rows(run: Run, shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
+def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for folder, info in zip(run.folders, run.infos, strict=True):
-        events = load(folder).events
-        warnings = int((events["severity"] == "warning").sum())
+    for folder, info, part in zip(run.folders, run.infos, parts, strict=True):
         asked = {"seed": info["seed"], **info["overrides"]}
         rows.append(
             {
@@ -73,7 +83,7 @@ def _rows(run: Run, shown: list[str], metrics: list[str]) -> list[dict[str, Any]
                 "seed": info["seed"],
                 "overrides": [in_yaml(asked[key]) if key in asked else "" for key in shown],
                 "metrics": [told(info["metrics"].get(name)) for name in metrics],
-                "told": info.get("error") or (f"{warnings}" if warnings else ""),
+                "told": info.get("error") or (str(part.warnings) if part.warnings else ""),
             }
         )
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,56 @@ import yaml
 
 from ..analysis.load import Run, load
 from ..analysis.pairs import Pair, pairs
-from ..analysis.series import Series, forward_order, matrices, series_in, statistics_in
+from ..analysis.series import KEYS, Series, forward_order, matrices, series_in, statistics_in
+from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded
 
 CURVE_POINTS = 200
 PLACES_ROOM = 400_000  # numbers of all runs' layers together
+TELLING = ("l2", "std", "rms", "abs_max", "mean", "zero_fraction", "dead_fraction", "update_ratio", "nan_count")
 ENDS = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 
 
-def charts(run: Run) -> dict[str, Any]:
+@dataclass
+class Part:
+    """What is kept of one run of several, once its tables have been read and let go.
+
+    Attributes:
+        curves: Its metrics.
+        ends: For each series and statistic, by place: the last, the largest and the smallest number.
+        problems: What is wrong with its files.
+        warnings: How many there were.
+    """
+
+    curves: dict[str, Any]
+    ends: dict[Series, dict[str, pd.DataFrame]]
+    problems: list[str]
+    warnings: int
+
+    @classmethod
+    def of(cls, folder: Path, order: Sequence[str]) -> Part:
+        """Read one run."""
+        run = load(folder)
+        stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL])
+        ends = {series: _ends(series.of(stats), order) for series in series_in(stats)}
+        warnings = int((run.events["severity"] == "warning").sum())
+        return cls(curves(run, CURVE_POINTS), ends, run.problems, warnings)
+
+
+def parts_of(run: Run) -> list[Part]:
+    """Each run, one after the other, so that the tables of one are in memory at a time."""
+    order = forward_order(load(run.folders[0]))
+    return [Part.of(folder, order) for folder in run.folders]
+
+
+def charts(run: Run, parts: Sequence[Part]) -> dict[str, Any]:
     """All that the charts of a sweep's page show."""
-    single = [load(folder) for folder in run.folders]
     return {
         "runs": _runs(run),
         "overrides": overrides_of(run),
-        "curves": [curves(one.metrics, CURVE_POINTS) for one in single],
-        "series": layers_of_all(single),
+        "curves": [part.curves for part in parts],
+        "series": layers_of_all([part.ends for part in parts]),
         "pairs": [_pair(pair) for pair in pairs(run)],
         "ends": ENDS,
     }
@@ -65,7 +99,8 @@ def _runs(run: Run) -> list[dict[str, Any]]:
 
 
 def _cell(value: Any) -> float | str:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else in_yaml(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else in_yaml(value)
 
 
 def _metric(value: float) -> float | str:
@@ -79,45 +114,36 @@ def in_yaml(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def layers_of_all(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Of each statistic the last, the largest and the smallest number at each place."""
+    found = {}
+    for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
+        values = pd.DataFrame(table.values, index=table.places)
+        last = values.ffill(axis=1).iloc[:, -1]
+        found[name] = pd.DataFrame({"last": last, "largest": values.max(axis=1), "smallest": values.min(axis=1)})
+    return found
+
+
+def layers_of_all(runs: Sequence[dict[Series, dict[str, pd.DataFrame]]]) -> list[dict[str, Any]]:
     """Each series' statistics by place, one number a run: at the last step, the largest and the smallest of all."""
-    order = forward_order(runs[0])
-    tables = [run.stats for run in runs]
-    found: dict[Series, list[tuple[int, pd.DataFrame]]] = {}
-    for number, table in enumerate(tables):
-        for series in series_in(table):
-            found.setdefault(series, []).append((number, series.of(table)))
-    room = PLACES_ROOM // max(1, len(found))
-    return [_layers(series, parts, order, len(runs), room) for series, parts in found.items()]
+    known = list(dict.fromkeys(series for run in runs for series in run))
+    room = PLACES_ROOM // max(1, len(known))
+    return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]
 
 
-def _layers(
-    series: Series, parts: list[tuple[int, pd.DataFrame]], order: Sequence[str], runs: int, room: int
-) -> dict[str, Any]:
-    statistics = list(dict.fromkeys(name for _, rows in parts for name in statistics_in(rows)))
-    matrix = {number: matrices(rows, statistics, order, len(rows)) for number, rows in parts if len(rows)}
-    places = list(dict.fromkeys(place for tables in matrix.values() for place in tables[statistics[0]].places))
-    kept = statistics[: max(1, room // max(1, len(ENDS) * len(places) * runs))]
-    values: dict[str, dict[str, Any]] = {}
+def _layers(series: Series, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
+    places = list(dict.fromkeys(place for run in runs for table in run.values() for place in table.index))
+    there = {name for run in runs for name in run}
+    statistics = [name for name in (*TELLING, *ALL) if name in there]
+    statistics = list(dict.fromkeys(statistics))
+    kept = statistics[: max(1, room // max(1, len(ENDS) * len(places) * len(runs)))]
+    none = pd.DataFrame(np.nan, index=places, columns=list(ENDS))
+    values = {}
     for name in kept:
-        ends = {end: np.full((runs, len(places)), np.nan) for end in ENDS}
-        for number, tables in matrix.items():
-            at = [places.index(place) for place in tables[name].places]
-            for end, numbers in _ends(tables[name].values).items():
-                ends[end][number, at] = numbers
-        values[name] = {end: rounded(numbers) for end, numbers in ends.items()}
+        tables = [run[name].reindex(places) if name in run else none for run in runs]
+        values[name] = {end: rounded(np.array([table[end] for table in tables])) for end in ENDS}
     about = {"label": series.label, "gradient": series.is_gradient}
     return {**about, "places": places, "statistics": values, "left_out": statistics[len(kept) :]}
-
-
-def _ends(values: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each place's row of numbers the last, the largest and the smallest that there is; NaN where there is none."""
-    frame = pd.DataFrame(values)
-    return {
-        "last": frame.ffill(axis=1).iloc[:, -1].to_numpy(),
-        "largest": frame.max(axis=1).to_numpy(),
-        "smallest": frame.min(axis=1).to_numpy(),
-    }
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_a_click_opens_the_layer(open_page: Open, reported_run: instrument.Run) 
         assert bands == {"1 to 99%", "5 to 95%", "25 to 75%", "median"}
         columns = shown.plot("layer-histogram")
         rows = reported_run.distributions.query("layer == '3'").sort_values("step")
-        assert [[count for [count] in column["customdata"]] for column in columns] == [
+        assert [[cell[0] for [cell] in column["customdata"]] for column in columns] == [
             c.tolist() for c in rows["counts"]
         ]
         assert [(column["y"][0], column["y"][-1]) for column in columns] == [

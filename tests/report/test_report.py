@@ -114,7 +114,7 @@ def test_effects_of_interventions_are_those_of_the_table(reported_run: instrumen
 
 
 def test_maps_are_the_recorded_tensors(reported_run: instrument.Run, data: dict[str, Any]) -> None:
-    shown = {(one["what"], one["step"]): one for one in data["maps"]}
+    shown = {(one["what"], one["step"]): one for one in data["maps"]["shown"]}
     assert set(shown) == {(what, step) for what in ("feature maps", "filters") for step in range(6)}
     known = {(one.what, one.step): one.values(reported_run) for one in maps_in(reported_run)}
     features, image = known["feature maps", 3], known["inputs", 3]
@@ -123,7 +123,7 @@ def test_maps_are_the_recorded_tensors(reported_run: instrument.Run, data: dict[
     np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, :6], features[0], rtol=EXACT)
     np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, 7:13], features[1], rtol=EXACT)
     assert picture["mosaic"]["low"] == -picture["mosaic"]["high"] == pytest.approx(-np.abs(features).max(), rel=EXACT)
-    shades = np.array(picture["image"]["z"])
+    shades = np.array(data["maps"]["images"][picture["image"]]["z"])
     assert shades.shape == (8, 8, 3)
     assert np.corrcoef(shades.ravel(), image.transpose(1, 2, 0).ravel())[0, 1] > 0.999
     filters = known["filters", 3]
@@ -181,7 +181,7 @@ def test_a_run_with_nan_says_where_first_of_all(tmp_path: Path) -> None:
 
     page = make(train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=poison))
     data = data_of(page.html)
-    assert data["metrics"]["train"]["bad"] == [4, 5]
+    assert data["metrics"]["train"]["bad"] == {"loss": [4, 5]}
     assert data["metrics"]["train"]["loss"][4:] == [None, None]
     acts = series_of(data, "acts")
     assert acts["statistics"]["nan_count"][0][3:] == [0, 8 * 36, 8 * 5 * 36]

@@ -75,7 +75,7 @@ function placesAxis(places, height) {
     autorange: "reversed",
     tickmode: "array",
     tickvals: shown.map(plain),
-    ticktext: shown.map((place) => plain(short(place))),
+    ticktext: shown.map((place) => plain(NAMES[place]?.[isNarrow() ? 1 : 0] ?? short(place))),
     tickfont: { size: 11 },
     showgrid: false,
   };
@@ -93,7 +93,9 @@ function told(value) {
   return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-const VIRIDIS = "Viridis";
+const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"]
+  .map((shade, i, all) => [i / (all.length - 1), shade]);
+const ZERO = "#9a9a9a"; // of what is exactly zero on a logarithmic scale
 const SIGNED = ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"]
   .map((shade, i, all) => [i / (all.length - 1), shade]);
 
@@ -109,13 +111,10 @@ function scaleOf(values, choice = "auto", bounds = null) {
   const wide = signed ? largest / typical > 100 : largest / smallest > 100;
   const log = choice === "log" || (choice === "auto" && wide);
   if (!log) {
-    const low = signed ? -largest : Math.min(...all, largest);
+    const low = signed ? -largest : all.reduce((least, value) => Math.min(least, value), largest);
     return { to: (value) => value, low, high: largest, colours: signed ? SIGNED : VIRIDIS, log: false, ticks: null };
   }
-  if (!signed) {
-    const to = (value) => Math.log10(Math.max(value, smallest));
-    return { to, low: to(smallest), high: to(largest), colours: VIRIDIS, log: true, ticks: powers(smallest, largest, to) };
-  }
+  if (!signed) return magnitudes(smallest, largest, all.some((value) => value === 0));
   const floor = Math.max(smallest, largest / 1e6);
   const to = (value) => Math.sign(value) * Math.log10(1 + Math.abs(value) / floor);
   const positive = powers(floor, largest, to);
@@ -124,6 +123,19 @@ function scaleOf(values, choice = "auto", bounds = null) {
     words: [...positive.words.map((word) => `−${word}`).reverse(), "0", ...positive.words],
   };
   return { to, low: to(-largest), high: to(largest), colours: SIGNED, log: true, ticks };
+}
+
+/** The logarithmic scale of magnitudes; what is exactly zero has a colour of its own, below all others. */
+function magnitudes(smallest, largest, hasZero) {
+  const [low, high] = [Math.log10(smallest), Math.log10(largest)];
+  const step = Math.max(high - low, 0.3) / 12;
+  const ticks = powers(smallest, largest, Math.log10);
+  if (!hasZero) return { to: Math.log10, low, high, colours: VIRIDIS, log: true, ticks };
+  const floor = low - 2 * step;
+  const edge = (low - step / 2 - floor) / (high - floor);
+  const colours = [[0, ZERO], [edge, ZERO], ...VIRIDIS.map(([at, shade]) => [edge + at * (1 - edge), shade])];
+  const withZero = { values: [low - 1.25 * step, ...ticks.values], words: ["0", ...ticks.words] };
+  return { to: (value) => (value === 0 ? low - 1.25 * step : Math.log10(value)), low: floor, high, colours, log: true, ticks: withZero };
 }
 
 function powers(smallest, largest, to) {
@@ -179,5 +191,6 @@ function hide(id) {
   document.querySelector(`nav a[href="#${id}"]`)?.closest("li").remove();
 }
 
+let NAMES = {}; // what each place is called on a wide page, and on a narrow one
 const RUN = []; // what draws the parts of a run's page, in their order
 const SWEEP = []; // and of a page of several runs

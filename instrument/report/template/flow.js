@@ -11,8 +11,13 @@ RUN.push((report) => {
     onChange(["flow-series"], draw);
     drawn(draw);
   } else document.getElementById("flow-gradients").hidden = true;
-  if (updates.length) drawn(() => dumbbells("updates-chart", report, updates[0], "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.usualUpdates));
-  else say("updates-note", "Not recorded. It needs a hook: {layers: \"**\", kind: step_post, role: update, action: record, stats: [default, update_ratio]}, or hooks=parameters.");
+  if (updates.length) {
+    fill("updates-series", updates.map((series, i) => [i, series.label]));
+    const chosen = () => updates[Number(document.getElementById("updates-series").value)];
+    const draw = () => dumbbells("updates-chart", report, chosen(), "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.usualUpdates);
+    onChange(["updates-series"], draw);
+    drawn(draw);
+  } else say("updates-note", "Not recorded. It needs a hook: {layers: \"**\", kind: step_post, role: update, action: record, stats: [default, update_ratio]}, or hooks=parameters.");
 });
 
 function ends(series, statistic) {
@@ -24,6 +29,12 @@ function ends(series, statistic) {
     values: rows.map((row, i) => (places[i] < 0 ? null : row[places[i]])),
     steps: places.map((place) => (place < 0 ? "" : labels[place])),
   }));
+}
+
+/** The steps at the ends of all places: one, or from the first to the last of several. */
+function stepsOf(end) {
+  const known = [...new Set(end.steps.filter(Boolean))];
+  return known.length > 1 ? `${known[0]} and others` : known[0];
 }
 
 function dumbbells(id, report, series, statistic, title, healthy = null) {
@@ -39,7 +50,7 @@ function dumbbells(id, report, series, statistic, title, healthy = null) {
   const lines = { x: [], y: [], mode: "lines", line: { color: colour("line"), width: 3 }, hoverinfo: "skip", showlegend: false };
   y.forEach((place, i) => { if (first.values[i] > 0 && last.values[i] > 0) { lines.x.push(first.values[i], last.values[i], null); lines.y.push(place, place, null); } });
   const shapes = healthy ? [{ type: "rect", xref: "x", yref: "paper", x0: healthy[0], x1: healthy[1], y0: 0, y1: 1, fillcolor: "#009E73", opacity: 0.13, line: { width: 0 }, layer: "below" }] : [];
-  plot(id, [lines, dots(first, `first recorded (${first.steps[0]})`, "circle-open", report.colours[1]), dots(last, `last (${last.steps[0]})`, "circle", report.colours[0])], {
+  plot(id, [lines, dots(first, `first recorded (${stepsOf(first)})`, "circle-open", report.colours[1]), dots(last, `last (${stepsOf(last)})`, "circle", report.colours[0])], {
     height, shapes,
     xaxis: { type: "log", title: { text: title + (zeros ? `; ${zeros} of zero not drawn` : "") }, exponentformat: "e", dtick: isNarrow() ? 2 : 1 },
     yaxis: { ...placesAxis(series.places, height), showgrid: true },

@@ -41,7 +41,8 @@ function heatmapNote(report, series, statistic) {
   const grouped = series.first.some((first, i) => first !== series.last[i]);
   return `${statistic} = ${about.formula}. ` +
     (grouped ? `Steps are grouped to fit this page: a cell stands for several of them, and has ${several}. ` : "") +
-    "Empty cells have no value; click on a row to open the layer.";
+    (series.several ? `Several calls or micro-batches in a step come to one number: their ${several.replace("of them", "")}. ` : "") +
+    "Empty cells have no value, and grey ones are zero where colours are logarithmic; click on a row to open the layer.";
 }
 
 function heatmap(id, report, series, statistic, choice = "auto") {

@@ -88,24 +88,32 @@ function drawHistograms(found) {
     const all = found.counts[i].reduce((sum, count) => sum + count, 0) || 1;
     return found.counts[i].map((count) => count / all);
   });
-  const typical = shares.map((row) => [...row].sort((a, b) => b - a)[Math.min(2, row.length - 1)]);
-  const traces = shown.map((step, i) => histogramColumn(found, step, shares[i], shown.map((j) => found.steps[j]), i));
+  const steps = shown.map((i) => found.steps[i]);
+  const span = shown.reduce((most, i) => Math.max(most, found.high[i]), -Infinity) - shown.reduce((least, i) => Math.min(least, found.low[i]), Infinity);
+  const traces = shown.map((step, i) => histogramColumn(found, step, shares[i], steps, i, span || 1));
+  const least = shares.flat().reduce((low, share) => (share > 0 ? Math.min(low, share) : low), 1);
+  const ticks = powers(Math.min(least, 0.1), 1, Math.log10);
   plot("layer-histogram", traces, {
     height: 340,
-    coloraxis: { cmin: 0, cmax: Math.max(...typical), colorscale: VIRIDIS, colorbar: { title: { text: "share", side: "right" }, thickness: 12 } },
+    coloraxis: {
+      cmin: Math.log10(Math.min(least, 0.1)), cmax: 0, colorscale: VIRIDIS,
+      colorbar: { title: { text: "share [logarithmic]", side: "right" }, thickness: 12, tickvals: ticks.values, ticktext: ticks.words },
+    },
     xaxis: { title: { text: "step" } },
     yaxis: { title: { text: "value" }, exponentformat: "e" },
   });
 }
 
-function histogramColumn(found, i, shares, steps, at) {
+function histogramColumn(found, i, shares, steps, at, span) {
   const [low, high] = [found.low[i], found.high[i]];
-  const width = (high - low) / shares.length || 1e-12;
+  const edges = shares.map((_, bin) => low + (bin * (high - low)) / shares.length).concat(high);
+  const thin = span / 100; // where all values are equal they are in one bin without a width
   const left = at > 0 ? (steps[at - 1] + steps[at]) / 2 : steps[at] - (steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5);
   const right = at < steps.length - 1 ? (steps[at] + steps[at + 1]) / 2 : steps[at] + (steps[at] - left);
   return {
-    type: "heatmap", x: [left, right], y: shares.map((_, bin) => low + bin * width).concat(high), z: shares.map((share) => [share]),
-    customdata: found.counts[i].map((count) => [count]), coloraxis: "coloraxis",
-    hovertemplate: `step ${found.steps[i]}<br>from %{y:.4g} on<br>%{customdata:,} elements, %{z:.2%}<extra></extra>`,
+    type: "heatmap", x: [left, right], y: high > low ? edges : [low - thin, low + thin], coloraxis: "coloraxis", hoverongaps: false,
+    z: (high > low ? shares : [1]).map((share) => [share > 0 ? Math.log10(share) : null]),
+    customdata: found.counts[i].map((count, bin) => [count, shares[bin]]).map((cell) => [cell]),
+    hovertemplate: `step ${found.steps[i]}<br>around %{y:.4g}<br>%{customdata[0]:,} elements, %{customdata[1]:.2%}<extra></extra>`,
   };
 }

@@ -15,9 +15,32 @@ async function begin() {
   const report = JSON.parse(data);
   const { colours } = report;
   Object.defineProperty(report, "colours", { get: () => (DARK.matches ? colours.map((shade) => LIGHTER[shade] ?? shade) : colours) });
-  for (const draw of report.runs ? SWEEP : RUN) draw(report);
+  NAMES = report.names;
+  for (const draw of report.runs ? SWEEP : RUN) {
+    try {
+      draw(report);
+    } catch (error) {
+      complain(`One of the charts cannot be drawn: ${error}.`, error); // the others can
+    }
+  }
   document.documentElement.dataset.drawn = "yes";
 }
+
+function complain(words, error) {
+  const note = document.createElement("p");
+  note.className = "error-text";
+  note.textContent = words;
+  document.querySelector("main").prepend(note);
+  console.error(error);
+}
+
+// In a notebook's frame a link to a part of the page would load the notebook.
+document.querySelector("nav").addEventListener("click", (event) => {
+  const part = document.querySelector(event.target.closest("a")?.getAttribute("href") ?? "nothing");
+  if (!part) return;
+  event.preventDefault();
+  part.scrollIntoView();
+});
 
 document.getElementById("copy")?.addEventListener("click", async (event) => {
   const text = document.getElementById("config");
@@ -31,9 +54,6 @@ document.getElementById("copy")?.addEventListener("click", async (event) => {
 });
 
 begin().catch((error) => {
-  const note = document.createElement("p");
-  note.className = "error-text";
-  note.textContent = `The charts cannot be drawn: ${error}. A browser of 2023 or later is needed.`;
-  document.querySelector("main").prepend(note);
-  console.error(error);
+  const old = typeof DecompressionStream === "undefined" ? " A browser of 2023 or later is needed." : "";
+  complain(`The charts cannot be drawn: ${error}.${old}`, error);
 });

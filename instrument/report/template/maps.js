@@ -1,13 +1,13 @@
 // Feature maps, gradient maps and filters: the channels of one place side by side, with the image that they are of.
 
 RUN.push((report) => {
-  if (!report.maps.length) return hide("maps");
+  if (!report.maps.shown.length) return hide("maps");
   const drawPlaces = () => {
     const what = document.getElementById("maps-what").value;
-    fill("maps-place", [...new Set(report.maps.filter((map) => map.what === what).map((map) => `${map.place} — ${map.label}`))]);
+    fill("maps-place", [...new Set(report.maps.shown.filter((map) => map.what === what).map((map) => `${map.place} — ${map.label}`))]);
     drawMaps(report);
   };
-  const kinds = [...new Set(report.maps.map((map) => map.what))];
+  const kinds = [...new Set(report.maps.shown.map((map) => map.what))];
   fill("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
   onChange(["maps-what"], drawPlaces);
   onChange(["maps-place"], () => drawMaps(report));
@@ -16,7 +16,7 @@ RUN.push((report) => {
 
 function drawMaps(report) {
   const [what, place] = ["maps-what", "maps-place"].map((id) => document.getElementById(id).value);
-  const shown = report.maps.filter((map) => map.what === what && `${map.place} — ${map.label}` === place);
+  const shown = report.maps.shown.filter((map) => map.what === what && `${map.place} — ${map.label}` === place);
   const low = Math.min(...shown.map((map) => map.mosaic.low));
   const high = Math.max(...shown.map((map) => map.mosaic.high));
   const root = document.getElementById("maps-charts");
@@ -25,9 +25,10 @@ function drawMaps(report) {
     const title = document.createElement("h3");
     title.textContent = `Step ${map.step}`;
     const row = document.createElement("div");
-    row.className = map.image ? "map" : "map alone";
+    const input = report.maps.images[map.image];
+    row.className = input ? "map" : "map alone";
     root.append(title, row);
-    if (map.image) image(row, map.image);
+    if (input) image(row, input);
     mosaic(row, map.mosaic, low, high, map.what);
   }
   const { channels, pixels } = shown[0].mosaic;
@@ -35,7 +36,15 @@ function drawMaps(report) {
     `Recorded shape ${shown[0].shape.join(" × ")}; the same colours mean the same values at all steps.` +
     (channels[0] < channels[1] ? ` ${channels[0]} of ${channels[1]} channels are shown.` : "") +
     (pixels[0] < pixels[2] ? ` Pixels are means over squares: ${pixels[2]} × ${pixels[3]} are shown as ${pixels[0]} × ${pixels[1]}.` : "") +
-    (shown.some((map) => map.image) ? "" : " The input can stand beside them: record it with {layers: \".\", kind: forward_pre, action: record, tensors: true, samples: 1} at the same steps."));
+    (shown[0].samples > 1 ? ` The first of ${shown[0].samples} recorded samples is shown.` : "") +
+    leftOut(report.maps) +
+    (shown.some((map) => map.image !== null) || what.startsWith("filter") ? "" : " The input can stand beside them: record it with {layers: \".\", kind: forward_pre, action: record, tensors: true, samples: 1} at the same steps."));
+}
+
+/** What there is no room for on the page. */
+function leftOut({ shown, places, pictures }) {
+  const drawn = new Set(shown.map((map) => `${map.what} ${map.place} ${map.label}`)).size;
+  return shown.length < pictures ? ` This page has room for ${shown.length} of ${pictures} recorded pictures, of ${drawn} of ${places} places.` : "";
 }
 
 /** The input: in grey from its smallest to its largest value, or in its colours. */

@@ -34,13 +34,16 @@ SWEEP.push((report) => {
 });
 
 SWEEP.push((report) => {
-  if (!report.pairs.length) return void hide("effects-controls");
+  const comparable = report.series.map((series, i) => [i, series.label]).filter(([i]) => sizesOf(report.series[i]).length);
+  if (!report.pairs.length || !comparable.length) return void hide("effects-controls");
   fill("effects-hook", [...new Set(report.pairs.map((pair) => `${pair.hook}: ${pair.settings}`))]);
-  fill("effects-series", report.series.map((series, i) => [i, series.label]));
+  fill("effects-series", comparable);
   const draw = () => drawPairs(report);
   onChange(["effects-hook", "effects-series", "effects-statistic"], draw);
   drawn(draw);
 });
+
+const MANY = 12; // levels that a legend or an axis has room for
 
 function colourBy(report, id) {
   const usual = report.overrides.find((key) => key !== "seed") ?? "";
@@ -68,7 +71,7 @@ function chosenNumbers(report) {
   const place = fill("against-place", series.places);
   const end = document.getElementById("against-end").value;
   const at = series.places.indexOf(place);
-  return [series.statistics[name][end].map((row) => row[at]), `${name} of ${place}, ${report.ends[end]}`];
+  return [series.statistics[name][end].map((row) => row[at]), plain(`${name} of ${place}, ${report.ends[end]}`)];
 }
 
 function drawAgainst(report) {
@@ -110,9 +113,15 @@ function drawAgainst(report) {
   plot("against-chart", traces, {
     height: 420,
     yaxis2: { overlaying: "y", range: [0, 1.04], visible: false, fixedrange: true },
-    xaxis: { title: { text: plain(x) }, type: wide ? "log" : numeric ? "linear" : "category", tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? told(level) : plain(short(level, 28)))) },
+    xaxis: { title: { text: plain(x) }, type: wide ? "log" : numeric ? "linear" : "category", ...levelTicks(levels, numeric) },
     yaxis: { title: { text: title }, type: axisType(seen.map((one) => one.value)) },
   });
+}
+
+/** Ticks at the levels themselves where there are few. */
+function levelTicks(levels, numeric) {
+  if (levels.length > MANY) return numeric ? {} : { nticks: MANY };
+  return { tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? told(level) : plain(short(level, 28)))) };
 }
 
 function drawGrid(seen, x, by, title) {
@@ -128,7 +137,7 @@ function drawGrid(seen, x, by, title) {
   };
   plot("against-chart", [trace], {
     height: Math.max(260, 60 * rows.length + 120), title: { text: `${title}: mean over runs`, font: { size: 13 } }, margin: { l: 10, r: 10, t: 40, b: 10 },
-    xaxis: { type: "category", title: { text: plain(x) }, showgrid: false }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false },
+    xaxis: { type: "category", title: { text: plain(x) }, showgrid: false, nticks: MANY }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false },
   });
 }
 
@@ -156,11 +165,17 @@ function looks(report, by) {
     const first = !shown.has(name);
     shown.add(name);
     return {
-      name: plain(name), legendgroup: name, showlegend: first,
-      line: { color: report.colours[i % report.colours.length], width: 1.5, dash: i >= report.colours.length ? "dot" : "solid" },
+      name: plain(name), legendgroup: name, showlegend: first && levels.length <= MANY,
+      line: { color: levelColour(report, i, levels.length), width: 1.5, dash: levels.length <= MANY && i >= report.colours.length ? "dot" : "solid" },
       text: plain(`${run.name}: ${Object.entries(run.overrides).map(([key, value]) => `${key}=${value}`).join(", ")}`),
     };
   });
+}
+
+/** A colour a level; of many a place on a scale from the first to the last. */
+function levelColour(report, i, count) {
+  if (count <= MANY) return report.colours[i % report.colours.length];
+  return VIRIDIS[Math.round((i / (count - 1)) * (VIRIDIS.length - 1))][1];
 }
 
 function drawRuns(report) {
@@ -171,7 +186,13 @@ function drawRuns(report) {
     return [{ x: axis.first, y: axis[metric], mode: phase === "eval" ? "lines+markers" : "lines", ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` }];
   });
   const type = axisType(traces.map((trace) => trace.y), scale);
-  plot("training-chart", traces, { height: 420, xaxis: { title: { text: "step" } }, yaxis: { title: { text: report.metricUnits[metric] }, type } });
+  const bad = [...new Set(report.curves.flatMap((axes) => axes[phase]?.bad[metric] ?? []))].sort((a, b) => a - b);
+  if (bad.length) traces.push(crosses(bad, `${metric} of some run not finite`, 1));
+  const grouped = report.curves.find((axes) => axes[phase])?.[phase];
+  plot("training-chart", traces, {
+    height: 420, xaxis: { title: { text: grouped ? stepTitle(grouped) : "step" } }, yaxis: { title: { text: report.metricUnits[metric] }, type },
+    yaxis2: { overlaying: "y", range: [0, 1.04], visible: false, fixedrange: true },
+  });
 }
 
 function drawLayers(report) {
@@ -194,12 +215,16 @@ function drawLayers(report) {
   say("layers-note", unplaced(values, type) + (series.left_out.length ? `Left out, for want of room: ${series.left_out.join(", ")}.` : ""));
 }
 
+/** The statistics of a series that can be compared as a ratio. */
+function sizesOf(series) {
+  return Object.keys(series.statistics).filter((name) => ["l2", "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "l1"].includes(name));
+}
+
 /** A statistic with the intervention over the same without it, layer by layer, one line for each pair of runs. */
 function drawPairs(report) {
   const hook = document.getElementById("effects-hook").value;
   const series = report.series[Number(document.getElementById("effects-series").value)];
-  const names = Object.keys(series.statistics).filter((name) => ["l2", "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "l1"].includes(name));
-  const statistic = fill("effects-statistic", names);
+  const statistic = fill("effects-statistic", sizesOf(series));
   const values = series.statistics[statistic].last;
   const height = heightOf(series.places) + 40;
   const chosen = report.pairs.filter((pair) => `${pair.hook}: ${pair.settings}` === hook);

@@ -1,9 +1,9 @@
 // Training curves, with the steps at which interventions acted and alerts came, in lanes beneath.
 
 RUN.push((report) => {
-  const { train, eval: evaluation } = report.metrics;
-  if (!train) return hide("training");
-  const names = report.metricNames.filter((name) => train[name] || evaluation?.[name]);
+  const phases = Object.values(report.metrics);
+  const names = report.metricNames.filter((name) => phases.some((phase) => phase[name]));
+  if (!names.length) return hide("training");
   fill("training-metric", names);
   onChange(["training-metric", "training-scale"], () => drawTraining(report));
   drawn(() => drawTraining(report));
@@ -13,23 +13,19 @@ function drawTraining(report) {
   const metric = document.getElementById("training-metric").value;
   const { train, eval: evaluation } = report.metrics;
   const traces = [];
-  if (train[metric]) traces.push({ ...curve(train, metric, "training"), mode: "lines", line: { color: report.colours[0], width: 1.8 } });
+  if (train?.[metric]) traces.push({ ...curve(train, metric, "training"), mode: "lines", line: { color: report.colours[0], width: 1.8 } });
   if (evaluation?.[metric]) {
     const marker = { color: report.colours[1], size: 8, symbol: "diamond" };
     traces.push({ ...curve(evaluation, metric, "evaluation"), mode: "lines+markers", marker, line: { dash: "dot" } });
   }
-  if (metric === "loss" && train.bad.length) {
-    traces.push({
-      x: train.bad, y: train.bad.map(() => 1), yaxis: "y2", name: "loss not finite", mode: "markers",
-      marker: { symbol: "x", size: 8, color: colour("bad") }, hovertemplate: "loss is not finite at step %{x}<extra></extra>",
-    });
-  }
+  if (train?.bad[metric]) traces.push(crosses(train.bad[metric], `${metric} not finite`, 1));
+  if (evaluation?.bad[metric]) traces.push(crosses(evaluation.bad[metric], `${metric} of an evaluation not finite`, 0.95));
   const lanes = [...report.acted.map((one) => one.hook), ...(report.alerts.length ? ["alerts"] : [])];
   report.acted.forEach((one, i) => traces.push(lane(one, report.colours[(i + 2) % report.colours.length])));
   if (report.alerts.length) traces.push(alertLane(report.alerts));
   const share = lanes.length ? Math.min(0.45, 0.09 * lanes.length + 0.05) : 0;
-  const type = axisType([train[metric] ?? [], evaluation?.[metric] ?? []], document.getElementById("training-scale").value);
-  const widest = Math.max(1, ...train.first.map((first, i) => train.last[i] - first + 1));
+  const type = axisType([train?.[metric] ?? [], evaluation?.[metric] ?? []], document.getElementById("training-scale").value);
+  const widest = train ? Math.max(1, ...train.first.map((first, i) => train.last[i] - first + 1)) : 1;
   plot("training-chart", traces, {
     height: 320 + 24 * lanes.length,
     xaxis: { title: { text: widest > 1 ? `step (means of up to ${widest.toLocaleString()})` : "step" }, anchor: lanes.length ? "y3" : "y" },
@@ -45,6 +41,14 @@ function drawTraining(report) {
 
 function curve(axis, metric, name) {
   return { x: axis.first, y: axis[metric], name, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` };
+}
+
+/** Steps at which a metric is no finite number, along the upper edge. */
+function crosses(steps, name, height) {
+  return {
+    x: steps, y: steps.map(() => height), yaxis: "y2", name, mode: "markers",
+    marker: { symbol: "x", size: 8, color: colour("bad") }, hovertemplate: `${name} at step %{x}<extra></extra>`,
+  };
 }
 
 function lane(one, shade) {
