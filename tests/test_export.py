@@ -346,7 +346,7 @@ def test_mistakes_are_told_in_words(
 ) -> None:
     folder = make_run(tmp_path / "run")
     assert export.main([str(tmp_path / "nowhere"), "--to", "csv"]) == 2
-    assert "no run.json in" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
     assert export.main([str(folder), "--to", "mlflow", "--out", "here"]) == 2
     assert "--out: MLflow goes where its environment says" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "zarr", None)

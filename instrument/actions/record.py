@@ -53,6 +53,9 @@ def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> flo
 
     Returns:
         A number, or a float64 scalar on another device, where NaN is none; None where the statistic has no meaning.
+
+    Raises:
+        HookError: The tensor has no such dimension.
     """
     if name == "update_ratio":
         assert context.value is not None, "an update is handed on with its parameter"
@@ -63,7 +66,9 @@ def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> flo
     if tensor.is_nested:
         return None
     of_parameter = KINDS[context.kind].family != "module"
-    along = unit_dim(tensor, of_parameter=of_parameter) if dim is None else dim
+    along = unit_dim(tensor, context.module, of_parameter=of_parameter) if dim is None else dim
+    if along is not None and not -tensor.dim() <= along < tensor.dim():
+        raise HookError(f"{describe(context)}: unit_dim {along} is not in shape {list(tensor.shape)}")
     return None if along is None else dead_fraction(as_plain(tensor.detach()), along)
 
 
@@ -101,6 +106,8 @@ class Record:
             lighter.levels = ()
             return lighter, "quantiles"
         for dear in (*self.more, *(name for name in self.statistics if name == "l1")):
+            if self.statistics == (dear,):
+                break  # a record of nothing is none
             lighter.statistics = tuple(name for name in self.statistics if name != dear)
             lighter.more = tuple(name for name in self.more if name != dear)
             return lighter, dear

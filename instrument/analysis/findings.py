@@ -86,7 +86,7 @@ def _not_finite(run: Run) -> Iterator[Finding]:
     if row is not None:
         of = "" if row["numel"] is None else f" of {row['numel']:,}"
         value = f"{row['nan_count'] or 0:,} NaN, {row['inf_count'] or 0:,} infinite{of}"
-        yield Finding("first non-finite value", _where(row), row["step"], value, "warning")
+        yield Finding("first recorded non-finite value", _where(row), row["step"], value, "warning")
 
 
 def _loss(run: Run) -> Iterator[Finding]:

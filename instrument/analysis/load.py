@@ -34,7 +34,8 @@ def load(path: str | Path) -> Run:
         else sorted((found.parent for found in root.rglob("run.json")), key=_natural)
     )
     if not folders:
-        raise NoRunError(f"no run.json in {root} or below it")
+        there = root.is_dir()
+        raise NoRunError(f"no run.json in {root} or below it" if there else f"there is no folder {root}")
     return Run(root, folders)
 
 

@@ -122,8 +122,9 @@ def places_in(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
 def forward_order(run: Run | pd.DataFrame) -> list[str]:
     """The names of a model's modules in the order in which their outputs come.
 
-    It is read off the rows of the first step with outputs; a module without any stands behind the ones that are written
-    before it. Without outputs it is the order in which the model is written. Of a DataFrame nothing but its outputs is known.
+    It is read off the first step at which most layers' outputs were recorded; a module without any stands behind the ones
+    that are written before it. Without outputs it is the order in which the model is written. Of a DataFrame nothing but its
+    outputs is known.
     """
     if isinstance(run, pd.DataFrame):
         return _first_outputs(run)
@@ -154,11 +155,11 @@ def _with_those_above(layer: str) -> tuple[str, ...]:
 
 def _first_outputs(stats: pd.DataFrame) -> list[str]:
     outputs = stats[(stats["kind"] == "forward") & (stats["role"] == "output")]
-    seen: dict[str, None] = {}
-    for _, rows in outputs.groupby(["phase", "step"], sort=False):
-        seen |= dict.fromkeys(rows["layer"])
-        break
-    return list(dict.fromkeys([*seen, *outputs["layer"].drop_duplicates()]))
+    if outputs.empty:
+        return []
+    moments = [list(dict.fromkeys(rows["layer"])) for _, rows in outputs.groupby(["phase", "step"], sort=False)]
+    fullest = max(moments, key=len)  # the first of those at which most layers were seen
+    return list(dict.fromkeys([*fullest, *outputs["layer"]]))
 
 
 @dataclass(frozen=True)

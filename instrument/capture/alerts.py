@@ -66,7 +66,7 @@ class Alerts:
             return
         first = not self._places
         self._places.add(place)
-        message = f"{'first non-finite value' if first else 'not finite either'}: {_counted(row)}"
+        message = f"{'first recorded non-finite value' if first else 'not finite either'}: {_counted(row)}"
         self._tell(RULE, message, severity="warning" if first else "info", layer=layer, step=step)
         if len(self._places) > MOST_PLACES:
             message = (

@@ -120,6 +120,12 @@ def is_wide(values: np.ndarray) -> bool:
     return bool(finite.size) and bool(finite.min() > 0 and finite.max() >= WIDE * finite.min())
 
 
+def has_log_colours(values: np.ndarray) -> bool:
+    """Whether colours are logarithmic, on which zeros among the values have none."""
+    finite = values[np.isfinite(values)]
+    return bool((finite >= 0).all()) and is_wide(finite[finite > 0])
+
+
 def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool) -> None:
     """An axis for values, with small numbers: a logarithmic one over few decades has them at 1, 2 and 5, else at 1 only."""
     from matplotlib.ticker import LogLocator
@@ -139,9 +145,9 @@ def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
     """The colour scale of values, as arguments of `pcolormesh` and `imshow`; that of a fraction goes from 0 to 1."""
     if statistic is not None and STATISTICS[statistic].unit in ("fraction", "units"):
         return {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
-    if is_wide(values):
-        finite = values[np.isfinite(values)]
-        return {"cmap": MAGNITUDE, "norm": "log", "vmin": float(finite.min()), "vmax": float(finite.max())}
+    if has_log_colours(values):
+        positive = values[np.isfinite(values) & (values > 0)]
+        return {"cmap": MAGNITUDE, "norm": "log", "vmin": float(positive.min()), "vmax": float(positive.max())}
     low, high = limits(values)
     return {"cmap": SIGNED if low < 0 else MAGNITUDE, "vmin": low, "vmax": high}
 

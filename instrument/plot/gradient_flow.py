@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 4.5  # inches of a chart
-ENDS = (("first", CATEGORIES[0], "o"), ("last", CATEGORIES[1], "s"))
+ENDS = (("first", CATEGORIES[1], "o"), ("last", CATEGORIES[0], "s"))
 USUAL = "usual updates, 1e-4 to 1e-2 of the parameter (CS231n, neural-networks-3)"
 
 

@@ -16,6 +16,7 @@ from .canvas import (
     colours,
     explain,
     grouping,
+    has_log_colours,
     hatch,
     height_of,
     name_places,
@@ -25,7 +26,7 @@ from .canvas import (
     width_of,
 )
 from .source import series_with, table_of
-from .style import CATEGORIES, axis_name
+from .style import CATEGORIES, ZERO, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,9 +96,15 @@ def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
 
 
 def _mark(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
-    """What a colour cannot say: cells without a value, and those whose tensor was not finite."""
+    """What a colour cannot say: cells without a value, zeros on a logarithmic scale, tensors that were not finite."""
+    from matplotlib.colors import ListedColormap
+
     if np.isnan(table.values).any():
         hatch(axes, 0, table.values.shape[1], "no value: not recorded, or nothing finite")
+    zeros = table.values == 0.0
+    if zeros.any() and has_log_colours(table.values):
+        axes.pcolormesh(np.ma.masked_where(~zeros, table.values), cmap=ListedColormap([ZERO]))
+        axes.plot([], [], "s", color=ZERO, label="zero, which a logarithmic scale has no colour for")
     if bad.any():
         rows, columns = np.nonzero(bad)
         size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))

@@ -11,6 +11,7 @@ from ..spec.statistics import STATISTICS
 CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 MAGNITUDE = "viridis"
 SIGNED = "RdBu_r"
+ZERO = "#9a9a9a"  # what is exactly zero where the scale is logarithmic
 WIDE = 100.0  # the largest value over the smallest from which on a scale is logarithmic
 
 _UNITS = {"count": "elements", "fraction": "fraction", "units": "fraction of units", "ratio": "ratio", "value": ""}

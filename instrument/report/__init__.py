@@ -5,6 +5,7 @@ instrument.report.make(run).save("report.html")
 
 from __future__ import annotations
 
-from .page import FILE, Report, check_packages, command_for, make
+from .numbers import FILE
+from .page import Report, check_packages, command_for, make
 
 __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]

@@ -43,6 +43,7 @@ def _write(folder: Path, out: Path, *, show: bool) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are told on the page, first of all
         run = load(folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
         path = make(run).save(out)
     for problem in run.problems:
         print(f"warning {problem}", file=sys.stderr)

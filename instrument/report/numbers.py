@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 DIGITS = 6
+FILE = "report.html"  # what a page is called in a run's folder
 
 
 def rounded(values: Any) -> Any:

@@ -18,7 +18,6 @@ from ..spec.statistics import STATISTICS, USUAL_UPDATES
 from . import run_page, sweep_page
 from .numbers import as_json, packed
 
-FILE = "report.html"  # what it is called in a run's folder
 LETTERS = (44, 18)  # of a name on an axis of a wide page, and of a narrow one
 TEMPLATES = Path(__file__).parent / "template"
 SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep", "main")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -60,11 +61,17 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "more_events": max(0, len(events) - MOST_EVENTS),
         "tree": _tree(run.layers),
         "colour_of": _colours(run.layers),
-        "command": shlex.join(info.get("command") or []),
+        "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
         "parts": list(PARTS.items()),
     }
     return {**words, "alerts": _alerts(run, info, events)}, numbers
+
+
+def _command(arguments: list[str]) -> str:
+    """What was typed, as far as Python tells it."""
+    module = Path(arguments[0]).name == "__main__.py" if arguments else False
+    return shlex.join(["python", "-m", "instrument", *arguments[1:]] if module else arguments)
 
 
 def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -104,7 +111,7 @@ def _duration(info: Mapping[str, Any]) -> str | None:
 def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dict[str, Any]]:
     """What has to be known before anything is looked at, the worst first."""
     found: list[dict[str, Any]] = []
-    if info.get("error"):
+    if info.get("error") and info["status"] != "interrupted":
         found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
     elif info["status"] in ENDINGS:
         found.append({"severity": "warning", "rule": info["status"], "message": ENDINGS[info["status"]], "step": None})

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
-from .numbers import told
+from .numbers import FILE, told
 from .sweeps import Part, charts, in_yaml, name_of, overrides_of, parts_of
 
 METRICS = ("loss", "accuracy")
@@ -79,6 +80,7 @@ def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str])
         rows.append(
             {
                 "name": name_of(run, folder),
+                "page": quote(f"{name_of(run, folder)}/{FILE}") if (folder / FILE).exists() else None,
                 "status": info["status"],
                 "seed": info["seed"],
                 "overrides": [in_yaml(asked[key]) if key in asked else "" for key in shown],

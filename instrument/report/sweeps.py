@@ -13,7 +13,7 @@ import pandas as pd
 import yaml
 
 from ..analysis.load import Run, load
-from ..analysis.pairs import Pair, pairs
+from ..analysis.pairs import INERT, Pair, pairs
 from ..analysis.series import KEYS, Series, forward_order, matrices, series_in, statistics_in
 from ..spec.statistics import ALL
 from .charts import curves
@@ -77,7 +77,8 @@ def name_of(run: Run, folder: Path) -> str:
 def overrides_of(run: Run) -> list[str]:
     """The overrides in which the runs differ, and the seed where it does."""
     keys = dict.fromkeys(key for info in run.infos for key in info["overrides"])
-    differing = [key for key in keys if len({str(info["overrides"].get(key)) for info in run.infos}) > 1]
+    telling = [key for key in keys if key.partition(".")[0] not in INERT]
+    differing = [key for key in telling if len({str(info["overrides"].get(key)) for info in run.infos}) > 1]
     seeds = {info["seed"] for info in run.infos}
     return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
 
@@ -119,8 +120,9 @@ def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
     found = {}
     for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
         values = pd.DataFrame(table.values, index=table.places)
-        last = values.ffill(axis=1).iloc[:, -1]
-        found[name] = pd.DataFrame({"last": last, "largest": values.max(axis=1), "smallest": values.min(axis=1)})
+        found[name] = pd.DataFrame(
+            {"last": values.iloc[:, -1], "largest": values.max(axis=1), "smallest": values.min(axis=1)}
+        )
     return found
 
 

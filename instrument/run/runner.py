@@ -13,6 +13,7 @@ from ..analysis.files import RunFiles
 from ..analysis.replay import replay
 from ..capture.probe import Probe
 from ..capture.recorder import RANK
+from ..errors import ConfigError, InstrumentError, Mistake
 from ..report import FILE, check_packages, make
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import rewind
@@ -51,13 +52,12 @@ def run(
 
     Raises:
         ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
-        InstrumentError: A report is asked for, and a package that it needs is missing.
         HookError: A hook failed; what was recorded before is kept and readable.
         SinkError: Rows cannot be written any more.
     """
     require({name: f"sink.{name}" for name in config.sink.trackers})
     if config.report:
-        check_packages()
+        _require_report()
     if config.resume is not None:
         place = RunFolder.again(folder, on_error=config.sink.on_error)
     else:
@@ -86,6 +86,13 @@ def run(
     else:
         terminal.end_unrecorded(failure, metrics)
     return Result(folder, metrics)
+
+
+def _require_report() -> None:
+    try:
+        check_packages()
+    except InstrumentError as error:
+        raise ConfigError(Mistake("report", str(error), written=True)) from None
 
 
 class _Training:

@@ -5,8 +5,9 @@ All are of the finite values x of a tensor, n of them; the others are counted. W
 numbers, complex values by their magnitude.
 
 Three say more than the values alone do, of tensors of some kinds only; elsewhere they are null. A unit is a channel of an image
-(dimension 1 of a tensor with 4 or 5), a feature of a vector or of a sequence's elements (the last of 2 or 3), a row of a
-parameter or its gradient (dimension 0); `unit_dim` says otherwise.
+(dimension 1 of a tensor with 4 or 5; of a Conv1d and the like also with 3), a feature of a vector or of a sequence's elements
+(the last of 2 or 3; of a Linear, LayerNorm and Embedding always), a row of a parameter or its gradient (dimension 0); `unit_dim`
+says otherwise.
 """
 
 from __future__ import annotations

@@ -12,18 +12,29 @@ from .kernel import measure
 NEAR = 0.015  # of the range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3)
 
 
-def unit_dim(tensor: Tensor, *, of_parameter: bool) -> int | None:
+CHANNELS_FIRST = (
+    *(nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm),
+    *(nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+)
+FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding)
+
+
+def unit_dim(tensor: Tensor, module: nn.Module, *, of_parameter: bool) -> int | None:
     """The dimension that units are along, where nobody has said it; None for scalars, and vectors that are no parameter.
 
     Args:
-        tensor: Any shape: [out, ...] of a parameter, else [N, C], [N, T, C], [N, C, H, W] or [N, C, D, H, W].
+        tensor: Any shape: [out, ...] of a parameter, else [N, C], [N, T, C], [N, C, H, W] or [N, C, D, H, W]; of modules that
+            say so [N, C, L] and [N, ..., C].
+        module: Whose tensor it is.
         of_parameter: Whether it is a parameter, its gradient, its update or the like.
     """
     if of_parameter:
         return 0 if tensor.dim() else None
     if tensor.dim() < 2:
         return None
-    return 1 if tensor.dim() > 3 else tensor.dim() - 1
+    if isinstance(module, FEATURES_LAST) or (tensor.dim() == 3 and not isinstance(module, CHANNELS_FIRST)):
+        return tensor.dim() - 1
+    return 1
 
 
 def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
@@ -73,6 +84,8 @@ def _dead(tensor: Tensor, others: list[int]) -> Tensor:
 
 def _zero_throughout(tensor: Tensor, others: list[int]) -> Tensor:
     """Which units are zero along all other dimensions, shape [units]."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.to(torch.float32)  # float8 has few operations of its own
     magnitudes = tensor.abs() if tensor.is_floating_point() or tensor.is_complex() else tensor != 0
     return (magnitudes.amax(others) if others else magnitudes) == 0
 

@@ -252,7 +252,7 @@ def test_recover_says_what_it_did_and_takes_a_whole_sweep(
     assert recover.main([str(tmp_path / "sweep" / "0")]) == 0
     assert "all is Parquet already" in capsys.readouterr().out
     assert recover.main([str(tmp_path / "nowhere")]) == 2
-    assert "no run.json" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

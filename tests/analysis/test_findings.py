@@ -91,7 +91,7 @@ def test_what_is_worst_comes_first(made: Make) -> None:
         stats=[{"step": 1, "nan_count": 1}],
     )
     assert [finding.severity for finding in findings(run)] == ["error", "warning", "info", "info"]
-    assert what_of(run) == ["loss not finite", "first non-finite value", "loss", "largest gradient norm"]
+    assert what_of(run) == ["loss not finite", "first recorded non-finite value", "loss", "largest gradient norm"]
 
 
 # ------------------------------------------------------------------------------------------------ gradients and loss
@@ -153,21 +153,21 @@ def test_a_loss_that_went_to_nothing_is_an_error_with_its_step(made: Make, lost:
 def test_the_first_value_that_is_not_finite_is_by_step_and_then_by_order(made: Make) -> None:
     bad = [(5, "late"), (3, "first"), (3, "second"), (4, "later")]
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
-    found = only(made(stats=rows), "first non-finite value")
+    found = only(made(stats=rows), "first recorded non-finite value")
     assert (found.where, found.when) == ("first output (seen)", 3)
     assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100", "warning")
 
 
 def test_an_evaluation_comes_before_the_step_of_its_number(made: Make) -> None:
     rows = [{"step": 3, "phase": "eval", "layer": "e"}, {"step": 3, "layer": "t"}]
-    found = only(made(stats=[{**row, "inf_count": 1} for row in rows]), "first non-finite value")
+    found = only(made(stats=[{**row, "inf_count": 1} for row in rows]), "first recorded non-finite value")
     assert found.where == "e output (seen, eval)"
 
 
 def test_gradients_of_skipped_steps_are_left_to_the_scaler(made: Make) -> None:
     gradients = [{**GRADIENT, "step": step, "inf_count": 1} for step in range(4)]
     skipped = [{"step": step, "skipped": step < 2} for step in range(4)]
-    assert only(made(stats=gradients, metrics=skipped), "first non-finite value").when == 2
+    assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").when == 2
 
 
 # ------------------------------------------------------------------------------------------------ units and updates

@@ -118,9 +118,9 @@ def test_a_run_that_is_still_written_can_be_read(tmp_path: Path) -> None:
     assert run.sql("select count(*) as n from metrics").n[0] == 0
 
 
-@pytest.mark.parametrize("place", ["", "nowhere"])
-def test_where_there_is_no_run_it_says_so(tmp_path: Path, place: str) -> None:
-    with pytest.raises(instrument.NoRunError, match=r"no run\.json in .*"):
+@pytest.mark.parametrize(("place", "words"), [("", r"no run\.json in .*"), ("nowhere", "there is no folder .*nowhere")])
+def test_where_there_is_no_run_it_says_so(tmp_path: Path, place: str, words: str) -> None:
+    with pytest.raises(instrument.NoRunError, match=words):
         instrument.load(tmp_path / place)
 
 

@@ -63,7 +63,7 @@ def test_the_first_value_of_the_run_is_a_warning_and_other_places_are_informatio
     assert told == [
         {
             "rule": "non_finite",
-            "message": "first non-finite value: at step 12 in b output: 3 NaN, 0 infinite of 6,400 (hook 'seen')",
+            "message": "first recorded non-finite value: at step 12 in b output: 3 NaN, 0 infinite of 6,400 (hook 'seen')",
             "severity": "warning",
             "layer": "b",
             "step": 12,
@@ -91,7 +91,10 @@ def test_what_was_not_counted_is_not_made_up(told: Told) -> None:
     alerts.see_stats([row(nan_count=None, inf_count=None)])
     assert told == []
     alerts.see_stats([row(layer="", path="0", role="input", numel=None, nan_count=None, inf_count=7)])
-    assert told[0]["message"] == "first non-finite value: at step 12 in . input '0': 0 NaN, 7 infinite (hook 'seen')"
+    assert (
+        told[0]["message"]
+        == "first recorded non-finite value: at step 12 in . input '0': 0 NaN, 7 infinite (hook 'seen')"
+    )
 
 
 def test_no_more_places_than_can_be_read_are_told_of_and_that_is_said(told: Told) -> None:
@@ -171,7 +174,9 @@ def test_a_drill_raises_the_alarm(monkeypatch: pytest.MonkeyPatch, where: str) -
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     told: list[int] = []
     with (
-        pytest.warns(instrument.InstrumentWarning, match="first non-finite value: at step 3 in 0 output: 2 NaN"),
+        pytest.warns(
+            instrument.InstrumentWarning, match="first recorded non-finite value: at step 3 in 0 output: 2 NaN"
+        ),
         instrument.attach(model, {"drill": DRILL, "seen": WATCH}) as probe,
     ):
         for _ in range(6):

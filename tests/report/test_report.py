@@ -339,9 +339,12 @@ def test_mistakes_are_told_in_words(
     reported_run: instrument.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert "no run.json in" in capsys.readouterr().err
-    assert main([str(reported_run.path), "--out", str(tmp_path / "no" / "folder.html")]) == 1
-    assert capsys.readouterr().err == f"{tmp_path / 'no' / 'folder.html'}: No such file or directory\n"
+    assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main([str(reported_run.path), "--out", str(tmp_path / "file" / "folder.html")]) == 1
+    assert capsys.readouterr().err == f"{tmp_path / 'file'}: File exists\n"
+    assert main([str(reported_run.path), "--out", str(tmp_path / "no" / "folder.html")]) == 0
+    assert (tmp_path / "no" / "folder.html").exists()
     with pytest.raises(NoRunError):
         make(tmp_path)
 

@@ -156,7 +156,7 @@ def drawn(width: int, *, warning: str | None = None, **more: Any) -> list[str]:
 
 @pytest.mark.parametrize("width", [*range(8, 160, 3), 300])
 def test_a_line_never_reaches_the_end_of_the_screen(width: int) -> None:
-    lines = drawn(width, warning="first non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5)
+    lines = drawn(width, warning="first recorded non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5)
     assert len(lines) == 2
     assert max(cell_len(line) for line in lines) < width
 
@@ -303,13 +303,13 @@ def test_a_run_that_goes_wrong_says_so_when_it_does_and_at_the_end(cli: Cli) -> 
     assert answer.code == 0, answer.err
     assert not CONTROL.search(answer.out)
     lines = answer.out.splitlines()
-    alarm = [line for line in lines if line.startswith("warning first non-finite value: at step 6 in layers")]
+    alarm = [line for line in lines if line.startswith("warning first recorded non-finite value: at step 6 in layers")]
     assert len(alarm) == 1
     assert lines.index(alarm[0]) < next(i for i, line in enumerate(lines) if line.startswith("step  8/40"))
     assert answer.out.count("the loss is nan at step 5") == 1
     findings = answer.out.split("Findings", 1)[1]
     assert re.search(r"loss not finite +training +5 +nan, \d", findings)
-    assert re.search(r"first non-finite value +layers(\.0)? output \(activations\) +6 ", findings)
+    assert re.search(r"first recorded non-finite value +layers(\.0)? output \(activations\) +6 ", findings)
     assert "firings (drill)" in findings
     assert "in Python   instrument.load('out')" in findings
     assert findings.splitlines()[-1] == "report      python -m instrument.report out"
@@ -333,7 +333,7 @@ def test_a_quiet_run_says_each_warning_once_and_nothing_else(cli: Cli) -> None:
     lines = answer.out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "warning the loss is nan at step 5",
-        "warning first non-finite value",
+        "warning first recorded non-finite value",
     ]
 
 
@@ -364,7 +364,7 @@ def test_a_run_that_goes_on_tells_no_alarm_twice(cli: Cli, monkeypatch: pytest.M
     answer = cli("resume=out")
     assert answer.code == 0, answer.err
     assert "warning" not in answer.out
-    assert re.search(r"first non-finite value +layers", answer.out), "it is still found"
+    assert re.search(r"first recorded non-finite value +layers", answer.out), "it is still found"
     events = instrument.load("out").events
     assert list(events[events.rule == "non_finite"].severity).count("warning") == 2
 

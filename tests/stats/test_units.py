@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as npst
 from torch import nn
 
 import instrument
+from instrument.actions.record import Record
 from instrument.errors import ConfigError, HookError
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, DEFAULT
@@ -31,6 +32,20 @@ def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str,
 
 
 @pytest.mark.parametrize(
+    ("module", "shape", "dim"),
+    [
+        (nn.Conv1d(3, 5, 1), (8, 5, 7), 1),
+        (nn.BatchNorm1d(5), (8, 5, 7), 1),
+        (nn.Linear(3, 5), (8, 4, 4, 5), 3),
+        (nn.ReLU(), (8, 7, 5), 2),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_modules_that_say_so_have_their_units_elsewhere(module: nn.Module, shape: tuple[int, ...], dim: int) -> None:
+    assert unit_dim(torch.zeros(shape), module, of_parameter=False) == dim
+
+
+@pytest.mark.parametrize(
     ("shape", "of_parameter", "dim"),
     [
         ((8, 5), False, 1),
@@ -45,7 +60,7 @@ def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str,
     ],
 )
 def test_units_are_along_the_usual_dimension(shape: tuple[int, ...], of_parameter: bool, dim: int | None) -> None:
-    assert unit_dim(torch.zeros(shape), of_parameter=of_parameter) == dim
+    assert unit_dim(torch.zeros(shape), nn.ReLU(), of_parameter=of_parameter) == dim
 
 
 @settings(deadline=None)  # the first call on another device takes long
@@ -69,7 +84,9 @@ def test_a_unit_is_dead_where_all_of_it_is_zero(array: np.ndarray[Any, Any], dat
     assert (on_device.shape, on_device.dtype) == ((), torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+)
 def test_units_of_every_type_are_counted(dtype: torch.dtype) -> None:
     assert dead_fraction(torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype), 1) == pytest.approx(1 / 3)
 
@@ -92,7 +109,7 @@ def test_unit_dim_says_where_the_units_are() -> None:
     value[:, 0, 0] = 1.0
     assert recorded(nn.Identity(), value, stats="dead_fraction")["dead_fraction"] == 0.75
     assert recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=1)["dead_fraction"] == pytest.approx(2 / 3)
-    with pytest.raises(HookError, match=r"hook 'h'.*out of range"):
+    with pytest.raises(HookError, match=r"hook 'h'.*unit_dim 3 is not in shape \[2, 3, 4\]"):
         recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=3)
     with pytest.raises(ConfigError, match="unit_dim is for dead_fraction"):
         parse_hooks({"h": {**RECORD, "unit_dim": 1}})
@@ -183,3 +200,15 @@ def test_a_statistic_that_the_role_does_not_have_is_named() -> None:
 def test_default_may_stand_in_a_list() -> None:
     spec = parse_hooks({"h": {**RECORD, "stats": ["default", "dead_fraction", "l2"]}})["h"]
     assert spec.statistics == tuple(name for name in ALL if name in (*DEFAULT, "dead_fraction"))
+
+
+def test_a_budget_leaves_no_record_of_nothing() -> None:
+    class Nowhere:
+        add_stats = add_distribution = add_tensor = add_effect = None
+
+    alone = Record(parse_hooks({"h": {**RECORD, "stats": "dead_fraction"}})["h"], Nowhere())  # type: ignore[arg-type]
+    assert alone.without_the_dearest() is None
+    both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], Nowhere())  # type: ignore[arg-type]
+    lighter = both.without_the_dearest()
+    assert lighter is not None
+    assert (lighter[0].statistics, lighter[0].more, lighter[1]) == (("l2",), (), "dead_fraction")

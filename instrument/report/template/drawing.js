@@ -1,6 +1,6 @@
 // What all charts share: colours of the page, axes, scales, names that fit, and controls.
 
-const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+const CONFIG = { responsive: true, displaylogo: false, displayModeBar: innerWidth < 700 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const LIGHTER = { "#0072B2": "#4aa8e0", "#56B4E9": "#9ad4f5", "#D55E00": "#f08a3c" }; // the same hues on a dark page
 const redraws = [];
@@ -40,6 +40,7 @@ function layout(more = {}) {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("text"), family: "system-ui, sans-serif", size: 12 },
     hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
+    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("accent") },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
     margin: { l: 10, r: 10, t: 12, b: 10 },
     dragmode: isNarrow() ? false : "zoom",

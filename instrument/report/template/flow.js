@@ -23,36 +23,43 @@ RUN.push((report) => {
 function ends(series, statistic) {
   const rows = series.statistics[statistic];
   const labels = stepLabels(series);
-  const first = rows.map((row) => row.findIndex((value) => value !== null));
-  const last = rows.map((row) => row.findLastIndex((value) => value !== null));
-  return [first, last].map((places) => ({
-    values: rows.map((row, i) => (places[i] < 0 ? null : row[places[i]])),
-    steps: places.map((place) => (place < 0 ? "" : labels[place])),
-  }));
+  return [0, labels.length - 1].map((at) => ({ values: rows.map((row) => row[at]), step: labels[at] }));
 }
 
-/** The steps at the ends of all places: one, or from the first to the last of several. */
-function stepsOf(end) {
-  const known = [...new Set(end.steps.filter(Boolean))];
-  return known.length > 1 ? `${known[0]} and others` : known[0];
+/** What the dots do not show, in words. */
+function remarks(first, last) {
+  const lost = last.values.filter((value) => value === null).length;
+  const zeros = [...first.values, ...last.values].filter((value) => value === 0).length;
+  const words = [zeros ? `◁ ${zeros} are zero` : "", lost ? `${lost} have no finite value at step ${last.step}` : ""].filter(Boolean);
+  return words.length ? [words.join("; ")] : [];
+}
+
+/** Ticks at powers of ten, as many as there is room for. */
+function decades(low, high) {
+  const count = Math.log10(high / low);
+  return count < 2 ? { nticks: 6 } : { dtick: Math.max(1, Math.ceil(count / (isNarrow() ? 4 : 9))) };
 }
 
 function dumbbells(id, report, series, statistic, title, healthy = null) {
   const [first, last] = ends(series, statistic);
   const y = series.places.map(plain);
   const height = heightOf(series.places);
-  const zeros = [...first.values, ...last.values].filter((value) => value === 0).length;
+  const sizes = [...first.values, ...last.values].filter((value) => value > 0);
+  const least = sizes.reduce((low, value) => Math.min(low, value), healthy?.[0] ?? 1);
+  const most = sizes.reduce((high, value) => Math.max(high, value), healthy?.[1] ?? least);
+  const edge = least / Math.max(2, (most / least) ** 0.05); // where zeros stand, left of all others
   const dots = (end, name, symbol, shade) => ({
-    x: end.values.map((value) => (value > 0 ? value : null)), y, customdata: end.steps, name, mode: "markers",
-    marker: { symbol, size: 9, color: shade, line: { width: 2, color: shade } },
-    hovertemplate: `%{y}<br>step %{customdata}<br>${statistic} %{x:.5g}<extra></extra>`,
+    x: end.values.map((value) => (value === 0 ? edge : value)), y, customdata: end.values, name: `${name} (step ${end.step})`, mode: "markers",
+    marker: { symbol: end.values.map((value) => (value === 0 ? "triangle-left-open" : symbol)), size: 9, color: shade, line: { width: 2, color: shade } },
+    hovertemplate: `%{y}<br>step ${end.step}<br>${statistic} %{customdata:.5g}<extra></extra>`,
   });
   const lines = { x: [], y: [], mode: "lines", line: { color: colour("line"), width: 3 }, hoverinfo: "skip", showlegend: false };
   y.forEach((place, i) => { if (first.values[i] > 0 && last.values[i] > 0) { lines.x.push(first.values[i], last.values[i], null); lines.y.push(place, place, null); } });
   const shapes = healthy ? [{ type: "rect", xref: "x", yref: "paper", x0: healthy[0], x1: healthy[1], y0: 0, y1: 1, fillcolor: "#009E73", opacity: 0.13, line: { width: 0 }, layer: "below" }] : [];
-  plot(id, [lines, dots(first, `first recorded (${stepsOf(first)})`, "circle-open", report.colours[1]), dots(last, `last (${stepsOf(last)})`, "circle", report.colours[0])], {
+  plot(id, [lines, dots(first, "first recorded", "circle-open", report.colours[1]), dots(last, "last", "circle", report.colours[0])], {
     height, shapes,
-    xaxis: { type: "log", title: { text: title + (zeros ? `; ${zeros} of zero not drawn` : "") }, exponentformat: "e", dtick: isNarrow() ? 2 : 1 },
+    annotations: remarks(first, last).map((text, i) => ({ text, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1.02 + 0.001 * i, xanchor: "right", yanchor: "bottom", font: { size: 11, color: colour("muted") } })),
+    xaxis: { type: "log", title: { text: title }, tickangle: 0, ...decades(edge, most) },
     yaxis: { ...placesAxis(series.places, height), showgrid: true },
   });
 }

@@ -18,14 +18,14 @@ function drawCurves(report, series, row) {
   const names = Object.keys(series.statistics).filter((name) => series.statistics[name][row].some((value) => value !== null));
   const type = axisType(series.statistics[chosen][row], document.getElementById("heatmap-scale").value);
   const traces = names.map((name, i) => ({
-    x: series.first, y: series.statistics[name][row], name, mode: "lines+markers", marker: { size: 4 },
+    x: series.first, y: series.statistics[name][row], name: report.statistics[name].axis, mode: "lines+markers", marker: { size: 4 },
     line: { color: report.colours[i % report.colours.length], dash: i >= report.colours.length ? "dot" : "solid" },
     visible: name === chosen ? true : "legendonly", hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`,
   }));
   plot("layer-curves", traces, {
     height: isNarrow() ? 380 : 340,
     xaxis: { title: { text: stepTitle(series) } },
-    yaxis: { title: { text: report.statistics[chosen].axis }, type, exponentformat: "e" },
+    yaxis: { type },
   });
 }
 
@@ -34,7 +34,8 @@ function drawRange(report, series, row, found) {
   say("layer-range-title", found?.quantiles.some(Boolean) ? "Quantiles" : "Range of values");
   say("layer-range-note", !traces.length ? "Needs the statistics mean, std, min and max, or quantiles." :
     found?.quantiles.some(Boolean) ? "" : "With quantiles: true in the hook there are bands of quantiles here.");
-  plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
+  document.getElementById("layer-range").hidden = !traces.length;
+  if (traces.length) plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
 }
 
 function quantileBands(found, report) {
