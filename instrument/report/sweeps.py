@@ -111,7 +111,7 @@ def _metric(value: float) -> float | str:
 
 def in_yaml(value: Any) -> str:
     """A value as it stands on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -2,8 +2,9 @@
 
 SWEEP.push((report) => {
   const first = report.overrides.find((key) => key !== "seed") ?? report.overrides[0];
-  if (!first) return hide("against");
-  fill("against-y", [...metricChoices(report), ...statisticChoices(report)]);
+  const numbers = [...metricChoices(report), ...statisticChoices(report)];
+  if (!first || !numbers.length) return hide("against");
+  fill("against-y", numbers);
   fill("against-x", report.overrides, first);
   document.getElementById("against-colour").append(new Option(report.overrides.find((key) => ![first, "seed"].includes(key)) ?? ""));
   fill("against-end", Object.entries(report.ends));
@@ -121,7 +122,7 @@ function drawAgainst(report) {
 /** Ticks at the levels themselves where there are few. */
 function levelTicks(levels, numeric) {
   if (levels.length > MANY) return numeric ? {} : { nticks: MANY };
-  return { tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? told(level) : plain(short(level, 28)))) };
+  return { tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? told(level) : plain(short(String(level), 28)))) };
 }
 
 function drawGrid(seen, x, by, title) {
@@ -142,7 +143,7 @@ function drawGrid(seen, x, by, title) {
 }
 
 function plainLevel(level) {
-  return typeof level === "number" ? level : plain(level);
+  return typeof level === "number" ? level : plain(level); // Plotly takes a number among words for a word
 }
 
 function ordered(levels) {
