@@ -200,6 +200,8 @@ def test_the_repository_root_is_a_working_directory_like_any_other(
 def test_the_six_job_sweep_is_one_frame_with_typed_overrides_and_no_job_leaks_into_the_next(cli: Cli) -> None:
     answer = cli("-m", *SHORT, "hooks.tame.norm=0.1,1,10", "seed=1,2")
     assert answer.code == 0, answer.err
+    for norm, seed in ((0.1, 1), (0.1, 2), (1, 1), (1, 2), (10, 1), (10, 2)):
+        assert f"  hooks.tame.norm={norm} seed={seed}  loss" in answer.out
     folder = only("runs/mnist_hooks")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set("012345")
     assert "6 jobs in" in answer.out

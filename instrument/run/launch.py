@@ -154,7 +154,7 @@ def job(config: DictConfig) -> float | None:
         from .runner import run
         from .terminal import Terminal
 
-        terminal = Terminal(quiet=parsed.quiet, brief=place.swept)
+        terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=swept_overrides(sys.argv[1:], read_overrides()))
         return run(parsed, place.folder, terminal, raw=raw, overrides=read_overrides()).metrics.get("loss")
 
 
@@ -280,6 +280,21 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
         key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
         for key, value in found.items()
     }
+
+
+def swept_overrides(arguments: Sequence[str], overrides: Mapping[str, Any]) -> str:
+    """What tells a job from the others of its sweep: `seed=1 hooks.tame.norm=0.1`.
+
+    Args:
+        arguments: The command line of the sweep.
+        overrides: Those of the job, by key.
+    """
+    given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    parsed = OverridesParser.create().parse_overrides(given)
+    swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
+    return " ".join(
+        f"{key}={'{...}' if isinstance(overrides[key], dict) else overrides[key]}" for key in swept if key in overrides
+    )
 
 
 def _plain(value: Any) -> Any:

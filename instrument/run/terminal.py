@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,11 +43,13 @@ class Terminal:
     Args:
         quiet: Nothing but warnings.
         brief: One line at the end in place of tables: for the jobs of a sweep.
+        job: What tells a sweep's job from the others, for that line.
     """
 
-    def __init__(self, *, quiet: bool = False, brief: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
         self.brief = brief
+        self.job = job
         self.folder = Path()
         self._warned: set[str] = set()  # what was told when it came
         self.console = PatientConsole(highlight=False)
@@ -125,7 +128,9 @@ class Terminal:
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())
         if self.brief:
-            self.console.print(f"{folder}  {evaluation}", soft_wrap=True)
+            self.console.print(
+                "  ".join(filter(None, [str(folder), self.job, evaluation])), soft_wrap=True, markup=False
+            )
         elif not self.quiet:
             self.console.print()
             for table in (_recorded(experiment, run), _findings(run)):
@@ -140,6 +145,8 @@ class Terminal:
             size = human_bytes(size_on_disk(folder))
             self.console.print(f"evaluation  {evaluation}")
             self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
+            if experiment.config.sink.tensorboard:
+                self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
             self.console.print(f"in Python   instrument.load({str(folder)!r})", soft_wrap=True, markup=False)
             self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
 

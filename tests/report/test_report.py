@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import Answer
 from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, data_of, deep, train
 from torch import nn
 
 import instrument
+from instrument import InstrumentError
 from instrument.analysis.load import NoRunError
 from instrument.analysis.maps import maps_in
 from instrument.analysis.series import place_of
@@ -365,6 +368,32 @@ def test_without_its_packages_it_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", missing)
     assert main([str(reported_run.path)]) == 1
     assert "pip install 'instrument[report]'" in capsys.readouterr().err
+
+
+def test_a_run_that_is_to_have_one_stops_before_it_begins_without_them(
+    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.report.page._plotly_script", missing_plotly)
+    answer = cli(
+        "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
+    )
+    assert answer.code == 2
+    assert "pip install 'instrument[report]'" in answer.err
+    assert "what was recorded so far" not in answer.err
+    assert not (Path("out") / "run.json").exists()
+
+
+def missing_plotly() -> Path:
+    raise InstrumentError("a report needs Plotly: pip install 'instrument[report]'")
+
+
+def test_a_run_that_is_to_have_one_ends_with_its_path(cli: Callable[..., Answer]) -> None:
+    answer = cli(
+        "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
+    )
+    assert answer.code == 0, answer.err
+    assert answer.out.splitlines()[-1] == "report      out/report.html"
+    assert data_of(Path("out/report.html").read_text())["metrics"]["train"]["first"] == [0, 1]
 
 
 def test_it_is_a_module_to_be_run(reported_run: instrument.Run, tmp_path: Path) -> None:

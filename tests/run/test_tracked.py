@@ -45,6 +45,7 @@ def series(frame: pd.DataFrame, column: str) -> list[tuple[int, float]]:
 def test_all_three_show_what_is_in_parquet(cli: Cli, elsewhere: None) -> None:
     answer = cli(*TINY, "name=tried", "sink.tensorboard=true", "sink.wandb=true", "sink.mlflow=true")
     assert answer.code == 0, answer.err
+    assert "TensorBoard tensorboard --logdir out\n" in answer.out
     run = instrument.load("out")
     trained = series(run.metrics[run.metrics.phase == "train"], "loss")
     evaluated = series(run.metrics[run.metrics.phase == "eval"], "loss")
