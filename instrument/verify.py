@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from .run.command import command
-from .run.launch import read_config, told
+from .run.launch import told
+from .run.reading import read_config
 
 if TYPE_CHECKING:
     from .run.verification import Certificate

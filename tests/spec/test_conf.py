@@ -17,8 +17,8 @@ from instrument.plan.sites import make_plan
 from instrument.run.apply import apply_specs, build_module
 from instrument.run.data import load_data
 from instrument.run.experiment import prepare
-from instrument.run.launch import read_config
 from instrument.run.models import DenseGAN
+from instrument.run.reading import read_config
 from instrument.run.tasks import Outcome
 from instrument.spec.config import RunConfig
 from instrument.targets import build
