@@ -37,7 +37,6 @@ PARTS = {
     "coverage": "Coverage",
     "events": "Events",
     "model": "Model",
-    "configuration": "Configuration",
 }
 
 

@@ -127,6 +127,8 @@ def test_a_click_opens_the_layer(open_page: Open, reported_run: instrument.Run) 
         assert [(column["y"][0], column["y"][-1]) for column in columns] == [
             pytest.approx(ends, rel=1e-4) for ends in zip(rows["low"], rows["high"], strict=True)
         ]
+        shown.page.locator("#heatmap-chart .ytick", has_text="0").first.click()
+        assert shown.page.text_content("#layer-title") == "0, Conv2d"
         shown.choose("layer-place", "1")
         assert shown.page.text_content("#layer-title") == "1, ReLU"
 
@@ -276,7 +278,6 @@ def test_what_was_not_recorded_is_left_out(open_page: Open, tmp_path: Path) -> N
             "#coverage",
             "#events",
             "#model",
-            "#configuration",
         ]
         assert "With histogram: true" in shown.page.inner_text("#layer-histogram-note")
     with open_page(train(tmp_path / "none", convolutional(), hooks, steps=0, shape=(3, 8, 8))) as shown:

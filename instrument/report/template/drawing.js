@@ -65,6 +65,11 @@ function stepTitle(axis) {
   return widest > 1 ? `step (in groups of up to ${widest.toLocaleString()})` : "step";
 }
 
+/** What a place is called on an axis. */
+function shownName(place) {
+  return NAMES[place]?.[isNarrow() ? 1 : 0] ?? short(place);
+}
+
 /** An axis with one name a row, top down, of which as many are shown as fit. */
 function placesAxis(places, height) {
   const every = Math.max(1, Math.ceil((places.length * 13) / Math.max(1, height - 80)));
@@ -76,7 +81,7 @@ function placesAxis(places, height) {
     autorange: "reversed",
     tickmode: "array",
     tickvals: shown.map(plain),
-    ticktext: shown.map((place) => plain(NAMES[place]?.[isNarrow() ? 1 : 0] ?? short(place))),
+    ticktext: shown.map((place) => plain(shownName(place))),
     tickfont: { size: 11 },
     showgrid: false,
   };

@@ -8,9 +8,17 @@ RUN.push((report) => {
   onChange(["heatmap-series", "heatmap-statistic", "heatmap-scale"], draw);
   onChange(["layer-place"], () => openLayer(report, document.getElementById("layer-place").value));
   drawn(draw);
-  document.getElementById("heatmap-chart").on("plotly_click", (event) => {
-    openLayer(report, chosenSeries(report).places.find((place) => plain(place) === event.points[0].y));
+  const chart = document.getElementById("heatmap-chart");
+  const open = (place) => {
+    openLayer(report, place);
     document.getElementById("layer").scrollIntoView({ behavior: "smooth", block: "nearest" });
+  };
+  const places = () => chosenSeries(report).places;
+  chart.on("plotly_click", (event) => open(places().find((place) => plain(place) === event.points[0].y)));
+  chart.addEventListener("click", (event) => {
+    const name = event.target.closest(".ytick")?.textContent;
+    const place = places().find((one) => shownName(one) === name);
+    if (place) open(place);
   });
 });
 
