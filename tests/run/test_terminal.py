@@ -341,7 +341,11 @@ def test_a_job_of_a_sweep_is_a_line_and_its_warnings(cli: Cli) -> None:
     answer = cli("-m", *TINY, DRILL, "hooks.drill.start=5,999", "hydra.sweep.dir=out")
     assert answer.code == 0, answer.err
     jobs = [line for line in answer.out.splitlines() if line.startswith("out/")]
-    assert [line.split()[:3] for line in jobs] == [["out/0", "loss", "nan"], ["out/1", "loss", jobs[1].split()[2]]]
+    assert [line.split()[:3] for line in jobs] == [
+        ["out/0", "hooks.drill.start=5", "loss"],
+        ["out/1", "hooks.drill.start=999", "loss"],
+    ]
+    assert [line.split()[3] == "nan" for line in jobs] == [True, False]
     assert "Findings" not in answer.out
     assert answer.out.count("the loss is nan") == 1
 

@@ -169,7 +169,7 @@ def test_the_command_prints_and_keeps_the_certificate(
     assert "left out, since they change values by design: tame, quiet, noisy" in answer.out
     kept = json.loads(Path("out/certificate.json").read_text())
     assert kept["holds"] is True
-    assert kept["hooks"] == ["activations", "digit_maps", "gradients"]
+    assert kept["hooks"] == ["activations", "digit", "digit_maps", "gradients", "updates"]
 
 
 def test_the_command_fails_where_the_trainings_differ(
