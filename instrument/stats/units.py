@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -114,22 +112,27 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
     Returns:
         A number from 0 to 1 on the CPU, None where nothing is finite; a float64 scalar on any other device, NaN for None.
     """
-    share = saturated_fraction_on_device(tensor.detach(), ends)
-    if not tensor.is_cpu:
-        return share
-    number = share.item()
-    return None if math.isnan(number) else number
+    x = tensor.detach()
+    if not x.is_cpu:
+        return saturated_fraction_on_device(x, ends)
+    nans, infinities = (int(count) for count in measure(x, ("nan_count", "inf_count")) if count is not None)
+    finite = x.numel() - nans - infinities
+    near = _near(x, ends)
+    return int((near & x.isfinite() if infinities else near).count_nonzero()) / finite if finite else None
 
 
 def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
     """The same with no branch on the values: a float64 scalar on the tensor's device."""
+    finite = tensor.isfinite()
+    return (_near(tensor, ends) & finite).sum(dtype=torch.float64) / finite.sum(dtype=torch.float64)
+
+
+def _near(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
+    """Which elements are at an end or beyond it, of the tensor's shape; NaN is not."""
     low, high = ends
     margin = NEAR * (high - (low or 0.0))
     near = tensor >= high - margin
-    if low is not None:
-        near |= tensor <= low + margin
-    finite = tensor.isfinite()
-    return (near & finite).sum(dtype=torch.float64) / finite.sum(dtype=torch.float64)
+    return near if low is None else near | (tensor <= low + margin)
 
 
 def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | Tensor | None:
