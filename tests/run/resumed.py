@@ -115,6 +115,14 @@ def to_the_end(config: dict[str, Any], folder: Path, draw: random.Random, kills:
             assert os.WEXITSTATUS(status) == 0
             return killed
         killed += 1
+        if is_done(folder):  # it was killed with nothing left to do
+            return killed
+
+
+def is_done(folder: Path) -> bool:
+    """Whether the run came to its end."""
+    record = folder / "run.json"
+    return record.exists() and json.loads(record.read_text())["status"] == "done"
 
 
 if __name__ == "__main__":
