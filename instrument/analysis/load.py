@@ -24,6 +24,8 @@ class NoRunError(InstrumentError):
 def load(path: str | Path) -> Run:
     """Open a run's folder, or any folder above several of them, such as a sweep's.
 
+    Folders below it whose name begins with a dot are left out: there a sweep puts aside what is done again.
+
     Raises:
         NoRunError: There is none.
     """
@@ -31,7 +33,7 @@ def load(path: str | Path) -> Run:
     folders = (
         [root]
         if (root / "run.json").exists()
-        else sorted((found.parent for found in root.rglob("run.json")), key=_natural)
+        else sorted((found.parent for found in root.rglob("run.json") if _counts(found, root)), key=_natural)
     )
     if not folders:
         there = root.is_dir()
@@ -231,6 +233,10 @@ def _add_overrides(frame: pd.DataFrame, run: str, overrides: dict[str, Any]) -> 
     for key, value in overrides.items():
         name = f"override.{key}" if key in frame.columns else key
         frame[name] = pd.Series([value] * len(frame), index=frame.index)
+
+
+def _counts(file: Path, root: Path) -> bool:
+    return not any(part.startswith(".") for part in file.relative_to(root).parts[:-1])
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:
