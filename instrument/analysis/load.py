@@ -183,6 +183,47 @@ class Run:
             source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
         ).drop(columns="data")
 
+    def effects_of(
+        self,
+        key: str,
+        *,
+        baseline: Any = None,
+        steps: tuple[int | None, int | None] = (None, None),
+        confidence: float = 0.95,
+    ) -> pd.DataFrame:
+        """What a key of the configuration changes, by metric and by layer and statistic: of a folder above runs.
+
+        Runs that are done are paired where they have the same seed, and the same configuration but for this key, for what
+        does not change a training, and for hooks that record. Each is one number at each place: the mean over its steps; of
+        the evaluations' metrics the last one's. The interval is Student's for the mean of n paired differences d,
+
+            mean(d) ± t((1 + confidence) / 2, n - 1) * s(d) / sqrt(n)
+
+        where s(d) is their standard deviation, with n - 1, and t(p, m) the p-quantile of Student's distribution with m
+        degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2, https://doi.org/10.18434/M32189.
+
+        Args:
+            key: `hooks.tame.norm`; a whole hook, `hooks.tame`; `optimizer.lr`; a group, `model`.
+            baseline: The value that the others are compared with. Without it: null, or nothing at all, where there is such;
+                else the smallest number (false before true); else the first.
+            steps: The first step that counts, and the first that does not any more; of an evaluation, the steps before it.
+            confidence: Of the intervals.
+
+        Returns:
+            A row for each value, place and statistic that any pair has: `value` and `baseline` of the key (YAML of what has
+            parts); `table`, `phase`, `hook`, `layer`, `kind`, `role`, `path`, `scope`, `statistic`; `n`, the pairs that count,
+            their `mean_baseline`, `mean_value` and `difference`, the mean of value - baseline; `ci_low` and `ci_high`, null of
+            one pair; `confidence`; `not_finite`, the pairs that do not count because a number is NaN or infinite;
+            `one_sided`, those of which one run alone has a number. `attrs["pairs"]` has each pair as (value, run, run of the
+            baseline), `attrs["left_out"]` why a run is in none, by run.
+
+        Raises:
+            InstrumentError: The runs do not differ there, there is no such key or value, or no two runs can be paired.
+        """
+        from .effects_of import effects_of
+
+        return effects_of(self, key, baseline=baseline, steps=steps, confidence=confidence)
+
     def sql(self, query: str) -> pd.DataFrame:
         """Ask DuckDB; the tables are stats, tensors, effects, metrics, coverage, layers and events, read from disk.
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
+from ..analysis.trainings import in_yaml
 from .numbers import FILE, told
-from .sweeps import Part, charts, in_yaml, name_of, overrides_of, parts_of
+from .sweeps import Part, charts, name_of, overrides_of, parts_of
 
 METRICS = ("loss", "accuracy")
 MOST_ALERTS = 8

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from ..analysis.load import Run, load
-from ..analysis.pairs import INERT, Pair, pairs
+from ..analysis.pairs import Pair, pairs
 from ..analysis.series import KEYS, Series, forward_order, matrices, series_in, statistics_in
+from ..analysis.trainings import differing_overrides, in_yaml
 from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded
@@ -76,9 +76,7 @@ def name_of(run: Run, folder: Path) -> str:
 
 def overrides_of(run: Run) -> list[str]:
     """The overrides in which the runs differ, and the seed where it does."""
-    keys = dict.fromkeys(key for info in run.infos for key in info["overrides"])
-    telling = [key for key in keys if key.partition(".")[0] not in INERT]
-    differing = [key for key in telling if len({str(info["overrides"].get(key)) for info in run.infos}) > 1]
+    differing = differing_overrides(run)
     seeds = {info["seed"] for info in run.infos}
     return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
 
@@ -107,12 +105,6 @@ def _cell(value: Any) -> float | str:
 def _metric(value: float) -> float | str:
     """A metric, or what it is where it is no finite number."""
     return rounded(value) if math.isfinite(value) else str(value)
-
-
-def in_yaml(value: Any) -> str:
-    """A value as it stands on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:

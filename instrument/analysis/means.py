@@ -1,0 +1,127 @@
+"""One number of a run for each place and statistic: the mean over its steps, read batch by batch."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from ..capture.tables import IDENTITY, TABLES
+from .load import Run
+
+Steps = tuple[int | None, int | None]
+PLACE = tuple(c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name != "module_type")
+MEASURED = ("metrics", "stats", "effects")  # the tables that have numbers to be averaged
+NUMBERS: dict[str, tuple[str, ...]] = {
+    table: tuple(
+        column.name
+        for column in TABLES[table].columns
+        if column not in IDENTITY and not pa.types.is_dictionary(column.type)
+    )
+    for table in MEASURED
+}
+"""The columns of each table that are averaged."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """The means of one table of one run.
+
+    Attributes:
+        places: What is averaged over, each once; of the columns in PLACE those that the table has.
+        values: float64, shape [places, columns]; not finite where any of the numbers is not; 0 where there is none.
+        counts: How many numbers each is the mean of, shape [places, columns].
+    """
+
+    places: list[tuple[str, ...]]
+    values: np.ndarray
+    counts: np.ndarray
+
+
+def means_of(run: Run, table: str, steps: Steps = (None, None)) -> Means:
+    """The mean of every column of numbers at every place; of the evaluations' metrics the last one's.
+
+    Rows of a repeated forward pass are left out.
+
+    Args:
+        run: One run.
+        table: `metrics`, `stats` or `effects`.
+        steps: The first step, and the first that is out again.
+    """
+    keys = keys_of(table)
+    condition = _within(steps)
+    if table != "metrics":
+        return _averaged(_batches(run, table, keys, [condition, ~ds.field("recompute")]), table)
+    training = _batches(run, table, keys, [condition, ds.field("phase") == "train"])
+    last = _last_evaluation(run, condition)
+    if last is None:
+        return _averaged(training, table)
+    evaluated = _batches(run, table, keys, [ds.field("phase") == "eval", ds.field("step") == last])
+    return _averaged((batch for part in (training, evaluated) for batch in part), table)
+
+
+def keys_of(table: str) -> list[str]:
+    """The columns of a table that tell its places apart."""
+    return [name for name in PLACE if name in TABLES[table].names]
+
+
+def _within(steps: Steps) -> ds.Expression:
+    start, stop = steps
+    bounds = [ds.field("step") >= (0 if start is None else start)]
+    return _all(bounds if stop is None else [*bounds, ds.field("step") < stop])
+
+
+def _all(conditions: Sequence[ds.Expression]) -> ds.Expression:
+    return functools.reduce(operator.and_, conditions)
+
+
+def _last_evaluation(run: Run, condition: ds.Expression) -> int | None:
+    """The step of the last evaluation; None where there was none."""
+    there = run.scan("metrics", ["step"], condition & (ds.field("phase") == "eval"))
+    return max((pc.max(batch["step"]).as_py() for batch in there if len(batch)), default=None)
+
+
+def _batches(
+    run: Run, table: str, keys: Sequence[str], conditions: Sequence[ds.Expression]
+) -> Iterator[pa.RecordBatch]:
+    return run.scan(table, [*keys, *NUMBERS[table]], _all(conditions))
+
+
+def _averaged(batches: Iterable[pa.RecordBatch], table: str) -> Means:
+    """The means of all rows; what is in memory is a batch, and one row a place."""
+    keys, names = keys_of(table), NUMBERS[table]
+    sums: pa.Table | None = None
+    for batch in batches:
+        part = _sums(batch, keys, names)
+        sums = part if sums is None else _together(sums, part, keys)
+    if sums is None:
+        return Means([], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
+    counts = np.stack([sums[f"{name}_count"].to_numpy() for name in names], axis=1)
+    totals = np.stack([sums[f"{name}_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
+    places = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
+    return Means(places, totals / np.maximum(counts, 1), counts)
+
+
+def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> pa.Table:
+    """The sum and the count of each column, a row a place; labels as plain strings."""
+    numbers = [batch[name].cast(pa.float64()) for name in names]
+    rows = pa.table([*(batch[key] for key in keys), *numbers], names=[*keys, *names])
+    ways = [(name, way) for name in names for way in ("sum", "count")]
+    found = rows.group_by(list(keys), use_threads=False).aggregate(ways)
+    columns = [found[key].cast(pa.string()) for key in keys] + [found[f"{name}_{way}"] for name, way in ways]
+    return pa.table(columns, names=[*keys, *(f"{name}_{way}" for name, way in ways)])
+
+
+def _together(known: pa.Table, part: pa.Table, keys: Sequence[str]) -> pa.Table:
+    """Two tables of sums as one."""
+    names = known.schema.names
+    totals = [name for name in names if name not in keys]
+    found = pa.concat_tables([known, part]).group_by(list(keys), use_threads=False)
+    summed = found.aggregate([(name, "sum") for name in totals])
+    return pa.table([summed[name if name in keys else f"{name}_sum"] for name in names], names=names)

@@ -1,0 +1,225 @@
+"""What one key changes: paired differences and their intervals, against SciPy's, and what is not paired."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_rel
+from swept import CLIP, job
+
+import instrument
+
+NUMBER = st.floats(-1e6, 1e6)
+
+
+def clipped(norm: float | None) -> dict[str, Any]:
+    return {"hooks": {"tame": None if norm is None else {**CLIP, "norm": norm}}}
+
+
+def losses(folder: Path, by_value: dict[float, Sequence[float | None]]) -> instrument.Run:
+    """A sweep of one step each, with a seed for each of the losses."""
+    for norm, numbers in by_value.items():
+        for seed, loss in enumerate(numbers):
+            rows = {"metrics": [{"loss": loss}]}
+            job(folder / f"{norm}-{seed}", config=clipped(norm), seed=seed, rows=rows)
+    return instrument.load(folder)
+
+
+def only(frame: pd.DataFrame) -> pd.Series:
+    assert len(frame) == 1
+    return frame.iloc[0]
+
+
+@given(pairs=st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=12), confidence=st.sampled_from([0.5, 0.9, 0.99]))
+def test_the_interval_is_the_one_of_scipy(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]], confidence: float
+) -> None:
+    before, after = np.array(pairs).T
+    run = losses(tmp_path_factory.mktemp("t"), {0.1: before.tolist(), 1.0: after.tolist()})
+    found = only(run.effects_of("hooks.tame.norm", confidence=confidence))
+    near = {"rel": 1e-9, "abs": 1e-7}
+    assert (found["n"], found["confidence"], found["baseline"], found["value"]) == (len(pairs), confidence, 0.1, 1.0)
+    assert found["mean_baseline"] == pytest.approx(before.mean(), **near)
+    assert found["mean_value"] == pytest.approx(after.mean(), **near)
+    assert found["difference"] == pytest.approx((after - before).mean(), **near)
+    if len(set((after - before).tolist())) == 1:  # SciPy divides by zero
+        assert found["ci_low"] == found["difference"] == found["ci_high"]
+    else:
+        interval = ttest_rel(after, before).confidence_interval(confidence)
+        assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high], **near)
+
+
+def test_numbers_far_from_zero_lose_nothing(tmp_path: Path) -> None:
+    before, after = 1e9 + np.array([0.0, 1.0, 2.0]), 1e9 + np.array([0.5, 1.25, 3.0])
+    found = only(losses(tmp_path, {0.1: before.tolist(), 1.0: after.tolist()}).effects_of("hooks.tame.norm"))
+    interval = ttest_rel(after, before).confidence_interval()
+    assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high], rel=1e-12)
+
+
+def test_one_pair_has_no_interval(tmp_path: Path) -> None:
+    found = only(losses(tmp_path, {0.1: [2.0], 1.0: [1.5]}).effects_of("hooks.tame.norm"))
+    assert (found["n"], found["difference"]) == (1, -0.5)
+    assert math.isnan(found["ci_low"])
+    assert math.isnan(found["ci_high"])
+
+
+@pytest.mark.parametrize("off", [0.0, 0.25])
+def test_pairs_that_all_differ_alike_have_an_interval_without_width(tmp_path: Path, off: float) -> None:
+    before = [1.5, 7.25, 3.0]
+    found = only(
+        losses(tmp_path, {0.1: before, 1.0: [number + off for number in before]}).effects_of("hooks.tame.norm")
+    )
+    assert (found["ci_low"], found["difference"], found["ci_high"]) == (off, off, off)
+
+
+def test_what_is_not_finite_or_not_there_is_counted_apart(tmp_path: Path) -> None:
+    nan, inf = math.nan, math.inf
+    before = [1.0, 2.0, nan, 1.0, -inf, None, 1.0, None]
+    after = [2.0, 4.0, 1.0, inf, inf, 1.0, None, None]
+    found = only(losses(tmp_path, {0.1: before, 1.0: after}).effects_of("hooks.tame.norm"))
+    assert (found["n"], found["not_finite"], found["one_sided"]) == (2, 3, 2)
+    assert (found["mean_baseline"], found["mean_value"], found["difference"]) == (1.5, 3.0, 1.5)
+    interval = ttest_rel([2.0, 4.0], [1.0, 2.0]).confidence_interval()
+    assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high])
+
+
+def test_where_no_pair_is_finite_there_is_no_number_but_a_row(tmp_path: Path) -> None:
+    found = only(losses(tmp_path, {0.1: [1.0, math.nan], 1.0: [math.inf, 1.0]}).effects_of("hooks.tame.norm"))
+    assert (found["n"], found["not_finite"]) == (0, 2)
+    assert found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]].isna().all()
+
+
+@given(numbers=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=2, max_size=12))
+def test_no_bound_is_ever_infinite(tmp_path_factory: pytest.TempPathFactory, numbers: list[float]) -> None:
+    half = len(numbers) // 2
+    run = losses(tmp_path_factory.mktemp("t"), {0.1: numbers[:half], 1.0: numbers[half : 2 * half]})
+    found = only(run.effects_of("hooks.tame.norm"))
+    assert not np.isinf(found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]].to_numpy(float)).any()
+    assert found["n"] + found["not_finite"] == half
+
+
+def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: Path) -> None:
+    """Against the same made with pandas, of all rows at once."""
+    random = np.random.default_rng(0)
+    for rate, norm, seed in product((0.1, 0.2), (0.1, 1.0, 10.0), (1, 2, 3)):
+        layers = ("a", "b", "only in one" if norm == 0.1 else "c")
+        rows = {
+            "stats": [
+                {"step": step, "layer": layer, "l2": random.normal(), "std": random.normal()}
+                for step in range(4)
+                for layer in layers
+            ],
+            "effects": [{"step": step, "hook": "tame", "norm_before": random.normal()} for step in range(4)],
+            "metrics": [{"step": step, "loss": random.normal()} for step in range(4)]
+            + [{"step": step, "phase": "eval", "loss": random.normal()} for step in (2, 4)],
+        }
+        config = {**clipped(norm), "optimizer": {"lr": rate}}
+        overrides = {"optimizer.lr": rate, "hooks.tame.norm": norm, "seed": seed}
+        job(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, overrides=overrides, rows=rows)
+    sweep = instrument.load(tmp_path)
+    found = sweep.effects_of("hooks.tame.norm", confidence=0.9)
+    assert list(found.columns) == [
+        "value", "baseline", "table", "phase", "hook", "layer", "kind", "role", "path",
+        *(["scope"] if "scope" in found else []), "statistic", "n", "mean_baseline", "mean_value", "difference", "ci_low",
+        "ci_high", "confidence", "not_finite", "one_sided",
+    ]  # fmt: skip
+    assert (len(found), set(found["value"]), set(found["n"])) == (2 * (2 * 2 + 1 + 2), {1.0, 10.0}, {6})
+
+    last = sweep.metrics[(sweep.metrics["phase"] == "train") | (sweep.metrics["step"] == 4)]
+    tables = {"stats": sweep.stats, "effects": sweep.effects, "metrics": last}
+    for one in found.to_dict("records"):
+        rows = tables[one["table"]]
+        for name in ("phase", "hook", "layer"):
+            rows = rows[rows[name] == one[name]] if name in rows else rows
+        keys = ["hooks.tame.norm", "optimizer.lr", "seed"]
+        mean = rows.groupby(keys)[one["statistic"]].mean()
+        before, after = mean[0.1], mean[one["value"]]
+        interval = ttest_rel(after, before).confidence_interval(0.9)
+        assert one["difference"] == pytest.approx((after - before).mean())
+        assert [one["ci_low"], one["ci_high"]] == pytest.approx([interval.low, interval.high])
+    assert list(found["table"].drop_duplicates()) == ["metrics", "stats", "effects"]
+    assert found.attrs["left_out"] == {}
+    assert len(found.attrs["pairs"]) == 12
+    assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
+
+
+def test_only_the_steps_that_are_asked_for_count(tmp_path: Path) -> None:
+    for norm, seed in product((0.1, 1.0), (1, 2)):
+        rows = {"metrics": [{"step": step, "loss": norm * step} for step in range(6)]}
+        job(tmp_path / f"{norm}-{seed}", config=clipped(norm), seed=seed, rows=rows)
+    sweep = instrument.load(tmp_path)
+    assert only(sweep.effects_of("hooks.tame.norm", steps=(2, 4)))["mean_value"] == 2.5
+    assert only(sweep.effects_of("hooks.tame.norm", steps=(4, None)))["mean_value"] == 4.5
+    assert sweep.effects_of("hooks.tame.norm", steps=(9, None)).empty
+
+
+def test_runs_in_no_pair_are_told_in_a_warning_and_listed(tmp_path: Path) -> None:
+    losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.0, 2.0, 3.0]})
+    job(tmp_path / "failed", config=clipped(1.0), status="failed")
+    with pytest.warns(instrument.InstrumentWarning) as caught:
+        frame = instrument.load(tmp_path).effects_of("hooks.tame.norm")
+    assert [str(warning.message) for warning in caught] == [
+        "2 of 6 runs are in no pair: no run with hooks.tame.norm=0.1 has seed 2 (1); it is not done, but failed (1). "
+        "attrs['left_out'] has them all"
+    ]
+    assert caught[0].filename == __file__
+    assert frame.attrs["left_out"] == {
+        "1.0-2": "no run with hooks.tame.norm=0.1 has seed 2",
+        "failed": "it is not done, but failed",
+    }
+
+
+def test_where_all_are_paired_nothing_is_warned_of(tmp_path: Path) -> None:
+    run = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.0, 2.0]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.effects_of("hooks.tame.norm")
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
+def test_a_confidence_that_is_none_is_told(tmp_path: Path, confidence: float) -> None:
+    run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
+    with pytest.raises(
+        instrument.InstrumentError, match=f"confidence: has to lie between 0 and 1\n    written  {confidence}"
+    ):
+        run.effects_of("hooks.tame.norm", confidence=confidence)
+
+
+def test_values_keep_their_types(tmp_path: Path) -> None:
+    run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
+    job(tmp_path / "none", config=clipped(None), rows={"metrics": [{"loss": 2.0}]})
+    frame = run.effects_of("hooks.tame.norm")
+    assert pd.api.types.is_float_dtype(frame["value"])
+    frame = instrument.load(tmp_path).effects_of("hooks.tame.norm")
+    assert (list(frame["value"]), list(frame["baseline"])) == ([0.1, 1.0], [None, None])
+    frame = instrument.load(tmp_path).effects_of("hooks.tame.norm", baseline=0.1)
+    assert (list(frame["value"]), list(frame["baseline"])) == ([1.0, None], [0.1, 0.1])
+
+
+def test_a_real_sweep_says_what_the_report_says(reported_sweep: instrument.Run) -> None:
+    frame = reported_sweep.effects_of("hooks.tame")
+    done = [info for info in reported_sweep.infos if info["status"] == "done"]
+    ends = {(info["overrides"]["hooks.tame"] is None, info["seed"]): info["metrics"]["loss"] for info in done}
+    differences = [ends[False, seed] - ends[True, seed] for seed in (1, 2)]
+    last = only(frame[(frame["table"] == "metrics") & (frame["phase"] == "eval") & (frame["statistic"] == "loss")])
+    assert (last["n"], last["baseline"]) == (2, None)
+    assert last["value"] == "{layers: ['**'], kind: parameter_grad, action: clip, norm: 0.01}"
+    assert last["difference"] == pytest.approx(np.mean(differences))
+    assert {"acts"} == set(frame[frame["table"] == "stats"]["hook"])
+    assert frame[frame["table"] == "effects"].empty  # what the hook itself did is in no run without it
+    failed = [
+        folder.name
+        for folder, info in zip(reported_sweep.folders, reported_sweep.infos, strict=True)
+        if info not in done
+    ]
+    assert list(frame.attrs["left_out"]) == failed

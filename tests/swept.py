@@ -1,0 +1,66 @@
+"""Sweeps made by hand: folders with a run.json and the rows that a test says, and no training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from instrument.capture.tables import TABLES, as_batch, as_table
+
+CLIP = {"layers": "a", "kind": "parameter_grad", "action": "clip", "norm": 1.0}
+SEEN = {"layers": "a", "kind": "forward", "action": "record"}
+PLACE = {
+    "phase": "train", "hook": "seen", "layer": "a", "module_type": "Linear", "kind": "forward", "role": "output", "path": "",
+}  # fmt: skip
+
+
+def row(table: str, **cells: Any) -> tuple[Any, ...]:
+    """A row: the cells that are given, usual ones where the table needs some, null elsewhere."""
+    usual = {"step": 0, "micro_step": 0, "epoch": 0, "rank": 0, "call": 0, "backward": 0, "recompute": False}
+    known = TABLES[table].names
+    assert set(cells) <= set(known)
+    there = {**usual, **PLACE, **cells}
+    labels = {column.name for column in TABLES[table].columns if pa.types.is_dictionary(column.type)}
+    return tuple(there.get(name, "" if name in labels else None) for name in known)
+
+
+def job(
+    folder: Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    seed: int | None = 0,
+    overrides: Mapping[str, Any] | None = None,
+    status: str = "done",
+    metrics: Mapping[str, Any] | None = None,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> Path:
+    """A run that ended.
+
+    Args:
+        folder: Where it is to be.
+        config: Its configuration, but for the seed.
+        seed: Its seed.
+        overrides: What the command line is to have said.
+        status: How it ended.
+        metrics: The last ones.
+        rows: The rows of each table, in cells.
+    """
+    folder.mkdir(parents=True)
+    info = {
+        "status": status,
+        "seed": seed,
+        "config": {**(config or {}), "seed": seed},
+        "overrides": dict(overrides or {}),
+        "metrics": dict(metrics or {}),
+    }
+    (folder / "run.json").write_text(json.dumps(info))
+    for table, cells in (rows or {}).items():
+        (folder / table).mkdir()
+        batch = as_batch(TABLES[table], [row(table, **one) for one in cells])
+        pq.write_table(as_table(TABLES[table], [batch]), folder / table / "part-0000-000000.parquet")
+    return folder
