@@ -15,6 +15,7 @@ from ..capture.tables import TABLES
 from ..errors import InstrumentError
 from .arrays import array_of
 from .files import RunFiles
+from .typed import typed_frame
 
 
 class NoRunError(InstrumentError):
@@ -44,8 +45,8 @@ def load(path: str | Path) -> Run:
 class Run:
     """What one run left, or several together.
 
-    Of a folder above runs, every table has further columns: `run`, the folder below the one that was opened, and one for each
-    override that any of them was started with, such as `hooks.tame.norm`.
+    Of a folder above runs, every table has further columns: `run`, the folder below the one that was opened, `seed`, and one
+    for each override that any of them was started with, such as `hooks.tame.norm`.
 
     Attributes:
         path: The folder that was opened.
@@ -90,7 +91,7 @@ class Run:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """A row a run: its folder, status, seed, overrides and last metrics."""
+        """A row a run: its folder, status, seed, overrides and last metrics, typed; what has parts is as it is."""
         rows = [
             {
                 "run": str(folder.relative_to(self.path)),
@@ -101,7 +102,7 @@ class Run:
             }
             for folder, info in zip(self.folders, self.infos, strict=True)
         ]
-        return pd.DataFrame(rows)
+        return typed_frame(rows)
 
     @cached_property
     def stats(self) -> pd.DataFrame:
@@ -252,10 +253,11 @@ class Run:
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []
-        for folder, info, files in zip(self.folders, self.infos, self._files, strict=True):
+        overrides = typed_frame([{"seed": info["seed"], **info["overrides"]} for info in self.infos])
+        for place, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
             frame: pd.DataFrame = _plain_labels(files.read(table, condition=condition)).to_pandas()
             if self._several:
-                _add_overrides(frame, str(folder.relative_to(self.path)), info["overrides"])
+                _add_overrides(frame, str(folder.relative_to(self.path)), overrides, place)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
 
@@ -268,12 +270,19 @@ def _plain_labels(table: pa.Table) -> pa.Table:
     return table
 
 
-def _add_overrides(frame: pd.DataFrame, run: str, overrides: dict[str, Any]) -> None:
-    """The run's folder and overrides as columns; one that is named like a column of the table becomes `override.<name>`."""
+def _add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place: int) -> None:
+    """The run's folder, seed and overrides as columns; one that is named like a column of the table becomes `override.<name>`.
+
+    Args:
+        frame: Rows of the run.
+        run: Its folder.
+        overrides: Those of all runs, so that a column has one type in all of them.
+        place: Of the run among them.
+    """
     frame.insert(0, "run", run)
-    for key, value in overrides.items():
+    for key, values in overrides.items():
         name = f"override.{key}" if key in frame.columns else key
-        frame[name] = pd.Series([value] * len(frame), index=frame.index)
+        frame[name] = values.iloc[[place] * len(frame)].set_axis(frame.index)
 
 
 def _counts(file: Path, root: Path) -> bool:

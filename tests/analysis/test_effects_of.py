@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 from swept import CLIP, job
@@ -40,6 +40,7 @@ def only(frame: pd.DataFrame) -> pd.Series:
     return frame.iloc[0]
 
 
+@settings(deadline=None, max_examples=30)
 @given(pairs=st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=12), confidence=st.sampled_from([0.5, 0.9, 0.99]))
 def test_the_interval_is_the_one_of_scipy(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]], confidence: float
@@ -99,6 +100,7 @@ def test_where_no_pair_is_finite_there_is_no_number_but_a_row(tmp_path: Path) ->
     assert found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]].isna().all()
 
 
+@settings(deadline=None, max_examples=30)
 @given(numbers=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=2, max_size=12))
 def test_no_bound_is_ever_infinite(tmp_path_factory: pytest.TempPathFactory, numbers: list[float]) -> None:
     half = len(numbers) // 2
