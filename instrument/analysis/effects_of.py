@@ -11,7 +11,7 @@ import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Mistake
 from .load import Run, load
-from .matching import Match, Matching, match, run_name
+from .matching import Matching, match, run_name
 from .means import MEASURED, NUMBERS, PLACE, Means, Steps, keys_of, means_of
 
 MOST_REASONS = 3  # of runs that are in no pair, in a warning
@@ -26,13 +26,16 @@ def effects_of(
     matching = match(run, key, baseline)
     _warn_of(run, matching)
     differences = {table: _Differences(table) for table in MEASURED}
-    for control, matches in _by_baseline(matching).items():
-        before = load(run.folders[control])
-        means = {table: means_of(before, table, steps) for table in MEASURED}
-        for found in matches:
-            after = load(run.folders[found.place])
-            for table in MEASURED:
-                differences[table].add(found.value, means[table], means_of(after, table, steps))
+    for seed in matching.by_seed():
+        for control, matches in seed.items():
+            before = load(run.folders[control])
+            means = {table: means_of(before, table, steps) for table in MEASURED}
+            for found in matches:
+                after = load(run.folders[found.place])
+                for table in MEASURED:
+                    differences[table].add(found.value, means[table], means_of(after, table, steps))
+        for table in MEASURED:
+            differences[table].end_seed()
     parts = [
         (found, table.frame(found, confidence))
         for found in dict.fromkeys(found.value for found in matching.matches)
@@ -46,14 +49,6 @@ def effects_of(
         "left_out": {run_name(run, place): why for place, why in matching.left_out.items()},
     }
     return frame
-
-
-def _by_baseline(matching: Matching) -> dict[int, list[Match]]:
-    """The matches by the run that they share, so that each run is read once."""
-    found: dict[int, list[Match]] = {}
-    for one in matching.matches:
-        found.setdefault(one.baseline, []).append(one)
-    return found
 
 
 def _warn_of(run: Run, matching: Matching) -> None:
@@ -73,10 +68,7 @@ def _cells(values: list[Any]) -> pd.Series:
 
 
 class _Differences:
-    """Paired differences at every place of one table, kept as counts, means and sums of squares: no run stays in memory.
-
-    Means and squares are carried on pair by pair: B. P. Welford, Technometrics 4 (1962), 419-420.
-    """
+    """Paired differences at every place of one table; what is kept of them does not grow with the runs."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -90,10 +82,15 @@ class _Differences:
         sums = self.sums.setdefault(value, _Sums(len(NUMBERS[self.table])))
         sums.add(*self._spread(before), *self._spread(after))
 
+    def end_seed(self) -> None:
+        """All pairs of a seed have been added."""
+        for sums in self.sums.values():
+            sums.end_seed()
+
     def frame(self, value: Any, confidence: float) -> pd.DataFrame:
         """A row for each place and statistic that any pair of the value has."""
         sums = self.sums[value]
-        rows, columns = np.nonzero(sums.paired + sums.not_finite)
+        rows, columns = np.nonzero(sums.pairs + sums.not_finite)
         labels = pd.DataFrame(list(self.places), columns=keys_of(self.table), dtype=object)
         where = labels.reindex(columns=list(PLACE)).iloc[rows].reset_index(drop=True)
         where.insert(0, "table", self.table)
@@ -111,46 +108,79 @@ class _Differences:
 
 
 class _Sums:
-    """What is kept of the pairs of one value; each array has the shape [places, columns], and grows with the places."""
+    """What is kept of the pairs of one value; the arrays grow with the places.
+
+    Means and squares are carried on number by number: B. P. Welford, Technometrics 4 (1962), 419-420.
+
+    Attributes:
+        pairs: Those that count, of all seeds; shape [places, columns], as all but the means.
+        not_finite: Those that do not, since a number is NaN or infinite.
+        one_sided: Those that do not, since one of the two has no number.
+        seeds: Those of which any pair counts.
+        squares: The sum over the seeds of the squared distance of the difference to its mean.
+        means: Over the seeds of the number before, after, and the difference; shape [3, places, columns].
+        of_seed: How many pairs of the present seed count.
+        means_of_seed: As `means`, over the pairs of the present seed.
+    """
 
     def __init__(self, columns: int) -> None:
-        self.paired, self.not_finite, self.one_sided = (np.zeros((0, columns), dtype=np.int64) for _ in range(3))
-        self.before, self.after, self.difference, self.squares = (np.zeros((0, columns)) for _ in range(4))
+        self.pairs, self.not_finite, self.one_sided = (np.zeros((0, columns), dtype=np.int64) for _ in range(3))
+        self.seeds, self.of_seed = (np.zeros((0, columns), dtype=np.int64) for _ in range(2))
+        self.squares = np.zeros((0, columns))
+        self.means, self.means_of_seed = (np.zeros((3, 0, columns)) for _ in range(2))
 
     def add(self, before: np.ndarray, has_before: np.ndarray, after: np.ndarray, has_after: np.ndarray) -> None:
         """One more pair: its numbers, and where it has any."""
-        for name, kept in vars(self).items():
-            setattr(self, name, np.pad(kept, ((0, len(before) - len(kept)), (0, 0))))
+        self._grow(len(before))
         with np.errstate(invalid="ignore", over="ignore"):
-            difference = after - before
-            counts = has_before & has_after & np.isfinite(difference)
-            self.paired += counts
-            paired = np.maximum(self.paired, 1)
-            off = np.where(counts, difference - self.difference, 0.0)
-            self.difference += off / paired
-            self.squares += np.where(counts, off * (difference - self.difference), 0.0)
-            self.before += np.where(counts, before - self.before, 0.0) / paired
-            self.after += np.where(counts, after - self.after, 0.0) / paired
-        self.not_finite += has_before & has_after & ~counts
+            numbers = np.stack([before, after, after - before])
+        both = has_before & has_after
+        counts = both & np.isfinite(numbers[2])
+        self.not_finite += both & ~counts
         self.one_sided += has_before ^ has_after
+        self.pairs += counts
+        self.of_seed += counts
+        self.means_of_seed += _step(numbers, self.means_of_seed, self.of_seed, counts)
+
+    def end_seed(self) -> None:
+        """The pairs of the present seed are one number from now on."""
+        counts = self.of_seed > 0
+        self.seeds += counts
+        off = self.means_of_seed[2] - self.means[2]
+        self.means += _step(self.means_of_seed, self.means, self.seeds, counts)
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
+        self.of_seed[:], self.means_of_seed[:] = 0, 0.0
 
     def told(self, confidence: float) -> dict[str, np.ndarray]:
-        """The columns of numbers, null where too few pairs count."""
+        """The columns of numbers; null where there are too few."""
         from scipy.special import stdtrit
 
-        freedom = np.maximum(self.paired - 1, 1)
-        width = stdtrit(freedom, 1 - (1 - confidence) / 2) * np.sqrt(
-            self.squares / freedom / np.maximum(self.paired, 1)
-        )
-        any_pair, several = self.paired > 0, (self.paired > 1) & np.isfinite(width)
+        freedom = np.maximum(self.seeds - 1, 1)
+        width = stdtrit(freedom, (1 + confidence) / 2) * np.sqrt(self.squares / freedom / np.maximum(self.seeds, 1))
+        several = (self.seeds > 1) & np.isfinite(width)
+        before, after, difference = np.where(self.seeds > 0, self.means, np.nan)
         return {
-            "n": self.paired,
-            "mean_baseline": np.where(any_pair, self.before, np.nan),
-            "mean_value": np.where(any_pair, self.after, np.nan),
-            "difference": np.where(any_pair, self.difference, np.nan),
-            "ci_low": np.where(several, self.difference - width, np.nan),
-            "ci_high": np.where(several, self.difference + width, np.nan),
-            "confidence": np.full(self.paired.shape, confidence),
+            "n": self.seeds,
+            "mean_baseline": before,
+            "mean_value": after,
+            "difference": difference,
+            "ci_low": np.where(several, difference - width, np.nan),
+            "ci_high": np.where(several, difference + width, np.nan),
+            "confidence": np.full(width.shape, confidence),
+            "pairs": self.pairs,
             "not_finite": self.not_finite,
             "one_sided": self.one_sided,
         }
+
+    def _grow(self, places: int) -> None:
+        for name, kept in vars(self).items():
+            more = np.zeros((*kept.shape[:-2], places - kept.shape[-2], kept.shape[-1]), kept.dtype)
+            setattr(self, name, np.concatenate([kept, more], axis=-2))
+
+
+def _step(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """By how much means change with one more number each, where it counts."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        changes: np.ndarray = np.where(counts, numbers - means, 0.0) / np.maximum(count, 1)
+    return changes

@@ -196,12 +196,15 @@ class Run:
 
         Runs that are done are paired where they have the same seed, and the same configuration but for this key, for what
         does not change a training, and for hooks that record. Each is one number at each place: the mean over its steps; of
-        the evaluations' metrics the last one's. The interval is Student's for the mean of n paired differences d,
+        the evaluations' metrics the last one's. The interval is Student's for the mean of n differences d, one a seed,
 
             mean(d) ± t((1 + confidence) / 2, n - 1) * s(d) / sqrt(n)
 
         where s(d) is their standard deviation, with n - 1, and t(p, m) the p-quantile of Student's distribution with m
         degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2, https://doi.org/10.18434/M32189.
+        Where other keys differ too, a seed's difference is the mean of those of its pairs: runs of one seed begin with the same
+        weights and see the same data, and counted as if they were independent they would make the interval too narrow
+        (S. H. Hurlbert, Ecological Monographs 54 (1984), 187-211).
 
         Args:
             key: `hooks.tame.norm`; a whole hook, `hooks.tame`; `optimizer.lr`; a group, `model`.
@@ -212,11 +215,11 @@ class Run:
 
         Returns:
             A row for each value, place and statistic that any pair has: `value` and `baseline` of the key (YAML of what has
-            parts); `table`, `phase`, `hook`, `layer`, `kind`, `role`, `path`, `scope`, `statistic`; `n`, the pairs that count,
+            parts); `table`, `phase`, `hook`, `layer`, `kind`, `role`, `path`, `scope`, `statistic`; `n`, the seeds that count,
             their `mean_baseline`, `mean_value` and `difference`, the mean of value - baseline; `ci_low` and `ci_high`, null of
-            one pair; `confidence`; `not_finite`, the pairs that do not count because a number is NaN or infinite;
-            `one_sided`, those of which one run alone has a number. `attrs["pairs"]` has each pair as (value, run, run of the
-            baseline), `attrs["left_out"]` why a run is in none, by run.
+            one seed; `confidence`; `pairs` that count; `not_finite`, those that do not because a number is NaN or infinite;
+            `one_sided`, those that do not because one run alone has a number. `attrs["pairs"]` has each pair as (value, run,
+            run of the baseline), `attrs["left_out"]` why a run is in none, by run.
 
         Raises:
             InstrumentError: The runs do not differ there, there is no such key or value, or no two runs can be paired.

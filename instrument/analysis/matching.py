@@ -22,11 +22,13 @@ class Match:
         value: What the one has there: a number, a word, None; YAML of what has parts; the group's option where it is one.
         place: Its place among the runs.
         baseline: The place of the one that it is compared with.
+        seed: Of both.
     """
 
     value: Any
     place: int
     baseline: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Matching:
     baseline: Any
     matches: list[Match]
     left_out: dict[int, str]
+
+    def by_seed(self) -> list[dict[int, list[Match]]]:
+        """The matches of each seed, by the baseline's run that they share: so that each run is looked at once."""
+        seeds: dict[int, dict[int, list[Match]]] = {}
+        for found in self.matches:
+            seeds.setdefault(found.seed, {}).setdefault(found.baseline, []).append(found)
+        return list(seeds.values())
 
 
 def match(run: Run, key: str, baseline: Any = None) -> Matching:
@@ -72,7 +81,7 @@ def match(run: Run, key: str, baseline: Any = None) -> Matching:
             if partner is None:
                 left_out[training.place] = _why_alone(training, base.members, key, told)
             else:
-                matches.append(Match(group.told, training.place, partner.place))
+                matches.append(Match(group.told, training.place, partner.place, training.seed))
     used = {found.baseline for found in matches}
     alone = "no run with another value has its seed and the rest of its configuration"
     left_out |= {control.place: alone for control in base.members if control.place not in used}

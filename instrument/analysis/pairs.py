@@ -27,7 +27,7 @@ class Pair:
     settings: str
     treated: int
     control: int
-    seed: int | None
+    seed: int
 
 
 def pairs(run: Run) -> list[Pair]:

@@ -14,7 +14,16 @@ from ..errors import ConfigError
 from ..spec.parse import parse_hooks
 from .load import Run
 
-INERT = ("quiet", "plan", "resume", "sink", "budget", "name", "report")  # root keys that do not change a training
+INERT = (
+    "quiet",
+    "plan",
+    "resume",
+    "sink",
+    "budget",
+    "name",
+    "report",
+    "objective",
+)  # root keys that do not change a training
 DONE = "done"
 HOOKS = "hooks"
 EXACT_BELOW = 2**53  # a float that is a whole number below this is that number
@@ -33,7 +42,7 @@ class Training:
     """
 
     place: int
-    seed: int | None
+    seed: int
     rest: dict[str, Any]
     hooks: dict[str, dict[str, Any]]
     interventions: dict[str, dict[str, Any]]
@@ -71,6 +80,8 @@ def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
             left_out[place] = f"it is not done, but {info['status']}"
         elif not isinstance(config, Mapping):
             left_out[place] = "its run.json has no configuration"
+        elif info["seed"] is None:
+            left_out[place] = "its run.json has no seed"
         elif (specs := _hooks(config)) is None:
             left_out[place] = "its hooks are of another version"
         else:

@@ -133,9 +133,10 @@ def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: P
     assert list(found.columns) == [
         "value", "baseline", "table", "phase", "hook", "layer", "kind", "role", "path",
         *(["scope"] if "scope" in found else []), "statistic", "n", "mean_baseline", "mean_value", "difference", "ci_low",
-        "ci_high", "confidence", "not_finite", "one_sided",
+        "ci_high", "confidence", "pairs", "not_finite", "one_sided",
     ]  # fmt: skip
-    assert (len(found), set(found["value"]), set(found["n"])) == (2 * (2 * 2 + 1 + 2), {1.0, 10.0}, {6})
+    assert (len(found), set(found["value"])) == (2 * (2 * 2 + 1 + 2), {1.0, 10.0})
+    assert (set(found["n"]), set(found["pairs"])) == ({3}, {6})
 
     last = sweep.metrics[(sweep.metrics["phase"] == "train") | (sweep.metrics["step"] == 4)]
     tables = {"stats": sweep.stats, "effects": sweep.effects, "metrics": last}
@@ -143,8 +144,8 @@ def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: P
         rows = tables[one["table"]]
         for name in ("phase", "hook", "layer"):
             rows = rows[rows[name] == one[name]] if name in rows else rows
-        keys = ["hooks.tame.norm", "optimizer.lr", "seed"]
-        mean = rows.groupby(keys)[one["statistic"]].mean()
+        by_run = rows.groupby(["hooks.tame.norm", "seed", "optimizer.lr"])[one["statistic"]].mean()
+        mean = by_run.groupby(level=["hooks.tame.norm", "seed"]).mean()
         before, after = mean[0.1], mean[one["value"]]
         interval = ttest_rel(after, before).confidence_interval(0.9)
         assert one["difference"] == pytest.approx((after - before).mean())
@@ -153,6 +154,19 @@ def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: P
     assert found.attrs["left_out"] == {}
     assert len(found.attrs["pairs"]) == 12
     assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
+
+
+def test_runs_of_one_seed_are_no_more_proof_than_one_of_them(tmp_path: Path) -> None:
+    """An override that changes nothing leaves the interval as it is."""
+    for copies, folder in ((1, tmp_path / "once"), (4, tmp_path / "again")):
+        for copy, seed, (norm, off) in product(range(copies), (1, 2, 3), ((0.1, 0.0), (1.0, 0.5))):
+            rows = {"metrics": [{"loss": seed**2 * (1 + off)}]}
+            config = {**clipped(norm), "data": {"root": str(copy)}}
+            job(folder / f"{copy}-{norm}-{seed}", config=config, seed=seed, rows=rows)
+    once, again = (only(instrument.load(tmp_path / name).effects_of("hooks.tame.norm")) for name in ("once", "again"))
+    assert (once["n"], once["pairs"], again["n"], again["pairs"]) == (3, 3, 3, 12)
+    for name in ("mean_baseline", "mean_value", "difference", "ci_low", "ci_high"):
+        assert again[name] == pytest.approx(once[name])
 
 
 def test_only_the_steps_that_are_asked_for_count(tmp_path: Path) -> None:

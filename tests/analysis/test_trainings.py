@@ -80,12 +80,14 @@ def test_a_run_that_cannot_be_compared_says_why(tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "run.json").write_text('{"status": "done"}')
     job(tmp_path / "3")
+    job(tmp_path / "4", seed=None)
     found, left_out = trainings(instrument.load(tmp_path))
     assert [training.place for training in found] == [3]
     assert left_out == {
         0: "it is not done, but failed",
         1: "its hooks are of another version",
         2: "its run.json has no configuration",
+        4: "its run.json has no seed",
     }
 
 
