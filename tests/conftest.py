@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ("reported",)
+pytest_plugins = ("reported", "buckets")
 
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")

@@ -105,6 +105,10 @@ class SinkConfig(Spec):
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="Where nothing can be written any more: stop, or go on training without recording."
     )
+    remote: str | None = Field(
+        None,
+        description="An address such as s3://bucket/prefix, below which the run's files are sent too; no credentials.",
+    )
     tensorboard: bool = Field(False, description="The same rows for TensorBoard too, in the run's folder.")
     wandb: bool = Field(False, description="The same rows for Weights & Biases too, where its environment says.")
     mlflow: bool = Field(False, description="The same rows for MLflow too, where its environment says.")

@@ -1,0 +1,98 @@
+"""A run's second place: what `sink.remote` says, while the run goes on and when it is over."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from ..capture.ranks import RANK
+from ..errors import ConfigError, Mistake
+from ..plan.printed import human_bytes
+from ..sinks.remote import REMOTE, RemoteFolder, check_remote, place_of, told
+from ..sinks.upload import Sent, Upload, take_back
+from .terminal import Terminal
+
+
+class RemoteCopy:
+    """Sends a run to a remote folder, beside it and behind it; does nothing where none is asked for.
+
+    Args:
+        folder: The run's folder.
+        remote: The address that runs lie below; None: none is asked for.
+        terminal: Where it is told what was sent, and what was not.
+
+    Attributes:
+        address: Of the run's own folder there.
+
+    Raises:
+        ConfigError: The address is none, or a package is missing.
+    """
+
+    def __init__(self, folder: Path, remote: str | None, terminal: Terminal) -> None:
+        self.folder = folder
+        self.terminal = terminal
+        check_remote(remote)
+        self.address = None if remote is None else place_of(folder, remote)
+        self._remote = None if self.address is None else RemoteFolder(self.address, REMOTE)
+        self._upload: Upload | None = None
+
+    def take_back(self, parts: Mapping[str, int]) -> None:
+        """Of a run that goes on, take away what was sent of the steps that are done again.
+
+        Args:
+            parts: How many parts of each table stay.
+
+        Raises:
+            ConfigError: They cannot be taken away.
+        """
+        if self._remote is None:
+            return
+        try:
+            take_back(self._remote, RANK, parts)
+        except Exception as error:  # of many kinds: whatever a client raises
+            problem = f"rows of steps that are done again cannot be taken back there: {told(error)}"
+            raise ConfigError(Mistake(REMOTE, problem, written=self.address)) from None
+
+    def begin(self) -> None:
+        """The run is about to make its first step.
+
+        Raises:
+            ConfigError: The place cannot be written, or holds another run.
+        """
+        if self._remote is not None:
+            self._upload = Upload(self.folder, self._remote, rank=RANK)
+            self._upload.begin()
+
+    def messages(self) -> list[str]:
+        """What has gone wrong, or right again, since this was asked last."""
+        return [] if self._upload is None else self._upload.messages()
+
+    def __enter__(self) -> RemoteCopy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The run is over, however it ended: send what is left."""
+        if self._upload is None or self._upload.is_refused:
+            return
+        try:
+            sent = self._upload.end()
+        except KeyboardInterrupt:
+            self._tell(Sent(missing={"": "interrupted"}))
+            raise
+        self._tell(sent)
+
+    def _tell(self, sent: Sent) -> None:
+        if sent.missing:
+            name, problem = next(iter(sent.missing.items()))
+            first = f"{name}: {problem}" if name else problem
+            more = f", and {len(sent.missing) - 1} more" if len(sent.missing) > 1 else ""
+            command = f"python -m instrument.upload {shlex.quote(str(self.folder))}"
+            self.terminal.warn(f"not all is in {self.address} ({first}{more}); what is missing is sent by: {command}")
+        elif RANK == 0 and not (self.terminal.quiet or self.terminal.brief):
+            self.terminal.console.print(
+                f"remote      {self.address}  ({human_bytes(sent.bytes)} sent)", soft_wrap=True, markup=False
+            )

@@ -1,0 +1,217 @@
+"""Folders behind an address, such as `s3://bucket/prefix`: whatever fsspec has a protocol for.
+
+Credentials come from the environment and from fsspec's own configuration. An address has none: it is written down.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import ConfigError, InstrumentError, Mistake
+
+# Where a file is there as a whole or not at all; elsewhere it is sent aside and moved.
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"})
+EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+}  # by protocol; the others need fsspec and their own package
+REMOTE = "sink.remote"  # what a run's remote folder is asked for by
+ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
+CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in fsspec's own configuration"
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
+_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # what pathlib makes of an address
+_SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
+
+
+def is_address(path: object) -> bool:
+    """Whether a folder is named by an address rather than by a path; also where pathlib has made it `s3:/bucket`."""
+    return "://" in str(path) or _COLLAPSED.match(str(path)) is not None
+
+
+def check_address(address: str, where: str) -> None:
+    """Make sure that an address is one, and has nothing in it that is not to be written down.
+
+    Raises:
+        ConfigError: It is not; one with credentials is not repeated.
+    """
+    refuse_secret(address, where)
+    found = _ADDRESS.fullmatch(address)
+    if found is None or "::" in address:
+        raise ConfigError(Mistake(where, "this is no address of a folder", written=address, allowed=ALLOWED))
+    from fsspec.registry import available_protocols
+
+    if found[1] not in available_protocols():
+        known = sorted(available_protocols())
+        raise ConfigError(Mistake(where, "fsspec has no such protocol", written=address, allowed=known))
+
+
+def refuse_secret(text: str, where: str) -> None:
+    """Stop at an address with credentials in it, without repeating it.
+
+    Args:
+        text: The address, or what holds it.
+        where: What the user says it by.
+
+    Raises:
+        ConfigError: There are credentials.
+    """
+    if _SECRET.search(text):
+        problem = "an address is written into run.json and logs: it may hold no password, key or query"
+        raise ConfigError(Mistake(where, problem, allowed=f"{ALLOWED}; {CREDENTIALS}"))
+
+
+def filesystem(address: str, where: str) -> tuple[Any, str]:
+    """fsspec's file system for an address, and the path of the folder in it.
+
+    Raises:
+        ConfigError: The address is none, or a package is missing.
+    """
+    try:
+        import fsspec
+    except ImportError:
+        allowed = "pip install 'instrument[remote]'"
+        raise ConfigError(Mistake(where, "remote folders need fsspec", written=address, allowed=allowed)) from None
+    check_address(address, where)
+    protocol = address.partition("://")[0]
+    try:
+        return fsspec.core.url_to_fs(address, **_options(protocol))  # type: ignore[no-any-return]
+    except (ImportError, ValueError) as error:
+        extra = EXTRAS.get(protocol)
+        allowed = f"pip install 'instrument[{extra}]'" if extra else "the package that fsspec names"
+        problem = f"{protocol}:// cannot be had: {error}"
+        raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
+
+
+def check_remote(remote: str | None) -> None:
+    """Make sure that `sink.remote`, where it is asked for, can be meant: before anything of it is written down.
+
+    Raises:
+        ConfigError: The address is none or has credentials in it, or a package is missing.
+    """
+    if remote is not None:
+        filesystem(remote, REMOTE)
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """Storage options. botocore draws from Python's random numbers before it tries again, and these are the run's own: it
+    does not try again, since that is done here."""
+    if EXTRAS.get(protocol) != "s3":
+        return {}
+    from fsspec.config import conf
+
+    return {"config_kwargs": {**conf.get("s3", {}).get("config_kwargs", {}), "retries": {"max_attempts": 0}}}
+
+
+def folder_at(path: str | Path, where: str = "") -> Path:
+    """A folder to read from, by its path or its address; the latter has pathlib's interface too.
+
+    Raises:
+        ConfigError: The address is none, or a package is missing.
+    """
+    address = str(path)
+    if not is_address(address):
+        return Path(path)
+    address = _COLLAPSED.sub(r"\1://", address) if "://" not in address else address
+    filesystem(address, where)
+    try:
+        from upath import UPath
+    except ImportError:
+        allowed = "pip install 'instrument[remote]'"
+        problem = "remote folders are read with universal_pathlib"
+        raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
+    return cast(Path, UPath(address, **_options(address.partition("://")[0])))
+
+
+def place_of(folder: Path, remote: str) -> str:
+    """The address of a run's folder: below `remote` as the folder lies below `runs`, or below the folder above a sweep's.
+
+    A folder that lies in neither has its name there.
+    """
+    parts = folder.resolve().parts
+    if "runs" in parts[:-1]:
+        below = parts[len(parts) - 1 - parts[-2::-1].index("runs") :]
+    elif (folder.parent / "multirun.yaml").exists():
+        below = parts[-2:]
+    else:
+        below = parts[-1:]
+    return "/".join([remote.rstrip("/"), *below])
+
+
+def told(error: Exception, most: int = 300) -> str:
+    """What went wrong, in a line, without the credentials that an endpoint's address may hold."""
+    text = str(error).strip().partition("\n")[0]
+    return re.sub(r"//[^/@\s]*@", "//", f"{type(error).__name__}: {text}")[:most]
+
+
+class RemoteFolder:
+    """A folder behind an address.
+
+    Args:
+        address: Without credentials.
+        where: What the user says it by.
+
+    Raises:
+        ConfigError: The address is none, or a package is missing.
+        Exception: From the methods, of many kinds: whatever a client raises where it cannot be reached.
+    """
+
+    def __init__(self, address: str, where: str) -> None:
+        self.address = address.rstrip("/")
+        self.where = where
+        self._files, root = filesystem(self.address, where)
+        self._root = root.rstrip("/")
+        self._whole = self.address.partition("://")[0] in OBJECT_STORES
+
+    def sizes(self) -> dict[str, int]:
+        """The files that are there, by their path below the folder, with their bytes."""
+        self._files.invalidate_cache()
+        try:
+            found = self._files.find(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {name[len(self._root) + 1 :]: info["size"] for name, info in found.items()}
+
+    def put(self, file: Path, name: str) -> None:
+        """Send a file; it is there when all of it is, and in the place of another one of the name."""
+        path = f"{self._root}/{name}"
+        if self._whole:
+            self._files.put_file(str(file), path)
+            return
+        above, _, last = path.rpartition("/")
+        aside = f"{above}/.{last}.tmp"
+        self._files.makedirs(above, exist_ok=True)
+        self._files.put_file(str(file), aside)
+        self._files.mv(aside, path)
+
+    def read(self, name: str) -> bytes | None:
+        """What a file holds; None where there is none."""
+        try:
+            return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Take files away."""
+        for name in names:
+            self._files.rm_file(f"{self._root}/{name}")
+
+
+def refuse_address(path: Path, where: str) -> None:
+    """A run writes to a folder of this machine, whatever becomes of it afterwards.
+
+    Raises:
+        ConfigError: It is an address.
+    """
+    if is_address(path):
+        problem = "a run is written to a folder of this machine, from where it can be sent on"
+        raise ConfigError(Mistake(where, problem, allowed="sink.remote=protocol://place/folder"))
+
+
+class UploadError(InstrumentError):
+    """A remote folder holds what cannot be of this run; nothing there is overwritten."""

@@ -1,0 +1,82 @@
+"""`python -m instrument.upload RUN [REMOTE]`: the files of a run, or of all runs below a folder, sent to a remote one.
+
+What is there already is not sent again. Without REMOTE a run goes where its `sink.remote` says; with it, below REMOTE as it
+lies below `runs`. A run that was killed has its journals turned into Parquet first.
+
+Exit code 0: all is there; 1: something is not, or the run is still running; 2: a mistake in what was asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .analysis.load import NoRunError, load
+from .errors import ConfigError, InstrumentError, Mistake
+from .plan.printed import human_bytes
+from .run.folder import mark_killed, read_record
+from .sinks.lock import is_locked
+from .sinks.recovery import recover
+from .sinks.remote import RemoteFolder, place_of, told
+from .sinks.upload import send_all
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m instrument.upload", description="Send runs to a remote folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one above several")
+    parser.add_argument(
+        "remote", metavar="REMOTE", nargs="?", help="such as s3://bucket/prefix; the run's own without it"
+    )
+    asked = parser.parse_args(arguments)
+    try:
+        places = [(folder, _remote(folder, asked.remote)) for folder in load(asked.run).folders]
+    except (NoRunError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return max(_send(folder, remote) for folder, remote in places)
+
+
+def _remote(folder: Path, remote: str | None) -> RemoteFolder:
+    if remote is not None:
+        return RemoteFolder(place_of(folder, remote), "REMOTE")
+    address = read_record(folder, "RUN").get("remote")
+    if not address:
+        raise ConfigError(
+            Mistake(
+                "REMOTE",
+                "the run has no remote folder of its own: it was started without",
+                written=str(folder),
+                allowed="python -m instrument.upload RUN s3://bucket/prefix",
+            )
+        )
+    return RemoteFolder(address, "RUN")
+
+
+def _send(folder: Path, remote: RemoteFolder) -> int:
+    running = is_locked(folder)
+    try:
+        if not running:
+            recover(folder)
+            mark_killed(folder)
+        sent = send_all(folder, remote)
+    except InstrumentError as error:
+        print(f"{folder}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:  # of many kinds: whatever a client raises
+        print(f"{folder}: {remote.address}: {told(error)}", file=sys.stderr)
+        return 1
+    print(
+        f"{folder}: {f'{sent.files} files sent' if sent.files else 'all is there already'}, {human_bytes(sent.bytes)}, to {remote.address}"
+    )
+    for name, problem in sent.missing.items():
+        print(f"{folder}: {name} is not there: {problem}", file=sys.stderr)
+    if running:
+        print(f"{folder}: still running; what is in its journals is left for later", file=sys.stderr)
+    return 1 if sent.missing or running else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Runs that are sent to a bucket on a local S3 server while they go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from buckets import KEY, SECRET
+
+import instrument
+from instrument.run.checkpoint import Checkpoints
+from instrument.sinks import upload
+from instrument.sinks.remote import RemoteFolder
+from instrument.upload import main
+
+Cli = Callable[..., Any]
+TINY = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "train.steps=6"]
+
+
+def names(address: str) -> set[str]:
+    return set(RemoteFolder(address, "").sizes())
+
+
+def local(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_is_there_when_it_is_over(cli: Cli, bucket: str) -> None:
+    answer = cli(*TINY, f"sink.remote={bucket}/some", "hydra.run.dir=runs/tiny/one")
+    assert (answer.code, answer.err) == (0, "")
+    assert f"remote      {bucket}/some/tiny/one" in answer.out
+    assert names(f"{bucket}/some/tiny/one") == local(Path("runs/tiny/one")) - {".lock"}
+    info = json.loads(RemoteFolder(f"{bucket}/some/tiny/one", "").read("run.json") or b"")
+    assert (info["status"], info["remote"]) == ("done", f"{bucket}/some/tiny/one")
+
+
+def test_a_run_without_a_remote_folder_says_so(cli: Cli) -> None:
+    cli(*TINY, "hydra.run.dir=out")
+    assert json.loads(Path("out/run.json").read_text())["remote"] is None
+
+
+def test_jobs_of_a_sweep_lie_there_as_they_do_here(cli: Cli, bucket: str) -> None:
+    answer = cli("-m", *TINY, f"sink.remote={bucket}", "seed=1,2", "hydra.sweep.dir=runs/tiny/sweep_1")
+    assert answer.code == 0, answer.err
+    assert {name for name in names(bucket) if name.endswith("run.json")} == {
+        "tiny/sweep_1/0/run.json",
+        "tiny/sweep_1/1/run.json",
+    }
+
+
+def test_the_secret_is_nowhere(cli: Cli, bucket: str) -> None:
+    answer = cli(*TINY, f"sink.remote={bucket}", "train.checkpoint.every=3", "hydra.run.dir=out", "report=true")
+    assert answer.code == 0, answer.err
+    written = [file.read_bytes() for file in Path("out").rglob("*") if file.is_file()]
+    sent = RemoteFolder(f"{bucket}/out", "")
+    written += [sent.read(name) or b"" for name in sent.sizes()]
+    assert len(written) > 20
+    for secret in (KEY, SECRET):
+        assert not [content for content in written if secret.encode() in content]
+        assert secret not in answer.out + answer.err
+
+
+@pytest.mark.parametrize("more", [[], ["-m", "seed=1,2"], ["-m", "sink.remote=memory://x,s3://k:hushhush@b"]])
+def test_credentials_in_the_address_stop_it_before_anything_is_written(cli: Cli, more: list[str]) -> None:
+    remote = [] if any("remote" in argument for argument in more) else ["sink.remote=s3://k:hushhush@b"]
+    answer = cli(*more, *TINY, *remote)
+    assert answer.code == 2
+    assert "sink.remote: an address is written into run.json" in answer.err
+    assert "hushhush" not in answer.out + answer.err
+    assert not [file for file in Path().rglob("*") if file.is_file() and b"hushhush" in file.read_bytes()]
+    assert not list(Path().rglob("run.json"))
+
+
+def test_credentials_in_an_experiment_s_file_stop_it_too(cli: Cli) -> None:
+    Path("conf/exp").mkdir(parents=True)
+    Path("conf/exp/mine.yaml").write_text("# @package _global_\nsink: {remote: 's3://k:hushhush@b'}\n")
+    for more in ([], ["-m", "seed=1,2"]):
+        answer = cli(*more, *TINY, "+exp=mine")
+        assert (answer.code, "hushhush" in answer.out + answer.err) == (2, False)
+    assert not list(Path().rglob("run.json"))
+
+
+def test_a_bucket_that_is_not_there_costs_no_step(cli: Cli, bucket: str) -> None:
+    answer = cli(*TINY, "sink.remote=s3://elsewhere", "hydra.run.dir=out")
+    assert answer.code == 2
+    assert "sink.remote: this place cannot be written: FileNotFoundError" in answer.err
+    assert json.loads(Path("out/run.json").read_text())["status"] == "failed"
+    assert len(instrument.load("out").metrics) == 0
+
+
+def test_another_run_s_place_is_refused(cli: Cli, bucket: str) -> None:
+    assert cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=a/out").code == 0
+    answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=b/out", "seed=1")
+    assert answer.code == 2
+    assert "holds another run already, and none is ever overwritten" in answer.err
+
+
+def test_a_run_goes_on_where_nobody_answers_and_is_sent_later(
+    cli: Cli, bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
+    assert answer.code == 0
+    told = re.sub(r"\s+", " ", answer.out)
+    assert f"warning {bucket}/out: EndpointConnectionError" in told
+    assert "what is missing is sent by: python -m instrument.upload out" in told
+    (event,) = instrument.load("out").events.query("rule == 'remote'").message
+    assert event.endswith("it is tried again, all is in out")
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    assert main(["out"]) == 0
+    assert names(f"{bucket}/out") == local(Path("out")) - {".lock"}
+    assert "files sent, " in capfd.readouterr().out
+    assert main(["out"]) == 0
+    assert "all is there already" in capfd.readouterr().out
+
+
+def test_a_failed_run_is_sent_too(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Checkpoints, "save", fail)
+    answer = cli(*TINY, f"sink.remote={bucket}", "train.checkpoint.every=3", "hydra.run.dir=out")
+    assert answer.code == 1
+    info = json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")
+    assert info["status"] == "failed"
+    assert names(f"{bucket}/out") == local(Path("out")) - {".lock"}
+
+
+@pytest.fixture
+def broken(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> RemoteFolder:
+    """The remote folder of a run that failed, two steps behind its last checkpoint."""
+    save = Checkpoints.save
+
+    def fail(self: Checkpoints, experiment: Any, probe: Any, *rest: Any) -> None:
+        if probe.step == 6:
+            raise RuntimeError("broken")
+        save(self, experiment, probe, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", fail)
+        remote = ["train.checkpoint.every=2", f"sink.remote={bucket}", "hydra.run.dir=out"]
+        assert cli(*TINY, *remote).code == 1
+    return RemoteFolder(f"{bucket}/out", "")
+
+
+def test_steps_that_are_done_again_are_taken_back_there_too(cli: Cli, broken: RemoteFolder) -> None:
+    before = {name: broken.read(name) for name in broken.sizes() if name.startswith("metrics/")}
+    answer = cli("resume=out")
+    assert answer.code == 0, answer.err
+    parts = {name for name in local(Path("out")) if name.endswith(".parquet")}
+    assert {name for name in broken.sizes() if name.endswith(".parquet")} == parts
+    after = {name: broken.read(name) for name in broken.sizes() if name.startswith("metrics/")}
+    assert after == {name: (Path("out") / name).read_bytes() for name in after}
+    assert before != after
+
+
+def test_a_run_does_not_go_on_where_its_rows_cannot_be_taken_back(
+    cli: Cli, broken: RemoteFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = len(instrument.load("out").metrics)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    answer = cli("resume=out")
+    assert answer.code == 2
+    assert "rows of steps that are done again cannot be taken back there: EndpointConnectionError" in answer.err
+    assert len(instrument.load("out").metrics) == rows
+
+
+def test_a_run_that_was_interrupted_is_sent(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("instrument.run.runner._Training._keep", stop)
+    assert cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out").code == 130
+    assert json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")["status"] == "interrupted"

@@ -1,0 +1,175 @@
+"""Remote folders: which addresses there are, what may stand in them, and files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.registry import _registry
+
+from instrument import ConfigError
+from instrument.sinks.remote import (
+    RemoteFolder,
+    check_address,
+    filesystem,
+    folder_at,
+    is_address,
+    place_of,
+    refuse_address,
+    told,
+)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/runs", "memory://x", Path("s3://bucket/runs"), "file:///tmp/x"])
+def test_an_address_is_one(path: object) -> None:
+    assert is_address(path)
+
+
+@pytest.mark.parametrize("path", ["runs/mine", "/runs/mine", Path("runs"), "C:/runs", "a:b/c", "runs/12:30:00"])
+def test_a_path_is_none(path: object) -> None:
+    assert not is_address(path)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://AKIAKEY:hushhush@bucket/runs",
+        "s3://AKIAKEY:hush/hush+hush@bucket/runs",
+        "sftp://me:hushhush@host/runs",
+        "https://host/runs?X-Amz-Signature=hushhush",
+        "az://box/runs#hushhush",
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) -> None:
+    with pytest.raises(ConfigError, match="an address is written into run.json") as refused:
+        check_address(address, "sink.remote")
+    assert "hush" not in str(refused.value)
+    assert "AKIAKEY" not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["sftp://me@host/runs", "s3://bucket/a:b/c", "s3://bucket"])
+def test_names_and_colons_are_no_credentials(address: str) -> None:
+    check_address(address, "sink.remote")
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("bucket/runs", "no address of a folder"),
+        ("s3://", "no address of a folder"),
+        ("simplecache::s3://bucket", "no address of a folder"),
+        ("s4://bucket", "no such protocol"),
+    ],
+)
+def test_what_is_no_address_is_told(address: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        check_address(address, "sink.remote")
+    assert address in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "address", "extra"),
+    [("fsspec", "s3://bucket", "remote"), ("s3fs", "s3://bucket", "s3"), ("gcsfs", "gs://bucket", "gcs")],
+)
+def test_a_missing_package_is_told_with_the_extra_that_brings_it(
+    missing: str, address: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(_registry, address.partition("://")[0], raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'instrument\[{extra}\]'"):
+        filesystem(address, "sink.remote")
+
+
+def test_reading_needs_paths_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "upath", None)
+    with pytest.raises(ConfigError, match=r"instrument\[remote\]"):
+        folder_at("memory://runs")
+
+
+def test_a_run_is_not_written_to_an_address() -> None:
+    with pytest.raises(ConfigError, match="remote=protocol"):
+        refuse_address(Path("s3://bucket/runs"), "hydra.run.dir")
+    refuse_address(Path("runs/mine"), "hydra.run.dir")
+
+
+@pytest.mark.parametrize(
+    ("folder", "place"),
+    [
+        ("runs/mnist/2026-01-01", "s3://b/p/mnist/2026-01-01"),
+        ("runs/mnist/sweep_1/3", "s3://b/p/mnist/sweep_1/3"),
+        ("runs/a/runs/b", "s3://b/p/b"),
+        ("elsewhere/out", "s3://b/p/out"),
+        ("elsewhere/runs", "s3://b/p/runs"),
+    ],
+)
+def test_a_run_lies_there_as_it_lies_below_runs(folder: str, place: str, tmp_path: Path) -> None:
+    assert place_of(tmp_path / folder, "s3://b/p/") == place
+
+
+def test_jobs_of_two_sweeps_elsewhere_do_not_meet(tmp_path: Path) -> None:
+    for sweep in ("one", "two"):
+        (tmp_path / sweep).mkdir()
+        (tmp_path / sweep / "multirun.yaml").touch()
+    assert [place_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == ["s3://b/one/0", "s3://b/two/0"]
+
+
+def test_an_error_is_told_without_the_credentials_of_an_endpoint() -> None:
+    error = OSError("Could not connect to http://me:hush@host:1/bucket\nand more")
+    assert told(error) == "OSError: Could not connect to http://host:1/bucket"
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
+    """An empty remote folder of each sort."""
+    if request.param == "s3":
+        return RemoteFolder(f"{request.getfixturevalue('bucket')}/runs/a", "sink.remote")
+    return RemoteFolder(f"{request.param}://{tmp_path}/there/a", "sink.remote")
+
+
+def test_files_are_sent_listed_read_and_removed(remote: RemoteFolder, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert remote.sizes() == {}
+    assert remote.read("run.json") is None
+    for name, content in (("stats/a.parquet", b"abc"), ("run.json", b"{}"), ("run.json", b"{ }")):
+        file.write_bytes(content)
+        remote.put(file, name)
+    assert remote.sizes() == {"stats/a.parquet": 3, "run.json": 3}
+    assert remote.read("run.json") == b"{ }"
+    remote.remove(["stats/a.parquet"])
+    assert remote.sizes() == {"run.json": 3}
+
+
+def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteFolder(f"file://{tmp_path}/there", "sink.remote")
+    file = tmp_path / "file"
+    file.write_bytes(b"new")
+    remote.put(file, "stats/a")
+    file.write_bytes(b"newer")
+
+    def half(self: Any, source: str, target: str) -> None:
+        Path(target).write_bytes(b"ne")
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(type(remote._files), "put_file", half)
+    with pytest.raises(ConnectionError):
+        remote.put(file, "stats/a")
+    assert remote.read("stats/a") == b"new"
+
+
+def test_python_s_random_numbers_stay_the_run_s_own_where_nobody_answers(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import random
+
+    import fsspec
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    file = tmp_path / "file"
+    file.touch()
+    before = random.getstate()
+    with pytest.raises(Exception, match="Could not connect"):
+        RemoteFolder(bucket, "sink.remote").put(file, "a")
+    assert random.getstate() == before

@@ -1,0 +1,225 @@
+"""A run on its way to a remote folder: closed parts while it goes on, all the rest at the end, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from instrument import ConfigError
+from instrument.capture.tables import TABLES
+from instrument.sinks import upload
+from instrument.sinks.parts import Part, new_part
+from instrument.sinks.remote import RemoteFolder
+from instrument.sinks.upload import Upload, UploadError, send_all, take_back
+
+WAIT = 20.0  # seconds at most for what takes a few hundredths
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No long pauses."""
+    monkeypatch.setattr(upload, "LOOK", 0.01)
+    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a run with two parts of one table, made by two processes."""
+    place = tmp_path / "run"
+    (place / ".hydra").mkdir(parents=True)
+    (place / ".hydra" / "config.yaml").write_text("name: run\n")
+    record(place)
+    add_part(place, Part(0, 0))
+    add_part(place, Part(1, 0))
+    return place
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Fragile:
+    return Fragile(f"memory://{tmp_path}/there", "sink.remote")
+
+
+class Fragile(RemoteFolder):
+    """A remote folder that can be made to fail."""
+
+    error: Exception | None = None
+    puts: list[str]
+
+    def put(self, file: Path, name: str) -> None:
+        self.puts = [*getattr(self, "puts", []), name]
+        if self.error is not None:
+            raise self.error
+        super().put(file, name)
+
+
+def record(folder: Path, **more: object) -> None:
+    (folder / "run.json").write_text(json.dumps({"started": "now", "status": "running", **more}))
+
+
+def add_part(folder: Path, part: Part, table: str = "stats") -> None:
+    with new_part(folder, TABLES[table], part):
+        pass
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for something that a thread does."""
+    pause = threading.Event()
+    for _ in range(int(WAIT / 0.01)):
+        if holds():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not come to hold")
+
+
+@pytest.fixture
+def begun(folder: Path, remote: Fragile) -> Iterator[Upload]:
+    """An upload that has begun."""
+    going = Upload(folder, remote, rank=0)
+    going.begin()
+    yield going
+    going.end()
+
+
+def test_parts_are_there_when_they_are_closed_and_the_rest_at_the_end(
+    begun: Upload, folder: Path, remote: Fragile
+) -> None:
+    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    assert json.loads(remote.read("run.json") or b"")["status"] == "running"
+    add_part(folder, Part(0, 1))
+    until(lambda: "stats/part-0000-000001.parquet" in remote.sizes())
+    assert set(remote.sizes()) == {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
+    record(folder, status="done")
+    (folder / ".lock").touch()
+    (folder / "journal").mkdir(exist_ok=True)
+    (folder / "journal" / "stats-0000-000002.arrows").touch()
+    (folder / ".run.json.tmp").touch()
+    sent = begun.end()
+    assert sent.missing == {}
+    here = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert set(remote.sizes()) == here - {".lock", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
+    assert remote.puts[-1] == "run.json"
+    assert json.loads(remote.read("run.json") or b"")["status"] == "done"
+    assert not begun.messages()
+
+
+def test_a_part_is_sent_once(begun: Upload, folder: Path, remote: Fragile) -> None:
+    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    begun.end()
+    assert sorted(name for name in remote.puts if "part" in name) == [
+        "stats/part-0000-000000.parquet",
+        "stats/part-0001-000000.parquet",
+    ]
+    again = send_all(folder, remote)
+    assert (again.files, again.missing) == (0, {})
+
+
+def test_a_process_that_is_not_the_first_sends_its_own_parts_alone(folder: Path, remote: Fragile) -> None:
+    going = Upload(folder, remote, rank=1)
+    going.begin()
+    until(remote.sizes)
+    assert going.end().missing == {}
+    assert list(remote.sizes()) == ["stats/part-0001-000000.parquet"]
+
+
+def test_where_nobody_answers_it_is_told_once_and_tried_again(begun: Upload, folder: Path, remote: Fragile) -> None:
+    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    remote.error = ConnectionError("nobody there")
+    add_part(folder, Part(0, 1))
+    until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * upload.ATTEMPTS)
+    (message,) = begun.messages()
+    assert message.endswith(f"ConnectionError: nobody there; it is tried again, all is in {folder}")
+    remote.error = None
+    until(lambda: "stats/part-0000-000001.parquet" in remote.sizes())
+    until(lambda: begun.messages() == [f"{remote.address} is reached again"])
+
+
+def test_where_nobody_answers_from_the_beginning_the_run_goes_on(folder: Path, remote: Fragile) -> None:
+    remote.error = ConnectionError("nobody there")
+    going = Upload(folder, remote, rank=0)
+    going.begin()
+    assert len(going.messages()) == 1
+    remote.error = None
+    assert going.end().missing == {}
+    assert "stats/part-0000-000000.parquet" in remote.sizes()
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(
+    folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(upload, "PATIENCE", 0.05)
+    monkeypatch.setattr(upload, "STALLED", 0.05)
+    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(WAIT))
+    going = Upload(folder, remote, rank=0)
+    going.begin()
+    assert "has not answered" in going.messages()[0]
+    assert going.end().missing == {"": "nothing could be sent for 0 s"}
+    answer.set()
+
+
+def test_what_is_not_sent_at_the_end_is_told(folder: Path, remote: Fragile) -> None:
+    remote.error = ConnectionError("nobody there")
+    sent = send_all(folder, remote)
+    assert set(sent.missing) == {
+        ".hydra/config.yaml",
+        "run.json",
+        "stats/part-0000-000000.parquet",
+        "stats/part-0001-000000.parquet",
+    }
+    assert len(remote.puts) == upload.ATTEMPTS**2  # after three files it is clear that nobody is there
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("no such bucket"), PermissionError("access denied")])
+def test_a_place_that_may_not_be_written_stops_the_run_before_it_begins(
+    error: Exception, folder: Path, remote: Fragile
+) -> None:
+    remote.error = error
+    going = Upload(folder, remote, rank=0)
+    with pytest.raises(ConfigError, match=f"cannot be written: {type(error).__name__}: {error}"):
+        going.begin()
+    assert going.is_refused
+    assert going.end().files == 0
+
+
+def test_another_run_is_not_overwritten(folder: Path, remote: Fragile, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"started": "before"}))
+    remote.put(other, "run.json")
+    with pytest.raises(ConfigError, match="holds another run already"):
+        Upload(folder, remote, rank=0).begin()
+    with pytest.raises(UploadError, match="holds another run already"):
+        send_all(folder, remote)
+    assert set(remote.sizes()) == {"run.json"}
+
+
+def test_a_part_of_another_size_is_not_overwritten(folder: Path, remote: Fragile, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"other rows")
+    remote.put(other, "stats/part-0000-000000.parquet")
+    sent = send_all(folder, remote)
+    assert list(sent.missing) == ["stats/part-0000-000000.parquet"]
+    assert remote.read("stats/part-0000-000000.parquet") == b"other rows"
+
+
+def test_files_that_change_are_sent_again_and_others_are_not(folder: Path, remote: Fragile) -> None:
+    send_all(folder, remote)
+    remote.puts.clear()
+    (folder / ".hydra" / "config.yaml").write_text("name: nur\n")
+    assert send_all(folder, remote).files == 1
+    assert remote.puts == [".hydra/config.yaml"]
+
+
+def test_steps_that_are_done_again_are_taken_back(folder: Path, remote: Fragile) -> None:
+    for number in (1, 2):
+        add_part(folder, Part(0, number))
+        add_part(folder, Part(1, number))
+    send_all(folder, remote)
+    take_back(remote, 0, {**dict.fromkeys(TABLES, 0), "stats": 1})
+    assert sorted(name for name in remote.sizes() if "part" in name) == [
+        "stats/part-0000-000000.parquet",
+        *(f"stats/part-0001-00000{number}.parquet" for number in range(3)),
+    ]
