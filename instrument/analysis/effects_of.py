@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ MOST_REASONS = 3  # of runs that are in no pair, in a warning
 
 
 def effects_of(
-    run: Run, key: str, *, baseline: Any = None, steps: Steps = (None, None), confidence: float = 0.95
+    run: Run, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
 ) -> pd.DataFrame:
     """What a key changes; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(str(Mistake("confidence", "has to lie between 0 and 1", confidence)))
-    matching = match(run, key, baseline)
+    others = [by] if isinstance(by, str) else list(by)
+    matching = match(run, key, baseline, others)
     _warn_of(run, matching)
     differences = {table: _Differences(table) for table in MEASURED}
     for seed in matching.by_seed():
@@ -33,17 +35,19 @@ def effects_of(
             for found in matches:
                 after = load(run.folders[found.place])
                 for table in MEASURED:
-                    differences[table].add(found.value, means[table], means_of(after, table, steps))
+                    differences[table].add(found.comparison, means[table], means_of(after, table, steps))
         for table in MEASURED:
             differences[table].end_seed()
+    comparisons = {found.comparison: found for found in matching.matches}
     parts = [
-        (found, table.frame(found, confidence))
-        for found in dict.fromkeys(found.value for found in matching.matches)
-        for table in differences.values()
+        (found, table.frame(word, confidence)) for word, found in comparisons.items() for table in differences.values()
     ]
     frame = pd.concat([part for _, part in parts], ignore_index=True)
-    frame.insert(0, "value", _cells([value for value, part in parts for _ in range(len(part))]))
-    frame.insert(1, "baseline", _cells([matching.baseline] * len(frame)))
+    rows = [found for found, part in parts for _ in range(len(part))]
+    frame.insert(0, "value", _cells([found.value for found in rows]))
+    frame.insert(1, "baseline", _cells([matching.baseline] * len(rows)))
+    for i, name in enumerate(others):
+        frame.insert(2 + i, name, _cells([found.by[i] for found in rows]))
     frame.attrs = {
         "pairs": [(one.value, run_name(run, one.place), run_name(run, one.baseline)) for one in matching.matches],
         "left_out": {run_name(run, place): why for place, why in matching.left_out.items()},
@@ -73,13 +77,13 @@ class _Differences:
     def __init__(self, table: str) -> None:
         self.table = table
         self.places: dict[tuple[str, ...], int] = {}
-        self.sums: dict[Any, _Sums] = {}
+        self.sums: dict[str, _Sums] = {}
 
-    def add(self, value: Any, before: Means, after: Means) -> None:
+    def add(self, comparison: str, before: Means, after: Means) -> None:
         """One more pair."""
         for place in (*before.places, *after.places):
             self.places.setdefault(place, len(self.places))
-        sums = self.sums.setdefault(value, _Sums(len(NUMBERS[self.table])))
+        sums = self.sums.setdefault(comparison, _Sums(len(NUMBERS[self.table])))
         sums.add(*self._spread(before), *self._spread(after))
 
     def end_seed(self) -> None:
@@ -87,9 +91,9 @@ class _Differences:
         for sums in self.sums.values():
             sums.end_seed()
 
-    def frame(self, value: Any, confidence: float) -> pd.DataFrame:
-        """A row for each place and statistic that any pair of the value has."""
-        sums = self.sums[value]
+    def frame(self, comparison: str, confidence: float) -> pd.DataFrame:
+        """A row for each place and statistic that any pair of a comparison has."""
+        sums = self.sums[comparison]
         rows, columns = np.nonzero(sums.pairs + sums.not_finite)
         labels = pd.DataFrame(list(self.places), columns=keys_of(self.table), dtype=object)
         where = labels.reindex(columns=list(PLACE)).iloc[rows].reset_index(drop=True)
@@ -108,7 +112,7 @@ class _Differences:
 
 
 class _Sums:
-    """What is kept of the pairs of one value; the arrays grow with the places.
+    """What is kept of the pairs of one comparison; the arrays grow with the places.
 
     Means and squares are carried on number by number: B. P. Welford, Technometrics 4 (1962), 419-420.
 
@@ -174,6 +178,8 @@ class _Sums:
         }
 
     def _grow(self, places: int) -> None:
+        if places == len(self.pairs):
+            return
         for name, kept in vars(self).items():
             more = np.zeros((*kept.shape[:-2], places - kept.shape[-2], kept.shape[-1]), kept.dtype)
             setattr(self, name, np.concatenate([kept, more], axis=-2))

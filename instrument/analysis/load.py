@@ -13,6 +13,7 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
+from ..sinks.remote import opened
 from .arrays import array_of
 from .files import RunFiles
 from .typed import typed_frame
@@ -23,14 +24,15 @@ class NoRunError(InstrumentError):
 
 
 def load(path: str | Path) -> Run:
-    """Open a run's folder, or any folder above several of them, such as a sweep's.
+    """Open a run's folder, or any folder above several of them, such as a sweep's, by its path or its address.
 
     Folders below it whose name begins with a dot are left out: there a sweep puts aside what is done again.
 
     Raises:
         NoRunError: There is none.
+        ConfigError: The address is none, or a package that reads from there is missing.
     """
-    root = Path(path)
+    root = opened(path)
     folders = (
         [root]
         if (root / "run.json").exists()
@@ -189,6 +191,7 @@ class Run:
         key: str,
         *,
         baseline: Any = None,
+        by: str | Sequence[str] = (),
         steps: tuple[int | None, int | None] = (None, None),
         confidence: float = 0.95,
     ) -> pd.DataFrame:
@@ -202,14 +205,15 @@ class Run:
 
         where s(d) is their standard deviation, with n - 1, and t(p, m) the p-quantile of Student's distribution with m
         degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2, https://doi.org/10.18434/M32189.
-        Where other keys differ too, a seed's difference is the mean of those of its pairs: runs of one seed begin with the same
-        weights and see the same data, and counted as if they were independent they would make the interval too narrow
-        (S. H. Hurlbert, Ecological Monographs 54 (1984), 187-211).
+        Where keys that are not in `by` differ too, a seed's difference is the mean of those of its pairs: runs of one seed
+        begin with the same weights and see the same data, and counted as if they were independent they would make the
+        interval too narrow (S. H. Hurlbert, Ecological Monographs 54 (1984), 187-211).
 
         Args:
             key: `hooks.tame.norm`; a whole hook, `hooks.tame`; `optimizer.lr`; a group, `model`.
             baseline: The value that the others are compared with. Without it: null, or nothing at all, where there is such;
                 else the smallest number (false before true); else the first.
+            by: Other keys in which the runs differ; each has a column, and all of their values rows of their own.
             steps: The first step that counts, and the first that does not any more; of an evaluation, the steps before it.
             confidence: Of the intervals.
 
@@ -226,7 +230,7 @@ class Run:
         """
         from .effects_of import effects_of
 
-        return effects_of(self, key, baseline=baseline, steps=steps, confidence=confidence)
+        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
 
     def sql(self, query: str) -> pd.DataFrame:
         """Ask DuckDB; the tables are stats, tensors, effects, metrics, coverage, layers and events, read from disk.

@@ -23,12 +23,19 @@ class Match:
         place: Its place among the runs.
         baseline: The place of the one that it is compared with.
         seed: Of both.
+        by: What it has at the keys that comparisons are told apart by.
     """
 
     value: Any
     place: int
     baseline: int
     seed: int
+    by: tuple[Any, ...] = ()
+
+    @property
+    def comparison(self) -> str:
+        """A word for what is compared with the baseline, and where."""
+        return word_of([self.value, *self.by])
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Matching:
         return list(seeds.values())
 
 
-def match(run: Run, key: str, baseline: Any = None) -> Matching:
+def match(run: Run, key: str, baseline: Any = None, by: Sequence[str] = ()) -> Matching:
     """The runs that differ in one key, value by value against a baseline.
 
     A run without the hook that the key is in is matched with those that have it and differ in nothing else.
@@ -63,25 +70,36 @@ def match(run: Run, key: str, baseline: Any = None) -> Matching:
         key: Of the configuration: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`.
         baseline: One of the values. Without it: null, or none at all, where there is such; else the smallest number
             (false before true); else the first.
+        by: Other keys, whose values tell comparisons apart.
 
     Raises:
         InstrumentError: The runs do not differ there, there is no such key or value, or no two runs match.
     """
     known, left_out = trainings(run)
     path = key.split(".")
-    groups = _groups(run, key, _newest(run, known, path, left_out))
-    _refuse_unless_differing(run, key, known, groups)
+    newest = _newest(run, known, path, left_out)
+    groups = _groups(run, key, newest)
+    _refuse_unless_differing(run, "effects_of", key, known, groups)
+    apart = [_told_at(run, name, known, newest) for name in by]
     base = groups[_baseline(key, groups, baseline)]
     partners = _Partners(base.members, path)
-    told = f"{key}={in_yaml(base.told)}"
+    base_told = f"{key}={base.in_words}"
     matches = []
     for group in sorted((group for group in groups if group is not base), key=_order):
         for training in group.members:
             partner = partners.of(training)
             if partner is None:
-                left_out[training.place] = _why_alone(training, base.members, key, told)
+                left_out[training.place] = _why_alone(training, base.members, key, base_told)
             else:
-                matches.append(Match(group.told, training.place, partner.place, training.seed))
+                matches.append(
+                    Match(
+                        group.told,
+                        training.place,
+                        partner.place,
+                        training.seed,
+                        tuple(told[training.place] for told in apart),
+                    )
+                )
     used = {found.baseline for found in matches}
     alone = "no run with another value has its seed and the rest of its configuration"
     left_out |= {control.place: alone for control in base.members if control.place not in used}
@@ -99,6 +117,11 @@ class _Group:
     value: Any
     told: Any
     members: list[Training]
+
+    @property
+    def in_words(self) -> str:
+        """The value as it stands on a command line."""
+        return self.told if isinstance(self.told, str) else in_yaml(self.told)
 
 
 class _Partners:
@@ -153,7 +176,16 @@ def _groups(run: Run, key: str, known: Sequence[Training]) -> list[_Group]:
     return groups
 
 
-def _refuse_unless_differing(run: Run, key: str, known: Sequence[Training], groups: Sequence[_Group]) -> None:
+def _told_at(run: Run, key: str, known: Sequence[Training], newest: Sequence[Training]) -> dict[int, Any]:
+    """What each run has at another key, by its place."""
+    groups = _groups(run, key, newest)
+    _refuse_unless_differing(run, "by", key, known, groups)
+    return {training.place: group.told for group in groups for training in group.members}
+
+
+def _refuse_unless_differing(
+    run: Run, where: str, key: str, known: Sequence[Training], groups: Sequence[_Group]
+) -> None:
     if len(groups) > 1:
         return
     keys = dict.fromkeys(node for training in known for node in nodes_of(training))
@@ -167,11 +199,11 @@ def _refuse_unless_differing(run: Run, key: str, known: Sequence[Training], grou
     elif key not in keys:
         problem = "no run has this key in its configuration"
     else:
-        problem = f"all runs that are done have {in_yaml(groups[0].told)} here"
+        problem = f"all runs that are done have {groups[0].in_words} here"
     near = nearest(key, differing) or nearest(key, keys)
     more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
     allowed = ", ".join(differing[:MOST_NAMES]) + more or "nothing: no two runs differ in more than their seed"
-    raise InstrumentError(str(Mistake("effects_of", problem, key, allowed, near)))
+    raise InstrumentError(str(Mistake(where, problem, key, allowed, near)))
 
 
 def nodes_of(training: Training) -> list[str]:
@@ -197,7 +229,7 @@ def _baseline(key: str, groups: Sequence[_Group], asked: Any) -> int:
         word = word_of(asked)
         found = [i for i, group in enumerate(groups) if word in (word_of(group.value), word_of(group.told))]
         if not found:
-            values = [in_yaml(group.told) for group in groups]
+            values = [group.in_words for group in groups]
             allowed = ", ".join(values[:MOST_NAMES])
             raise InstrumentError(
                 str(Mistake("baseline", f"no run has this {key}", in_yaml(asked), allowed, nearest(str(asked), values)))

@@ -156,6 +156,21 @@ def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: P
     assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
 
 
+def test_other_keys_tell_comparisons_apart(tmp_path: Path) -> None:
+    for rate, norm, seed in product((0.2, 0.1), (0.1, 1.0), (1, 2)):
+        config = {**clipped(norm), "optimizer": {"lr": rate}, "model": {"_target_": "MLP", "sizes": [seed // 9, 10]}}
+        rows = {"metrics": [{"loss": rate * norm + seed}]}
+        job(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, rows=rows)
+    sweep = instrument.load(tmp_path)
+    frame = sweep.effects_of("hooks.tame.norm", by="optimizer.lr")
+    assert list(frame.columns[:4]) == ["value", "baseline", "optimizer.lr", "table"]
+    assert list(zip(frame["optimizer.lr"], frame["n"], frame["pairs"], strict=True)) == [(0.1, 2, 2), (0.2, 2, 2)]
+    assert frame["difference"].tolist() == pytest.approx([0.09, 0.18])
+    assert sweep.effects_of("hooks.tame.norm", by=["optimizer.lr"]).equals(frame)
+    with pytest.raises(instrument.InstrumentError, match=r"by: all runs that are done have \{_target_: MLP"):
+        sweep.effects_of("hooks.tame.norm", by="model")
+
+
 def test_runs_of_one_seed_are_no_more_proof_than_one_of_them(tmp_path: Path) -> None:
     """An override that changes nothing leaves the interval as it is."""
     for copies, folder in ((1, tmp_path / "once"), (4, tmp_path / "again")):
