@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Mistake
-from .load import Run, load
+from .interval import half_width
+from .load import Run
 from .matching import Matching, match, run_name
 from .means import MEASURED, NUMBERS, PLACE, Means, Steps, keys_of, means_of
 
@@ -30,12 +31,11 @@ def effects_of(
     differences = {table: _Differences(table) for table in MEASURED}
     for seed in matching.by_seed():
         for control, matches in seed.items():
-            before = load(run.folders[control])
-            means = {table: means_of(before, table, steps) for table in MEASURED}
+            means = _means_at(run, control, steps)
             for found in matches:
-                after = load(run.folders[found.place])
+                after = _means_at(run, found.place, steps)
                 for table in MEASURED:
-                    differences[table].add(found.comparison, means[table], means_of(after, table, steps))
+                    differences[table].add(found.comparison, means[table], after[table])
         for table in MEASURED:
             differences[table].end_seed()
     comparisons = {found.comparison: found for found in matching.matches}
@@ -53,6 +53,13 @@ def effects_of(
         "left_out": {run_name(run, place): why for place, why in matching.left_out.items()},
     }
     return frame
+
+
+def _means_at(run: Run, place: int, steps: Steps) -> dict[str, Means]:
+    """The means of one of the runs, by table."""
+    folder = run.folders[place]
+    one = Run(folder, [folder])
+    return {table: means_of(one, table, steps) for table in MEASURED}
 
 
 def _warn_of(run: Run, matching: Matching) -> None:
@@ -158,19 +165,15 @@ class _Sums:
 
     def told(self, confidence: float) -> dict[str, np.ndarray]:
         """The columns of numbers; null where there are too few."""
-        from scipy.special import stdtrit
-
-        freedom = np.maximum(self.seeds - 1, 1)
-        width = stdtrit(freedom, (1 + confidence) / 2) * np.sqrt(self.squares / freedom / np.maximum(self.seeds, 1))
-        several = (self.seeds > 1) & np.isfinite(width)
+        width = half_width(self.squares, self.seeds, confidence)
         before, after, difference = np.where(self.seeds > 0, self.means, np.nan)
         return {
             "n": self.seeds,
             "mean_baseline": before,
             "mean_value": after,
             "difference": difference,
-            "ci_low": np.where(several, difference - width, np.nan),
-            "ci_high": np.where(several, difference + width, np.nan),
+            "ci_low": difference - width,
+            "ci_high": difference + width,
             "confidence": np.full(width.shape, confidence),
             "pairs": self.pairs,
             "not_finite": self.not_finite,

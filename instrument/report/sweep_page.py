@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import pandas as pd
 
+from ..analysis.interval import half_width
 from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
 from ..analysis.trainings import in_yaml
@@ -93,7 +96,7 @@ def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str])
 
 
 def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
-    """Each intervention's effect on each metric: the mean of the differences within pairs, and each of them."""
+    """Each intervention's effect on each metric: the mean of the differences within pairs, its interval, and each of them."""
     groups: dict[tuple[str, str], list[Pair]] = {}
     for pair in pairs(run):
         groups.setdefault((pair.hook, pair.settings), []).append(pair)
@@ -101,23 +104,28 @@ def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
     for (hook, settings), members in groups.items():
         for metric in metrics:
             ends = [
-                (run.infos[p.control]["metrics"].get(metric), run.infos[p.treated]["metrics"].get(metric))
+                (p.seed, run.infos[p.control]["metrics"].get(metric), run.infos[p.treated]["metrics"].get(metric))
                 for p in members
             ]
-            known = [(without, treated) for without, treated in ends if without is not None and treated is not None]
-            if not known:
-                continue
-            differences = [treated - without for without, treated in known]
-            rows.append(
-                {
-                    "hook": hook,
-                    "settings": settings,
-                    "metric": metric,
-                    "count": len(known),
-                    "without": told(float(np.mean([without for without, _ in known]))),
-                    "treated": told(float(np.mean([treated for _, treated in known]))),
-                    "difference": told(float(np.mean(differences)), sign=True),
-                    "each": "  ".join(told(difference, sign=True) for difference in differences),
-                }
-            )
+            known = [(seed, *both) for seed, *both in ends if None not in both]
+            if known:
+                row = {"hook": hook, "settings": settings, "metric": metric, "count": len(known)}
+                rows.append({**row, **_paired(pd.DataFrame(known, columns=["seed", "without", "treated"]))})
     return rows
+
+
+def _paired(known: pd.DataFrame) -> dict[str, str]:
+    """The means without and with an intervention, and of the difference with its interval; each seed is one number in them."""
+    known = known.assign(difference=known["treated"] - known["without"])
+    seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in known.groupby("seed")])  # a run that was lost shows
+    means = seeds.mean(skipna=False)
+    squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
+    width = float(half_width(np.array(squares), np.array(len(seeds))))
+    ends = [told(means["difference"] + side * width, sign=True) for side in (-1, 1)]
+    return {
+        "without": told(means["without"]),
+        "treated": told(means["treated"]),
+        "difference": told(means["difference"], sign=True),
+        "interval": "" if math.isnan(width) else f"{ends[0]} to {ends[1]}",
+        "each": "  ".join(told(difference, sign=True) for difference in known["difference"]),
+    }

@@ -19,6 +19,8 @@ import pytest
 import torch
 from conftest import Answer
 from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, data_of, deep, train
+from scipy.stats import ttest_rel
+from swept import CLIP, job
 from torch import nn
 
 import instrument
@@ -30,6 +32,7 @@ from instrument.report import Report, make
 from instrument.report.__main__ import main
 from instrument.report.charts import STATISTICS_ROOM
 from instrument.report.numbers import rounded
+from instrument.report.sweep_page import content
 
 EXACT = 1e-5  # six digits are carried
 
@@ -313,6 +316,24 @@ def test_pairs_have_the_same_seed_and_differ_in_one_intervention(reported_sweep:
         differences.append(losses[pair["treated"]] - losses[pair["control"]])
     assert f"{np.mean(differences):+.4g}" in page
     assert all(f"{difference:+.4g}" in page for difference in differences)
+    same = [losses[pair["treated"]] for pair in pairs], [losses[pair["control"]] for pair in pairs]
+    interval = ttest_rel(*same).confidence_interval()
+    assert f"{interval.low:+.4g} to {interval.high:+.4g}" in page
+
+
+def test_the_effect_of_an_intervention_is_one_number_a_seed_and_shows_what_is_not_finite(tmp_path: Path) -> None:
+    losses = {(1, 0): (2.0, 1.0), (1, 1): (2.0, 2.0), (2, 0): (3.0, 1.0), (2, 1): (3.0, 2.0)}  # without, with
+    for (seed, other), numbers in losses.items():
+        for name, hooks, loss in zip(("without", "with"), ({}, {"tame": CLIP}), numbers, strict=True):
+            config = {"hooks": hooks, "other": other}
+            metrics = {"loss": loss, "accuracy": math.nan if hooks and seed == 1 else 0.5}
+            job(tmp_path / f"{seed}-{other}-{name}", config=config, seed=seed, metrics=metrics)
+    loss, accuracy = content(instrument.load(tmp_path))[0]["pairs"]
+    interval = ttest_rel([1.5, 1.5], [2.0, 3.0]).confidence_interval()
+    assert loss["count"] == 4
+    assert (loss["without"], loss["treated"], loss["difference"]) == ("2.5", "1.5", "-1")
+    assert loss["interval"] == f"{interval.low:+.4g} to {interval.high:+.4g}"
+    assert (accuracy["difference"], accuracy["interval"], accuracy["each"]) == ("nan", "", "nan  nan  +0  +0")
 
 
 # --------------------------------------------------------------------------------------------------------- the command
