@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from instrument.run.launch import conf_folder
+from instrument.run.search_path import conf_folder
 from instrument.run.reading import read_config
 from instrument.run.runner import run
 from instrument.run.terminal import Terminal

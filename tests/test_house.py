@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Left to right, the data's way: a room imports from itself and from rooms to its left. What is in one row does not know
 # of each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "spec", "nested"),
+    ("errors", "spec", "nested", "sharded"),
     ("targets", "plan", "stats"),
     ("actions",),
     ("kinds",),
@@ -27,7 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("plot",),
     ("report",),
     ("run",),
-    ("__main__", "export", "integrations", "recover", "upload", "verify"),
+    ("__main__", "export", "integrations", "recover", "sweep", "upload", "verify"),
 )
 # The vocabulary's one look to the side: a mistake is an error.
 WITHIN_A_ROW = {("spec", "errors")}

@@ -11,13 +11,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from .launch import JobFailedError, OwnConf, complain, conf_folder, refused
+from ..errors import ConfigError, InstrumentError
+from .guard import Guard
+from .launch import JobFailedError, complain, refused
+from .search_path import OwnConf, conf_folder
+from .sweep_told import tell_sweep
+from .torchrun import agreed, joined
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1 by the user, a whole traceback is shown
 
@@ -32,6 +37,8 @@ def command(job: Callable[[DictConfig], object]) -> None:
         with hydra_hands_errors_on():
             app()
     except JobFailedError as failed:
+        if Guard.sweep is not None:
+            tell_sweep(Guard.sweep)
         sys.exit(failed.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -39,7 +46,13 @@ def command(job: Callable[[DictConfig], object]) -> None:
         # A job tells about its own errors: this one is about what there is to compose.
         if os.environ.get(FULL_ERROR) == "1":
             raise
-        sys.exit(complain(refused(error, sys.argv[1:])))
+        own = refused(error, sys.argv[1:])
+        with suppress(InstrumentError), agreed(joined()):  # of several processes one speaks
+            raise own
+        complain(own)
+        if Guard.sweep is not None and not isinstance(own, ConfigError):
+            tell_sweep(Guard.sweep)
+        sys.exit(own.exit_code)
 
 
 @contextmanager

@@ -1,31 +1,32 @@
-"""Between Hydra and a run: where configurations are found, what is checked before a folder is made, one job."""
+"""Between Hydra and a run: one job, and how the user is told what went wrong in it."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
-from hydra.experimental.callback import Callback
-from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, flag_override
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from .composition import composition_mistake
-from .folder import refuse_taken
+from .folder import read_record, write_json
+from .objective import DEFAULT, Objective, read_objective
 from .reading import read_config, read_overrides, swept_overrides
+from .search_path import conf_folder
+from .sweep_jobs import REFUSED, Sweep
 
 
 class JobFailedError(Exception):
@@ -34,126 +35,53 @@ class JobFailedError(Exception):
     def __init__(self, exit_code: int, folder: Path) -> None:
         super().__init__(f"the job in {folder} failed")
         self.exit_code = exit_code
+        self.folder = folder
 
-
-def conf_folder() -> Path:
-    """The folder of the package's own configurations: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
-
-
-class OwnConf(SearchPathPlugin):
-    """Finds experiments in a folder `conf` of the working directory, behind those of the package."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Hydra's entry point."""
-        own, packaged = Path.cwd() / "conf", conf_folder()
-        if not own.is_dir() or own.samefile(packaged):
-            return
-        search_path.append("working directory", f"file://{own}")
-        for file in sorted(own.rglob("*.yaml")):
-            same = packaged / file.relative_to(own)
-            if same.exists() and same.read_bytes() != file.read_bytes():
-                name = f"conf/{file.relative_to(own)}"
-                print(f"warning: {name} is not used: the package has one of this name; choose another", file=sys.stderr)
-
-
-class Guard(Callback):
-    """Stops before Hydra makes a folder: at a mistake in the configuration, or when only the plan is asked for."""
-
-    scratch: TemporaryDirectory[str] | None = None
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """A single run is about to start."""
-        try:
-            parsed, _ = read_config(config)
-            if parsed.plan:
-                show_plan(parsed, Path(parsed.resume or config.hydra.run.dir))
-                raise SystemExit(0)
-            if parsed.resume is None:
-                refuse_taken(Path(config.hydra.run.dir), "hydra.run.dir")
-            else:
-                with flag_override(config, "readonly", False):
-                    config.hydra.run.dir = parsed.resume
-                    config.hydra.output_subdir = None  # Hydra's record of the run's beginning stays as it is
-        except InstrumentError as error:
-            raise SystemExit(complain(error)) from None
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """A sweep is about to start; where only the plans are asked for, Hydra gets a folder that will not stay."""
-        if config.get("plan"):
-            self.scratch = TemporaryDirectory(prefix="instrument-plan-")
-            with flag_override(config, "readonly", False):
-                config.hydra.sweep.dir = self.scratch.name
-                config.hydra.overrides.hydra.append(f"hydra.sweep.dir={self.scratch.name}")
-            return
-        try:
-            folder = Path(config.hydra.sweep.dir)
-            if (folder / "multirun.yaml").exists():
-                raise ConfigError(
-                    Mistake(
-                        "hydra.sweep.dir",
-                        "there is a sweep in this folder already, and none is ever overwritten",
-                        written=str(folder),
-                    )
-                )
-            refuse_taken(folder, "hydra.sweep.dir")
-        except InstrumentError as error:
-            raise SystemExit(complain(error)) from None
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """All jobs of a sweep are over."""
-        if self.scratch is not None:
-            self.scratch.cleanup()
-            return
-        folder = Path(config.hydra.sweep.dir)
-        jobs = len(list(folder.glob("*/run.json")))
-        if not jobs:
-            raise SystemExit(
-                complain(
-                    ConfigError(
-                        Mistake(
-                            "",
-                            "the sweep has no jobs: one of its overrides has no values",
-                            written=list(config.hydra.overrides.task),
-                        )
-                    )
-                )
-            )
-        if jobs:
-            print(f"\n{jobs} jobs in {folder}")
-            print(f"in Python   instrument.load({str(folder)!r}).runs")
-            print(f"report      {_sweep_report(config, folder)}")
-
-
-def _sweep_report(config: DictConfig, folder: Path) -> str:
-    """The file of a sweep's report where one is asked for, else the command that makes it."""
-    from ..report import FILE, command_for, make
-
-    return str(make(folder).save(folder / FILE)) if config.get("report") else command_for(folder)
+    def __reduce__(self) -> tuple[type[JobFailedError], tuple[int, Path]]:
+        return type(self), (self.exit_code, self.folder)  # on its way from a launcher's process
 
 
 def job(config: DictConfig) -> float | None:
     """One job: the whole of a single run, or one of a sweep.
 
     Returns:
-        The loss of the last evaluation, which a sweeper may minimise.
+        The number that `objective` names, for a sweeper; None where there is none, or where it is not finite.
 
     Raises:
         JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
     """
     with told() as place:
-        if place.swept and config.get("resume") is not None:
+        if place.swept and config.get("resume") is not None and not _is_own(config.resume, place):
             raise ConfigError(Mistake("resume", "runs are resumed one at a time, without -m", written=config.resume))
         parsed, raw = read_config(config)
+        objective = read_objective(parsed.objective)
         if parsed.plan:
             show_plan(parsed, None)
             return None
         from .runner import run
         from .terminal import Terminal
 
-        terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=swept_overrides(sys.argv[1:], read_overrides()))
-        return run(parsed, place.folder, terminal, raw=raw, overrides=read_overrides()).metrics.get("loss")
+        overrides = read_overrides()
+        label = swept_overrides(Sweep(place.sweep).swept, overrides) if place.sweep else ""
+        terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=label)
+        result = run(parsed, place.folder, terminal, raw=raw, overrides=overrides)
+        return _judged(objective, place, result.metrics) if place.swept else None
+
+
+def _is_own(resume: str, place: Place) -> bool:
+    """Whether a job of a sweep goes on with what it left itself."""
+    return Path(resume).resolve() == place.folder.resolve()
+
+
+def _judged(objective: Objective, place: Place, metrics: Mapping[str, float | None]) -> float | None:
+    """What a sweeper is given; kept in run.json beside the metrics, and told where the metrics do not have it."""
+    value, reason = objective.of(place.folder, metrics)
+    write_json(place.folder / "run.json", {**read_record(place.folder, "hydra.sweep.dir"), "objective": value})
+    if value is None and objective.written != DEFAULT:
+        print(f"{place.folder}  no objective for the sweeper: {objective.written}: {reason}", file=sys.stderr)
+    elif objective.query is not None:
+        print(f"{place.folder}  {objective.written} = {value:.6g}")
+    return value
 
 
 class Terminated(KeyboardInterrupt):
@@ -179,10 +107,15 @@ def termination_raised() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job works: its folder, and whether it is one of a sweep."""
+    """Where a job works: its folder, and that of the sweep that it is one of."""
 
     folder: Path
-    swept: bool
+    sweep: Path | None
+
+    @property
+    def swept(self) -> bool:
+        """Whether it is one of a sweep."""
+        return self.sweep is not None
 
 
 @contextmanager
@@ -194,7 +127,8 @@ def told() -> Iterator[Place]:
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
-    place = Place(folder, HydraConfig.get().mode == RunMode.MULTIRUN)
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    place = Place(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
     try:
         with termination_raised():
             yield place
@@ -208,15 +142,27 @@ def told() -> Iterator[Place]:
         if code == 1:
             print(f"what was recorded so far is in {folder}", file=sys.stderr)
         if place.swept:
+            if not (folder / "run.json").exists():
+                (folder / REFUSED).write_text(f"{error}\n")
             print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
 
 
-def refused(error: Exception, arguments: Sequence[str]) -> ConfigError:
-    """An error of Hydra's while it composed a configuration, as ours."""
+def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
+    """An error of Hydra's while it composed a configuration, or of a launcher or sweeper, as ours."""
+    if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'it says no more'}")
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     return ConfigError(composition_mistake(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
+
+
+def _plugin_of(error: Exception) -> str | None:
+    """The plugin of Hydra's that an error came through: `hydra_ray_launcher`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
+    return found[-1] if found else None
 
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:

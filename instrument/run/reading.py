@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +79,15 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
     }
 
 
-def swept_overrides(arguments: Sequence[str], overrides: Mapping[str, Any]) -> str:
+def swept_overrides(swept: Collection[str], overrides: Mapping[str, Any]) -> str:
     """What tells a job from the others of its sweep: `seed=1 hooks.tame.norm=0.1`.
 
     Args:
-        arguments: The command line of the sweep.
+        swept: The keys that differ from job to job.
         overrides: Those of the job, by key.
     """
-    given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(given)
-    swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
     return " ".join(
-        f"{key}={'{...}' if isinstance(overrides[key], dict) else overrides[key]}" for key in swept if key in overrides
+        f"{key}={'{...}' if isinstance(value, dict) else value}" for key, value in overrides.items() if key in swept
     )
 
 

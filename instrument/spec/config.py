@@ -65,16 +65,20 @@ class TrainConfig(Spec):
 
     steps: Count | None = Field(None, description="Optimizer steps; the dataset is gone through as often as it takes.")
     epochs: Count | None = Field(None, description="Times through the dataset, in place of steps.")
-    batch_size: Count = Field(64, description="Samples in a micro-batch.")
+    batch_size: Count = Field(64, description="Samples in a micro-batch, over all processes together.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="bf16 and fp16: autocast; fp16 with a gradient scaler."
+    )
+    parallel: Literal["ddp", "fsdp2"] | None = Field(
+        None,
+        description="How the processes that torchrun starts train together: DistributedDataParallel, or fully_shard (FSDP2).",
     )
     compile: bool = Field(False, description="Compile the model with torch.compile; hooks stay outside the graph.")
     accumulate: Count = Field(1, description="Micro-batches whose gradients are averaged into one optimizer step.")
     eval_every: Index = Field(
         0, description="Evaluate every N steps and after the last one; 0: after the last one only."
     )
-    eval_batch_size: Count = Field(256, description="Samples in a batch of an evaluation.")
+    eval_batch_size: Count = Field(256, description="Samples in a batch of an evaluation, over all processes together.")
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="What a run that was stopped is resumed from."
     )
@@ -130,8 +134,17 @@ class RunConfig(Spec):
     resume: str | None = Field(
         None, description="The folder of a run that was stopped: it goes on from its last checkpoint."
     )
+    objective: str = Field(
+        "loss",
+        description="What a sweeper makes smaller or larger: a metric of the last evaluation, or one number of a table, as in "
+        "max(stats.abs_max where layer = 'decoder.2').",
+    )
     quiet: bool = Field(False, description="No progress and no tables; warnings and errors only.")
     report: bool = Field(False, description="Write report.html into the run's folder, and a sweep's, when it ends.")
+    reduce: Literal["none", "global"] = Field(
+        "none",
+        description="Rows of several processes: none, each writes its own; global, one row for the batch of all of them.",
+    )
     model: Target = Field(description="The torch.nn.Module.")
     data: DataConfig
     task: Target = Field(description="What a batch and a model make a loss of.")

@@ -1,0 +1,189 @@
+"""What stands between Hydra and its folders: mistakes are told before one is made, and no folder is anybody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, flag_override
+
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..sinks.lock import FolderLock
+from ..sinks.remote import REMOTE, check_remote, refuse_address, refuse_secret
+from .claims import claim, is_named_by_clock
+from .folder import refuse_taken
+from .launch import complain, show_plan
+from .objective import read_objective
+from .reading import read_config
+from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override
+from .sweep_told import tell_sweep
+from .torchrun import agreed, joined, refuse_for_several
+
+SLURM = "SlurmLauncher"
+RAY = "RayLauncher"
+SUBMITTED = ".submitit"
+
+
+class Guard(Callback):
+    """Stops before Hydra makes a folder: at a mistake in the configuration, or when only the plan is asked for."""
+
+    sweep: Path | None = None
+    """The folder of the sweep that goes on in this process, for whoever has to tell how it ended."""
+
+    def __init__(self) -> None:
+        self.scratch: TemporaryDirectory[str] | None = None
+        self.lock: FolderLock | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the processes of a launcher, which hold nothing."""
+        return {"scratch": None, "lock": None}
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """A single run is about to start; it may be one process of several."""
+        processes = joined()
+        folder = Path(config.hydra.run.dir)
+        try:
+            with agreed(processes):
+                parsed, _ = read_config(config)
+                read_objective(parsed.objective)
+                check_remote(parsed.sink.remote)
+                if processes is not None:
+                    refuse_for_several(parsed)
+                if parsed.plan:
+                    show_plan(parsed, Path(parsed.resume) if parsed.resume else folder)
+                    raise SystemExit(0)
+                if parsed.resume is None and (processes is None or processes.leads):
+                    refuse_address(folder, "hydra.run.dir")
+                    if is_named_by_clock(config.hydra.run):
+                        folder = claim(folder)
+                    refuse_taken(folder, "hydra.run.dir")
+        except InstrumentError as error:
+            raise SystemExit(complain(error)) from None
+        with flag_override(config, "readonly", False):
+            config.hydra.run.dir = parsed.resume or str(folder)
+            if parsed.resume is not None:
+                config.hydra.output_subdir = None  # Hydra's record of the run's beginning stays as it is
+            if processes is not None:
+                config.hydra.run.dir = processes.exchange(config.hydra.run.dir)[0]
+            if processes is not None and not processes.leads:
+                config.hydra.output_subdir = config.hydra.job_logging.root = None  # one record, one log
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """A sweep is about to start; where only the plans are asked for, Hydra gets a folder that will not stay."""
+        Guard.sweep = None
+        try:
+            _refuse_what_cannot_be_swept(config)
+            _refuse_secrets(config)
+            if config.get("plan"):
+                self.scratch = TemporaryDirectory(prefix="instrument-plan-")
+                _put(config, Path(self.scratch.name))
+            else:
+                Guard.sweep = self._begin(config)
+        except InstrumentError as error:
+            raise SystemExit(complain(error)) from None
+
+    def _begin(self, config: DictConfig) -> Path:
+        """Take a folder for the sweep, and hold it as long as this process lives."""
+        folder = Path(config.hydra.sweep.dir)
+        refuse_address(folder, "hydra.sweep.dir")
+        if is_named_by_clock(config.hydra.sweep):
+            folder = claim(folder)
+        refuse_taken(folder, "hydra.sweep.dir")
+        _put(config, folder.absolute())
+        try:
+            with open(folder / RECORD, "x") as record:  # whoever makes this file has the folder
+                OmegaConf.save(config, record)
+        except FileExistsError:
+            problem = "there is a sweep in this folder already, and none is ever overwritten"
+            raise ConfigError(Mistake("hydra.sweep.dir", problem, written=str(folder))) from None
+        self.lock = FolderLock(folder)
+        self.lock.acquire()
+        return folder
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """All jobs of a sweep are over."""
+        if self.scratch is not None:
+            self.scratch.cleanup()
+            return
+        if Guard.sweep is None:
+            return
+        jobs = Sweep(Guard.sweep).jobs()
+        if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
+            tell_sweep(Guard.sweep)
+            raise SystemExit(1)
+        print(f"\n{len(jobs)} jobs in {Guard.sweep}")
+        if (terminals := Guard.sweep / SUBMITTED).exists():
+            print(f"terminals   {terminals}, of each job")
+        print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
+        print(f"report      {_sweep_report(config, Guard.sweep)}")
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """A job is about to start, perhaps in a process that a launcher started in another folder."""
+        here = config.hydra.runtime.cwd
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        if not config.hydra.job.chdir and os.getcwd() != here:
+            os.chdir(here)
+
+
+def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(ConfigError.exit_code)  # one of them tells
+        raise ConfigError(
+            Mistake(
+                "--multirun",
+                "each of torchrun's processes would make a sweep of its own",
+                written="torchrun ... -m instrument -m",
+                allowed="a sweep of one process a job, or a torchrun command for each job (docs/sweeps.md)",
+            )
+        )
+    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
+    if launcher == SLURM and shutil.which("srun") is None:
+        raise ConfigError(
+            Mistake(
+                "hydra/launcher",
+                "there is no Slurm here: its command srun is not on the PATH",
+                written="slurm",
+                allowed="on a machine that submits to Slurm; slurm_local tries the same with processes of this one",
+            )
+        )
+    if launcher == RAY:
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two jobs that are much alike are two lines
+        if not sys.stdout.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if config.hydra.sweeper["_target_"] == BASIC and not composed(config.hydra):
+        raise ConfigError(
+            Mistake(
+                "",
+                "the sweep has no jobs: one of its overrides has no values",
+                written=list(config.hydra.overrides.task),
+            )
+        )
+
+
+def _refuse_secrets(config: DictConfig) -> None:
+    """Stop at credentials in `sink.remote`, also in one of several that are swept over, before they are written down."""
+    check_remote(OmegaConf.select(config, REMOTE))
+    for override in config.hydra.overrides.task:
+        if REMOTE in override:
+            refuse_secret(override.replace("\\", ""), REMOTE)
+
+
+def _put(config: DictConfig, folder: Path) -> None:
+    """Say where the sweep is, once for all jobs, wherever their processes are."""
+    with flag_override(config, "readonly", False):
+        config.hydra.sweep.dir = str(folder)
+        config.hydra.overrides.hydra.append(folder_override("hydra.sweep.dir", folder))
+
+
+def _sweep_report(config: DictConfig, folder: Path) -> str:
+    """The file of a sweep's report where one is asked for, else the command that makes it."""
+    from ..report import FILE, command_for, make
+
+    return str(make(folder).save(folder / FILE)) if config.get("report") else command_for(folder)

@@ -1,0 +1,144 @@
+"""What a job is judged by: the number that a sweeper makes smaller or larger.
+
+loss                                                a metric of the last evaluation
+max(stats.abs_max where layer = 'decoder.2')        one number of a table; the condition is SQL's
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, Mistake, nearest
+
+KEY, DEFAULT = "objective", "loss"
+METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # those that an evaluation has
+ASKED = ("stats", "metrics", "effects")  # the tables with numbers
+AGGREGATES = {
+    "min": "min(value)",
+    "max": "max(value)",
+    "mean": "avg(value)",
+    "median": "median(value)",
+    "sum": "sum(value)",
+    "std": "stddev_pop(value)",
+    "first": "arg_min(value, step)",
+    "last": "arg_max(value, step)",
+}
+"""DuckDB's name of each; `first` and `last` are of the mean of a step's rows, at the first and the last step that has one."""
+ALLOWED = (
+    f"a metric of the last evaluation ({', '.join(METRICS)}), or one number of a table, as in "
+    "max(stats.abs_max where layer = 'decoder.2')"
+)
+_NUMBER_OF_A_TABLE = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?\s*\)", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a job is judged by, checked.
+
+    Attributes:
+        written: As it stands in the configuration.
+        query: The question to DuckDB whose one row is the number and how many rows it is made of; None: a metric.
+    """
+
+    written: str
+    query: str | None = None
+
+    def of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
+        """The number of a run, and why there is none.
+
+        Args:
+            folder: The run's, which is over.
+            metrics: Of its last evaluation.
+
+        Returns:
+            None in place of a number that is not finite, or not there: a sweeper takes such a job for failed.
+        """
+        if self.query is None:
+            value = metrics.get(self.written)
+            if value is None:
+                return None, "the last evaluation has none"
+        else:
+            import duckdb
+
+            from ..analysis.load import load
+
+            try:
+                (found,) = load(folder).sql(self.query).to_dict("records")
+            except duckdb.Error as error:
+                return None, f"its condition failed: {_first_line(error)}"
+            if not found["rows"]:
+                return None, "no row that meets the condition has a number there"
+            value = found["value"]
+        return (float(value), "") if math.isfinite(value) else (None, f"it is {float(value)}")
+
+
+def read_objective(written: str) -> Objective:
+    """What is written under `objective`, understood and tried on empty tables.
+
+    Raises:
+        ConfigError: There is no such metric, aggregate, table or column, or the condition cannot be read.
+    """
+    if written in METRICS:
+        return Objective(written)
+    found = _NUMBER_OF_A_TABLE.fullmatch(written.strip())
+    if found is None:
+        word = re.fullmatch(r"\w+", written)
+        problem = "no such metric of an evaluation" if word else "this cannot be read"
+        raise ConfigError(Mistake(KEY, problem, written, ALLOWED, nearest(written, METRICS) if word else ()))
+    aggregate, table, column, condition = found.groups()
+    _known("aggregate", aggregate, list(AGGREGATES), written)
+    _known("table", table, ASKED, written)
+    _known(f"column of {table} with numbers", column, _numbers(table), written)
+    where = f"{column} is not null" + (f" and ({condition})" if condition else "")
+    rows = f"select step, {column} as value from {table} where {where}"
+    if aggregate in ("first", "last"):
+        rows = f"select step, avg(value) as value from ({rows}) group by step"
+    query = f"select {AGGREGATES[aggregate]} as value, count(*) as rows from ({rows})"
+    _try(query, table, condition or "")
+    return Objective(written, query)
+
+
+def _known(what: str, name: str, names: Iterable[str], written: str) -> None:
+    if name not in names:
+        raise ConfigError(Mistake(KEY, f"there is no {what} named {name}", written, list(names), nearest(name, names)))
+
+
+def _numbers(table: str) -> list[str]:
+    import pyarrow as pa
+
+    from ..capture.tables import MOMENT, TABLES
+
+    identity = {column.name for column in MOMENT} | {"call", "backward"}
+    return [
+        column.name
+        for column in TABLES[table].columns
+        if (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) and column.name not in identity
+    ]
+
+
+def _try(query: str, table: str, condition: str) -> None:
+    try:
+        import duckdb
+    except ImportError:
+        raise ConfigError(
+            Mistake(KEY, "numbers of tables need DuckDB: pip install 'instrument[sql]'", condition, METRICS)
+        ) from None
+    from ..capture.tables import TABLES
+
+    with duckdb.connect() as connection:
+        connection.register(table, TABLES[table].schema.empty_table())
+        try:
+            connection.execute(query)
+        except duckdb.Error as error:
+            told = _first_line(error)
+            names, unknown = TABLES[table].names, re.search(r'column "(\w+)"', told)
+            like = nearest(unknown[1], names) if unknown else ()
+            raise ConfigError(Mistake(KEY, f"its condition cannot be read: {told}", condition, names, like)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

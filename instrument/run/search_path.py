@@ -1,0 +1,41 @@
+"""Where configurations are found: those of the package, and behind them those of the working directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+
+def conf_folder() -> Path:
+    """The folder of the package's own configurations: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
+
+
+class OwnConf(SearchPathPlugin):
+    """Finds experiments in a folder `conf` of the working directory, behind those of the package."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Hydra's entry point."""
+        own, packaged = Path.cwd() / "conf", conf_folder()
+        if not own.is_dir() or own.samefile(packaged):
+            return
+        search_path.append("working directory", f"file://{own}")
+        for file in sorted(own.rglob("*.yaml")):
+            same = packaged / file.relative_to(own)
+            if same.exists() and same.read_bytes() != file.read_bytes():
+                name = f"conf/{file.relative_to(own)}"
+                print(f"warning: {name} is not used: the package has one of this name; choose another", file=sys.stderr)
+
+
+def config_loader() -> ConfigLoader:
+    """Hydra's loader of all these configurations, for what is composed outside of `hydra.main`."""
+    Plugins.instance().register(OwnConf)
+    return ConfigLoaderImpl(create_config_search_path(str(conf_folder())))

@@ -1,0 +1,176 @@
+"""What jobs a sweep has, and what became of each: read from its folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigError, Mistake
+from .search_path import config_loader
+
+RECORD = "multirun.yaml"  # Hydra's record of a sweep
+REFUSED = "refused.txt"  # in a job's folder: why it was not begun
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BY_NUMBER = "${hydra.job.num}"
+DONE, RUNNING, MISSING = "done", "running", "missing"
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: Its folder's name: its number.
+        folder: Where it is, or is to be.
+        overrides: What it is composed of, as on the command line.
+        status: That of its run.json. Where there is none: `failed` where the job was refused, else `missing`: never begun.
+        error: What ended it, in a line; None where nothing did.
+    """
+
+    name: str
+    folder: Path
+    overrides: tuple[str, ...]
+    status: str
+    error: str | None
+
+
+class Sweep:
+    """A sweep, as it is found in its folder.
+
+    Args:
+        folder: That of the sweep.
+
+    Raises:
+        ConfigError: It is not one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            record = OmegaConf.load(folder / RECORD)
+            self.hydra: DictConfig = record.hydra
+        except (OSError, AttributeError, yaml.YAMLError) as error:
+            reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+            raise ConfigError(
+                Mistake(
+                    "", f"its {RECORD} cannot be read: {reason}", written=str(folder), allowed="the folder of a sweep"
+                )
+            ) from None
+
+    @property
+    def arguments(self) -> list[str]:
+        """What was swept, and what was said once for all jobs, as on the command line."""
+        return arguments_of(self.hydra)
+
+    @cached_property
+    def swept(self) -> frozenset[str]:
+        """The keys that tell the jobs from each other."""
+        return frozenset(override.get_key_element() for override in self._swept)
+
+    @cached_property
+    def _swept(self) -> list[Override]:
+        parsed = OverridesParser.create().parse_overrides(self.arguments)
+        return [override for override in parsed if override.is_sweep_override()]
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether all jobs are known before the first one begins, each in a folder called by its number."""
+        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+        return self.hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER
+
+    def jobs(self) -> list[SweepJob]:
+        """All jobs, in the order of their numbers; those that are there alone where they are not laid out."""
+        there = {folder.name: _recorded(folder) for folder in self.folder.iterdir() if _is_job(folder)}
+        planned = self._planned(there) if self.is_laid_out else {}
+        names = sorted({**there, **planned}, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0))
+        return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
+
+    def label(self, job: SweepJob) -> str:
+        """What tells a job from the others: `hooks.tame.norm=0.1 seed=1`."""
+        return " ".join(override for override in job.overrides if override.partition("=")[0] in self.swept)
+
+    def _planned(self, there: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        shuffled = any(getattr(override.value(), "shuffle", False) for override in self._swept)
+        return _planned(composed(self.hydra), there, shuffled=shuffled)
+
+    def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
+        from ..analysis.files import RunFiles
+
+        folder = self.folder / name
+        if not (folder / "run.json").exists():
+            refused = _first_line_of(folder / REFUSED)
+            return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
+        info = RunFiles(folder).info()
+        error = str(info["error"]).partition("\n")[0] if info.get("error") else None
+        return SweepJob(name, folder, overrides, info["status"], error)
+
+
+def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
+    """The jobs that Hydra's own sweeper makes of a sweep: the product of the values of all overrides.
+
+    Args:
+        hydra: The part `hydra` of the sweep's configuration.
+    """
+    overrides = OverridesParser.create(config_loader=config_loader()).parse_overrides(arguments_of(hydra))
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return [tuple(job) for job in jobs]
+
+
+def summary(jobs: Sequence[SweepJob]) -> str:
+    """How many jobs there are of each status: `5 done, 1 failed`."""
+    counts = Counter(job.status for job in jobs)
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda item: item[0] != DONE))
+
+
+def arguments_of(hydra: DictConfig) -> list[str]:
+    """A sweep's overrides: those that a file names under `hydra.sweeper.params`, and those of the command line."""
+    parameters: Mapping[str, Any] = hydra.sweeper.get("params") or {}
+    return [*(f"{key}={value}" for key, value in parameters.items()), *map(str, hydra.overrides.task)]
+
+
+def _is_job(folder: Path) -> bool:
+    return (folder / "run.json").exists() or (not folder.name.startswith(".") and (folder / ".hydra").is_dir())
+
+
+def _recorded(folder: Path) -> tuple[str, ...]:
+    """What Hydra wrote down that a job was composed of; empty where it is not there."""
+    try:
+        overrides = yaml.load((folder / ".hydra" / "overrides.yaml").read_text(), yaml.CSafeLoader)
+    except (OSError, yaml.YAMLError):
+        return ()
+    return tuple(str(override) for override in overrides or ())
+
+
+def _planned(
+    jobs: Sequence[tuple[str, ...]], there: Mapping[str, tuple[str, ...]], *, shuffled: bool
+) -> dict[str, tuple[str, ...]]:
+    """The overrides of each number. `shuffle(...)` has another order each time that it is composed: what is left of it goes
+    to the numbers that are left."""
+    if not shuffled:
+        return {str(number): overrides for number, overrides in enumerate(jobs)}
+    left = list((Counter(jobs) - Counter(there.values())).elements())
+    numbers = [str(number) for number in range(len(jobs)) if not there.get(str(number))]
+    return dict(zip(numbers, left, strict=False))
+
+
+def _first_line_of(file: Path) -> str | None:
+    try:
+        return file.read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def folder_override(key: str, folder: Path) -> str:
+    """The override that names a folder, in Hydra's grammar."""
+    escaped = str(folder).replace("'", r"\'")
+    return f"{key}='{escaped}'"

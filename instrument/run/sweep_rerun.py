@@ -1,0 +1,140 @@
+"""Doing again what is not done of a sweep: in its folder, under the same numbers, through the same launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, flag_override
+
+from ..errors import ConfigError, Mistake
+from ..sinks.lock import FolderLock
+from .launch import job
+from .search_path import config_loader
+from .sweep_jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override
+
+WHERE = "--rerun"
+ASIDE = ".aside"
+STILL_TOLD = ("quiet", "report")  # what a run that goes on is told, besides where it is
+
+
+def rerun(sweep: Sweep) -> int:
+    """Do all jobs of a sweep that are not done: from its checkpoint where a job has one, else from its beginning, with what
+    it left put aside.
+
+    Returns:
+        How many jobs that were.
+
+    Raises:
+        ConfigError: The sweep still goes on, its jobs are not known beforehand, or the folder it was started in is gone.
+    """
+    _refuse_what_is_not_laid_out(sweep)
+    with _held(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
+        left = [each for each in sweep.jobs() if each.status not in (DONE, RUNNING)]
+        launcher = _launcher(sweep)
+        prepared = [_overrides(each) for each in left]
+        at_once = sweep.hydra.sweeper.max_batch_size or len(prepared) or 1
+        for first in range(0, len(prepared), at_once):
+            launcher.launch(prepared[first : first + at_once], initial_job_idx=first)
+        return len(left)
+
+
+def numbered_job(config: DictConfig) -> float | None:
+    """A job that is done again: its number is its folder's, not its place among those that are done again."""
+    hydra = HydraConfig.get()
+    with flag_override(hydra, "readonly", False):  # type: ignore[arg-type]
+        hydra.job.num = int(hydra.sweep.subdir)
+    return job(config)
+
+
+def _refuse_what_is_not_laid_out(sweep: Sweep) -> None:
+    if sweep.is_laid_out:
+        return
+    sweeper = str(sweep.hydra.sweeper["_target_"])
+    if sweeper != BASIC:
+        raise ConfigError(
+            Mistake(
+                WHERE,
+                "this sweeper chooses each job by those before it: which are missing is not known beforehand",
+                written=sweeper.rpartition(".")[2],
+                allowed="the sweep's own command again: with hydra.sweeper.storage=sqlite:///study.db and "
+                "hydra.sweeper.study_name=NAME it goes on with the trials that there are",
+            )
+        )
+    raise ConfigError(Mistake(WHERE, "the folders of its jobs are not called by their numbers: hydra.sweep.subdir"))
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The sweep is this process's own inside."""
+    lock = FolderLock(folder)
+    if not lock.acquire():
+        raise ConfigError(Mistake(WHERE, "this sweep still goes on, in another process", written=str(folder)))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _working_directory(folder: Path) -> Iterator[None]:
+    """Inside, everything is where it was when the sweep was started: its data, the user's own models and `conf`."""
+    before = Path.cwd()
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        problem = f"the folder that the sweep was started in cannot be entered: {error.strerror}"
+        raise ConfigError(Mistake(WHERE, problem, written=str(folder))) from None
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        os.chdir(before)
+
+
+def _launcher(sweep: Sweep) -> Launcher:
+    setup_globals()
+    loader = config_loader()
+    given = [*map(str, sweep.hydra.overrides.hydra), folder_override("hydra.sweep.dir", sweep.folder)]
+    config = loader.load_configuration(
+        config_name="config", overrides=[*given, *map(str, sweep.hydra.overrides.task)], run_mode=RunMode.MULTIRUN
+    )
+    context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
+    return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=numbered_job, config=config)
+
+
+def _overrides(each: SweepJob) -> list[str]:
+    """What a job is composed of when it is done again."""
+    place = f"hydra.sweep.subdir={each.name}"
+    if _has_checkpoint(each.folder):
+        told = [override for override in each.overrides if override.partition("=")[0] in STILL_TOLD]
+        # Hydra's record of the run's beginning stays as it is.
+        return [folder_override("resume", each.folder), *told, place, "hydra.output_subdir=null"]
+    if each.folder.exists():
+        _put_aside(each.folder)
+    return [*each.overrides, place]
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    from .checkpoint import FOLDER
+
+    return (folder / "run.json").exists() and any((folder / FOLDER).glob("step-*.pt"))
+
+
+def _put_aside(folder: Path) -> None:
+    """Move what a job left to where no reader takes it for a run of the sweep: `.aside/3.1`, then `.aside/3.2`, ..."""
+    aside = folder.parent / ASIDE
+    aside.mkdir(exist_ok=True)
+    free = (aside / f"{folder.name}.{attempt}" for attempt in count(1))
+    folder.rename(next(place for place in free if not place.exists()))
