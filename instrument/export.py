@@ -20,6 +20,7 @@ from .analysis.files import RunFiles
 from .analysis.load import NoRunError, load
 from .analysis.replay import replay
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Mistake
+from .sinks.remote import refuse_address
 from .sinks.tracking import PLACES, Outcome, Tracked, open_tracker, require
 from .spec.config import TRACKERS
 
@@ -30,7 +31,7 @@ OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "ki
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; gives the exit code."""
     parser = argparse.ArgumentParser(prog="python -m instrument.export", description="A run's rows for other tools.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one above several")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or one above several; or its address")
     parser.add_argument("--to", required=True, choices=(*TRACKERS, "csv", "zarr"))
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="where it goes; without it, into the run's folder")
     asked = parser.parse_args(arguments)
@@ -40,13 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require({asked.to: "--to"})
         if asked.out is not None and asked.to == "mlflow":
             raise ConfigError(Mistake("--out", "MLflow goes where its environment says", allowed="MLFLOW_TRACKING_URI"))
+        if asked.out is None and asked.to != "mlflow":
+            refuse_address(asked.run, "--out", "an export is written to this machine", allowed="--out FOLDER")
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     several = run.folders != [run.path]
     code = 0
     for folder in run.folders:
-        out = asked.out / folder.relative_to(run.path) if several and asked.out is not None else asked.out
+        out = asked.out / str(folder.relative_to(run.path)) if several and asked.out is not None else asked.out
         code = max(code, _export(folder, asked.to, out))
     return code
 

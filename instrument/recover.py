@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .analysis.load import NoRunError, load
+from .errors import ConfigError
 from .run.folder import mark_killed
 from .sinks.lock import is_locked
 from .sinks.recovery import recover
+from .sinks.remote import refuse_address
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for path in parser.parse_args(arguments).runs:
         try:
+            refuse_address(path, "RUN", "journals are where the run was made", allowed="a folder of this machine")
             folders = load(path).folders
-        except NoRunError as error:
+        except (NoRunError, ConfigError) as error:
             print(error, file=sys.stderr)
             code = 2
             continue

@@ -19,7 +19,7 @@ from .plan.printed import human_bytes
 from .run.folder import mark_killed, read_record
 from .sinks.lock import is_locked
 from .sinks.recovery import recover
-from .sinks.remote import RemoteFolder, place_of, told
+from .sinks.remote import RemoteFolder, place_of, refuse_address, told
 from .sinks.upload import send_all
 
 
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     asked = parser.parse_args(arguments)
     try:
+        refuse_address(asked.run, "RUN", "runs are sent from where they were made", allowed="a folder of this machine")
         places = [(folder, _remote(folder, asked.remote)) for folder in load(asked.run).folders]
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from ..errors import InstrumentWarning
 from ..sinks.journal import Reading
 from ..sinks.lock import is_locked
 from ..sinks.parts import Part, foreign_files, journals_of, parts_of
+from ..sinks.remote import arrow_files, arrow_name
 from ..spec.statistics import STATISTICS
 
 ADDED = {statistic.name for statistic in STATISTICS.values() if not statistic.default}
@@ -35,11 +37,12 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: list[str] = []
-        for file in foreign_files(folder):
+        self._arrow = arrow_files(folder)
+        for file in foreign_files(folder) if self._arrow is None else ():
             self._problem(file, "no file of a run: it is not read")
 
     def info(self) -> dict[str, Any]:
-        """run.json, as far as it can be read. A run that says it is running and whose process is gone was killed."""
+        """run.json, as far as it can be read. A run of this machine that says it is running and whose process is gone was killed."""
         path = self.folder / "run.json"
         try:
             info = json.loads(path.read_text())
@@ -52,7 +55,7 @@ class RunFiles:
         for name in ("overrides", "metrics"):
             if not isinstance(info.get(name), dict):
                 info[name] = {}
-        if info["status"] == "running" and not is_locked(self.folder):
+        if info["status"] == "running" and self._arrow is None and not is_locked(self.folder):
             info["status"] = "killed"
         return info
 
@@ -61,7 +64,8 @@ class RunFiles:
         table = TABLES[name]
         journals = self._journals(table)  # first of all: one that becomes a part meanwhile is met as that part
         parts = {part: file for part, file in parts_of(self.folder, name).items() if self._is_sound(file, table)}
-        found = [ds.dataset([str(file) for file in parts.values()], schema=table.schema, format="parquet")]
+        names = [arrow_name(file) for file in parts.values()]
+        found = [ds.dataset(names, schema=table.schema, format="parquet", filesystem=self._arrow)]
         found += [ds.dataset(rows) for part, rows in journals.items() if part not in parts]
         return ds.dataset(found) if parts else ds.dataset(found[1:] or table.schema.empty_table())
 
@@ -83,7 +87,7 @@ class RunFiles:
             try:
                 yield from fragment.to_batches(schema=whole.schema, columns=list(columns), filter=condition)
             except (pa.ArrowException, OSError) as error:
-                self._problem(Path(fragment.path), f"cannot be read: {_first_line(error)}")
+                self._problem(self._file(fragment.path), f"cannot be read: {_first_line(error)}")
 
     def count(self, name: str) -> int:
         """The number of a table's rows, without reading them."""
@@ -92,7 +96,7 @@ class RunFiles:
             try:
                 count += fragment.count_rows()
             except (pa.ArrowException, OSError) as error:
-                self._problem(Path(fragment.path), f"cannot be read: {_first_line(error)}")
+                self._problem(self._file(fragment.path), f"cannot be read: {_first_line(error)}")
         return count
 
     def note_left_out(self, table: str, what: str) -> None:
@@ -108,12 +112,13 @@ class RunFiles:
             try:
                 read.append(fragment.to_table(schema=whole.schema, columns=columns, filter=condition))
             except (pa.ArrowException, OSError) as error:
-                self._problem(Path(fragment.path), f"cannot be read: {_first_line(error)}")
+                self._problem(self._file(fragment.path), f"cannot be read: {_first_line(error)}")
         return pa.concat_tables([whole.schema.empty_table().select(columns or whole.schema.names), *read])
 
     def _journals(self, table: Table) -> dict[Part, pa.Table]:
         found = {}
-        for (_, part), path in journals_of(self.folder, table.name).items():
+        journals = journals_of(self.folder, table.name) if self._arrow is None else {}  # they are never sent
+        for (_, part), path in journals.items():
             try:
                 reading = Reading.of(path)
             except FileNotFoundError:
@@ -128,13 +133,17 @@ class RunFiles:
 
     def _is_sound(self, file: Path, table: Table) -> bool:
         try:
-            columns = set(pq.read_schema(file).names)
+            columns = set(pq.read_schema(arrow_name(file), filesystem=self._arrow).names)
         except (pa.ArrowException, OSError) as error:
             self._problem(file, f"cannot be read: {_first_line(error)}")
             return False
         if missing := [name for name in table.names if name not in columns and name not in ADDED]:
             self._problem(file, f"has no column {', '.join(missing)}: it is not read")
         return not missing
+
+    def _file(self, name: str) -> Path:
+        """A file, by what Arrow calls it."""
+        return self.folder / os.path.relpath(name, arrow_name(self.folder))
 
     def _problem(self, file: Path, problem: str) -> None:
         told = f"{file.relative_to(self.folder)}: {problem}"

@@ -1,6 +1,7 @@
 """`python -m instrument.report RUN [--out FILE] [--open]`: the report of a run, or of the folder of several.
 
-Exit code 0: written; 1: it cannot be written, or a package is missing; 2: there is no run.
+Exit code 0: written; 1: it cannot be written, or a package is missing; 2: there is no run, or a mistake in what was
+asked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..analysis.load import NoRunError, load
-from ..errors import InstrumentError, InstrumentWarning
+from ..errors import ConfigError, InstrumentError, InstrumentWarning
+from ..sinks.remote import refuse_address
 from . import FILE, make
 
 
@@ -23,13 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m instrument.report",
         description="One HTML file that shows a run, or a whole sweep; it works offline.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one above several, such as a sweep's")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run's folder, or one above several, such as a sweep's; or its address"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help=f"the file to write; RUN/{FILE} without it")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     asked = parser.parse_args(arguments)
     try:
-        return _write(asked.run, asked.out or asked.run / FILE, show=asked.open)
-    except NoRunError as error:
+        return _write(asked.run, asked.out, show=asked.open)
+    except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
     except InstrumentError as error:
@@ -39,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _write(folder: Path, out: Path, *, show: bool) -> int:
+def _write(folder: str, out: Path | None, *, show: bool) -> int:
+    if out is None:
+        refuse_address(folder, "--out", "a report is written to a file of this machine", allowed="--out FILE")
+        out = Path(folder) / FILE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are told on the page, first of all
         run = load(folder)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from ..capture.ranks import RANK
+from ..capture.ranks import own_rank
 from ..errors import ConfigError, Mistake
 from ..plan.printed import human_bytes
 from ..sinks.remote import REMOTE, RemoteFolder, check_remote, place_of, told
@@ -50,7 +50,7 @@ class RemoteCopy:
         if self._remote is None:
             return
         try:
-            take_back(self._remote, RANK, parts)
+            take_back(self._remote, own_rank(), parts)
         except Exception as error:  # of many kinds: whatever a client raises
             problem = f"rows of steps that are done again cannot be taken back there: {told(error)}"
             raise ConfigError(Mistake(REMOTE, problem, written=self.address)) from None
@@ -62,7 +62,7 @@ class RemoteCopy:
             ConfigError: The place cannot be written, or holds another run.
         """
         if self._remote is not None:
-            self._upload = Upload(self.folder, self._remote, rank=RANK)
+            self._upload = Upload(self.folder, self._remote, rank=own_rank())
             self._upload.begin()
 
     def messages(self) -> list[str]:
@@ -92,7 +92,7 @@ class RemoteCopy:
             more = f", and {len(sent.missing) - 1} more" if len(sent.missing) > 1 else ""
             command = f"python -m instrument.upload {shlex.quote(str(self.folder))}"
             self.terminal.warn(f"not all is in {self.address} ({first}{more}); what is missing is sent by: {command}")
-        elif RANK == 0 and not (self.terminal.quiet or self.terminal.brief):
+        elif own_rank() == 0 and not (self.terminal.quiet or self.terminal.brief):
             self.terminal.console.print(
                 f"remote      {self.address}  ({human_bytes(sent.bytes)} sent)", soft_wrap=True, markup=False
             )

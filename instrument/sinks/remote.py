@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from pyarrow import PythonFile
+from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+
 from ..errors import ConfigError, InstrumentError, Mistake
 
 # Where a file is there as a whole or not at all; elsewhere it is sent aside and moved.
@@ -22,6 +25,7 @@ EXTRAS = {
 }  # by protocol; the others need fsspec and their own package
 REMOTE = "sink.remote"  # what a run's remote folder is asked for by
 ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
+WRITTEN_HERE = "a run is written to a folder of this machine, from where it can be sent on"
 CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in fsspec's own configuration"
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
@@ -128,6 +132,47 @@ def folder_at(path: str | Path, where: str = "") -> Path:
     return cast(Path, UPath(address, **_options(address.partition("://")[0])))
 
 
+def opened(path: str | Path) -> Path:
+    """A folder to read from, as `folder_at` gives it; of a remote one, what was known of its files is forgotten, and all of
+    them are listed at once.
+
+    Raises:
+        ConfigError: The address is none, or a package is missing.
+        InstrumentError: Nobody answers there, or reading is not allowed.
+    """
+    folder = folder_at(path)
+    if is_address(folder):
+        files = cast(Any, folder).fs
+        files.invalidate_cache()
+        try:
+            files.find(arrow_name(folder))
+        except FileNotFoundError:
+            return folder  # whoever looks for a run there says so
+        except Exception as error:  # of many kinds: whatever a client raises
+            raise InstrumentError(f"{folder} cannot be read: {told(error)}") from None
+    return folder
+
+
+def arrow_files(folder: Path) -> FileSystem | None:
+    """What Arrow reads a folder's files with; None for those of this machine."""
+    if not is_address(folder):
+        return None
+    return PyFileSystem(_Handler(cast(Any, folder).fs))
+
+
+def arrow_name(file: Path) -> str:
+    """What a file is called in the file system of `arrow_files`."""
+    return str(cast(Any, file).path) if is_address(file) else str(file)
+
+
+class _Handler(FSSpecHandler):  # type: ignore[misc]
+    """Reads what Arrow asks for and nothing ahead: Arrow knows which columns it needs, and asks for what lies together at once."""
+
+    def open_input_file(self, path: str) -> PythonFile:
+        """Open a file to read from any place in it."""
+        return PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
+
+
 def place_of(folder: Path, remote: str) -> str:
     """The address of a run's folder: below `remote` as the folder lies below `runs`, or below the folder above a sweep's.
 
@@ -202,15 +247,22 @@ class RemoteFolder:
             self._files.rm_file(f"{self._root}/{name}")
 
 
-def refuse_address(path: Path, where: str) -> None:
-    """A run writes to a folder of this machine, whatever becomes of it afterwards.
+def refuse_address(
+    path: str | Path, where: str, problem: str = WRITTEN_HERE, *, allowed: str = f"{REMOTE}=protocol://place/folder"
+) -> None:
+    """Stop where a folder of this machine is needed.
+
+    Args:
+        path: What was given.
+        where: What the user says it by.
+        problem: Why an address is none of use.
+        allowed: What is.
 
     Raises:
         ConfigError: It is an address.
     """
     if is_address(path):
-        problem = "a run is written to a folder of this machine, from where it can be sent on"
-        raise ConfigError(Mistake(where, problem, allowed="sink.remote=protocol://place/folder"))
+        raise ConfigError(Mistake(where, problem, allowed=allowed))
 
 
 class UploadError(InstrumentError):

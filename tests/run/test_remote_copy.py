@@ -93,6 +93,13 @@ def test_a_bucket_that_is_not_there_costs_no_step(cli: Cli, bucket: str) -> None
     assert len(instrument.load("out").metrics) == 0
 
 
+def test_a_run_is_not_written_to_an_address(cli: Cli) -> None:
+    answer = cli(*TINY, "hydra.run.dir=s3://bucket/out")
+    assert answer.code == 2
+    assert "hydra.run.dir: a run is written to a folder of this machine" in answer.err
+    assert not list(Path().iterdir())
+
+
 def test_another_run_s_place_is_refused(cli: Cli, bucket: str) -> None:
     assert cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=a/out").code == 0
     answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=b/out", "seed=1")

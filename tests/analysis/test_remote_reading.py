@@ -1,0 +1,148 @@
+"""Runs in remote folders: everything that is read of one here is read of one there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import fsspec
+import pandas as pd
+import pytest
+import torch
+
+import instrument
+from instrument import ConfigError, InstrumentError
+from instrument.analysis.load import NoRunError
+from instrument.capture.tables import TABLES
+from instrument.export import main as export
+from instrument.report.__main__ import main as report
+from instrument.sinks.remote import RemoteFolder
+from instrument.sinks.upload import send_all
+
+HOOKS = {
+    "acts": {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "samples": 1},
+    "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0},
+}
+
+
+def train(out: Path, seed: int, steps: int = 3) -> None:
+    """A run of a tiny network."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, HOOKS, optimizer=optimizer, out=out, seed=seed) as probe:
+        for _ in range(steps):
+            loss = model(torch.randn(5, 4)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs."""
+    place = tmp_path_factory.mktemp("local") / "sweep"
+    for seed in (0, 1):
+        train(place / str(seed), seed)
+        path = place / str(seed) / "run.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "overrides": {"lr": 0.1 * (seed + 1)}}))
+    return place
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def there(request: pytest.FixtureRequest, local: Path, tmp_path: Path) -> str:
+    """The same folder's address on each sort of file system."""
+    above = request.getfixturevalue("bucket") if request.param == "s3" else f"{request.param}://{tmp_path}/there"
+    for folder in sorted(local.iterdir()):
+        assert send_all(folder, RemoteFolder(f"{above}/some/sweep/{folder.name}", "")).missing == {}
+    return f"{above}/some/sweep"
+
+
+def test_every_table_of_a_run_is_the_same(there: str, local: Path) -> None:
+    here, remote = instrument.load(local / "0"), instrument.load(f"{there}/0")
+    for name in set(TABLES) - {"tensors"}:
+        pd.testing.assert_frame_equal(getattr(remote, name), getattr(here, name))
+    assert remote.info == here.info
+    assert remote.problems == []
+    assert remote.count("stats") == len(here.stats)
+    assert "1 done" in repr(remote)
+
+
+def test_every_table_of_a_sweep_is_the_same(there: str, local: Path) -> None:
+    here, remote = instrument.load(local), instrument.load(there)
+    for name in {*TABLES, "runs"} - {"tensors"}:
+        pd.testing.assert_frame_equal(getattr(remote, name), getattr(here, name))
+    assert remote.stats["run"].unique().tolist() == ["0", "1"]
+
+
+def test_tensors_are_the_same(there: str, local: Path) -> None:
+    here, remote = (instrument.load(place).tensors(layer="0", step=[0, 2]) for place in (local, there))
+    assert len(remote) == 4
+    assert all((a == b).all() for a, b in zip(here["values"], remote["values"], strict=True))
+
+
+def test_queries_give_the_same(there: str, local: Path) -> None:
+    query = "select layer, count(*) as n, max(l2) as most from stats where step > 0 group by 1 order by 1"
+    here, remote = (instrument.load(place).sql(query) for place in (local, there))
+    assert len(remote) > 1
+    pd.testing.assert_frame_equal(remote, here)
+
+
+def test_a_run_that_goes_on_is_running_and_what_comes_is_met_when_it_is_opened_again(
+    there: str, local: Path, tmp_path: Path
+) -> None:
+    going = tmp_path / "going"
+    shutil.copytree(local / "0", going)
+    path = going / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "status": "running"}))
+    remote = RemoteFolder(f"{there}/../going".replace("sweep/../", ""), "")
+    remote.put(path, "run.json")
+    before = instrument.load(remote.address)
+    assert (before.info["status"], len(before.stats)) == ("running", 0)
+    send_all(going, remote)
+    assert len(instrument.load(remote.address).stats) == len(instrument.load(local / "0").stats)
+
+
+def test_where_there_is_no_run_it_is_said(there: str) -> None:
+    with pytest.raises(NoRunError, match=r"no run\.json in|there is no folder"):
+        instrument.load(f"{there}/elsewhere")
+
+
+def test_a_damaged_part_is_told_and_the_rest_is_read(there: str, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"no Parquet")
+    RemoteFolder(f"{there}/0", "").put(tmp_path / "bad", "stats/part-0000-000001.parquet")
+    run = instrument.load(f"{there}/0")
+    assert len(run.stats) > 0
+    (problem,) = run.problems
+    assert problem.startswith("stats/part-0000-000001.parquet: cannot be read")
+
+
+def test_a_report_is_written_here(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report([f"{there}/0", "--out", str(tmp_path / "one.html")]) == 0
+    assert report([there, "--out", str(tmp_path / "all.html")]) == 0
+    assert (tmp_path / "all.html").stat().st_size > 10_000
+    assert report([f"{there}/0"]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_an_export_is_written_here(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export([there, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
+    assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
+    assert export([f"{there}/0", "--to", "zarr", "--out", str(tmp_path / "zarr")]) == 0
+    assert export([f"{there}/0", "--to", "csv"]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="may hold no password") as refused:
+        instrument.load("s3://key:hushhush@bucket/runs")
+    assert "hushhush" not in str(refused.value)
+
+
+def test_where_nobody_answers_it_is_said_in_a_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(InstrumentError, match="s3://bucket/runs cannot be read: EndpointConnectionError"):
+        instrument.load(f"{bucket}/runs")
