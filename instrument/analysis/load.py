@@ -260,7 +260,7 @@ class Run:
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []
-        overrides = typed_frame([{"seed": info["seed"], **info["overrides"]} for info in self.infos])
+        overrides = typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
         for place, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
             frame: pd.DataFrame = _plain_labels(files.read(table, condition=condition)).to_pandas()
             if self._several:

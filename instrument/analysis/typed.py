@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,19 @@ def typed(values: Sequence[Any]) -> pd.Series:
 
 
 def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Rows as a table, each column with its type; what a row does not have is null."""
+    """Rows as a table, each column with its type.
+
+    What a row does not have is null; of objects it is NaN, unlike a null that the row has, which is None.
+    """
     names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
-    return pd.DataFrame({name: typed([row.get(name) for row in rows]) for name in names}, index=range(len(rows)))
+    return pd.DataFrame({name: _column(rows, name) for name in names}, index=range(len(rows)))
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> pd.Series:
+    column = typed([row.get(name) for row in rows])
+    if column.dtype == object:
+        return pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
+    return column
 
 
 def _kind(value: Any) -> str:

@@ -60,4 +60,4 @@ def written(value: object) -> str:
 
 def is_missing(value: object) -> bool:
     """Whether a run has no such override, where others have."""
-    return isinstance(value, float) and math.isnan(value)
+    return value is pd.NA or (isinstance(value, float) and math.isnan(value))

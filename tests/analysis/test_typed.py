@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def test_rows_need_not_have_the_same_names() -> None:
     assert list(frame.columns) == ["a", "b"]
     assert (frame["a"].isna().tolist(), frame["b"].isna().tolist()) == ([False, True], [True, False])
     assert len(typed_frame([{}, {}])) == 2
+    (written, absent) = typed_frame([{"a": {"norm": 1}}, {"a": None}, {}])["a"].iloc[1:]
+    assert written is None
+    assert math.isnan(absent)
 
 
 def test_a_sweeps_runs_have_typed_overrides(tmp_path: Path) -> None:

@@ -191,3 +191,12 @@ def test_what_cannot_be_compared_is_an_error_that_names_what_can(sweep: instrume
         compare([])
     with pytest.raises(InstrumentError, match="the metrics table lacks the column run"):
         compare(sweep.metrics.drop(columns="run"))
+
+
+def test_a_run_that_lacks_a_whole_number_of_others_is_labelled_without_it(tmp_path: Path) -> None:
+    for job, overrides in enumerate([{"a": 1, "c": True}, {"b": 2, "c": False}]):
+        make_run(tmp_path / str(job), overrides=overrides)
+    overrides = overrides_of(instrument.load(tmp_path).metrics, "metrics")
+    assert list(labels_of(overrides).values()) == ["a=1 c=True", "c=False b=2"]
+    figure = compare(instrument.load(tmp_path), x="a")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1", "not given"]
