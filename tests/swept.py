@@ -37,6 +37,7 @@ def job(
     overrides: Mapping[str, Any] | None = None,
     status: str = "done",
     metrics: Mapping[str, Any] | None = None,
+    used: Mapping[str, Any] | None = None,
     rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Path:
     """A run that ended.
@@ -48,6 +49,7 @@ def job(
         overrides: What the command line is to have said.
         status: How it ended.
         metrics: The last ones.
+        used: What else run.json says, as `device`, `data`.
         rows: The rows of each table, in cells.
     """
     folder.mkdir(parents=True)
@@ -57,6 +59,7 @@ def job(
         "config": {**(config or {}), "seed": seed},
         "overrides": dict(overrides or {}),
         "metrics": dict(metrics or {}),
+        **(used or {}),
     }
     (folder / "run.json").write_text(json.dumps(info))
     for table, cells in (rows or {}).items():

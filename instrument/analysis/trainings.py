@@ -36,7 +36,8 @@ class Training:
     Attributes:
         place: Of the run, among the runs.
         seed: The run's.
-        rest: The configuration without its hooks, its seed, and what does not change a training.
+        rest: The configuration without its hooks, its seed, and what does not change a training; the device, the number of
+            processes (`ranks`) and the dataset are those that were used.
         hooks: All hooks that are not null by name, in the order in which they act.
         interventions: The same without those that record, which change nothing.
     """
@@ -85,7 +86,9 @@ def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
         elif (specs := _hooks(config)) is None:
             left_out[place] = "its hooks are of another version"
         else:
-            rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *INERT)}
+            rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *INERT)} | _used(
+                config, info
+            )
             acting = {name: spec for name, spec in specs.items() if spec["action"] != "record"}
             found.append(Training(place, info["seed"], rest, specs, acting))
     return found, left_out
@@ -107,6 +110,16 @@ def in_yaml(value: Any) -> str:
     """A value as it stands on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """What was used where the configuration leaves it open: the device, the number of processes, a dataset's stand-in."""
+    used: dict[str, Any] = {"ranks": info.get("ranks", 1)}
+    if isinstance(device := info.get("device"), str):
+        used["device"] = device.partition(":")[0]  # which of several alike is no matter
+    if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
+        used["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
+    return used
 
 
 def _hooks(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:

@@ -51,6 +51,22 @@ def test_what_trains_otherwise_is_another(tmp_path: Path, one: dict[str, Any], o
     assert training_of(tmp_path / "one", one).word != training_of(tmp_path / "other", other).word
 
 
+def test_what_was_used_counts_where_the_configuration_leaves_it_open(tmp_path: Path) -> None:
+    config = {"device": "auto", "data": {"dataset": {"_target_": "MNIST"}, "fallback": "digits"}}
+    source = {"dataset": "MNIST", "fallback": None}
+    same = [{"device": "cuda:0", "data": source}, {"device": "cuda:1", "data": source, "ranks": 1}]
+    other = [
+        {"device": "cpu", "data": source},
+        {"device": "cuda:0", "data": {"dataset": "digits", "fallback": "MNIST is missing"}},
+        {"device": "cuda:0", "data": source, "ranks": 4},
+    ]
+    for i, used in enumerate([*same, *other]):
+        job(tmp_path / str(i), config=config, used=used)
+    words = [training.word for training in trainings(instrument.load(tmp_path))[0]]
+    assert words[0] == words[1]
+    assert len(set(words)) == 4
+
+
 def test_another_seed_is_another_training(tmp_path: Path) -> None:
     words = {training_of(tmp_path / str(seed), {}, seed).word for seed in range(3)}
     assert len(words) == 3
