@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -254,3 +255,15 @@ def test_a_real_sweep_says_what_the_report_says(reported_sweep: instrument.Run) 
         if info not in done
     ]
     assert list(frame.attrs["left_out"]) == failed
+
+
+def test_a_sweep_behind_an_address_is_compared_as_one_on_this_disk(tmp_path: Path) -> None:
+    here = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.5, 3.0]}).effects_of("hooks.tame.norm")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/effects/sweep", recursive=True)
+    try:
+        there = instrument.load("memory://effects/sweep").effects_of("hooks.tame.norm")
+    finally:
+        memory.rm("/effects", recursive=True)
+    assert there.equals(here)
+    assert there.attrs == here.attrs
