@@ -5,6 +5,7 @@ InstrumentError                     exit code 1
 ├── HookError                       a hook failed at a layer and a step
 │   └── HookResultError             a hook returned a value that does not fit in the place of the old one
 ├── SinkError                   rows cannot be written any more
+├── RankError                       another process of the run failed
 ├── AlreadyAttachedError            one probe, entered twice
 └── NoRunError                      nothing to load (in instrument.analysis.load)
 """
@@ -27,6 +28,7 @@ __all__ = [
     "InstrumentError",
     "InstrumentWarning",
     "Mistake",
+    "RankError",
     "SinkError",
     "nearest",
     "own_frame",
@@ -111,6 +113,15 @@ class HookResultError(HookError):
 
 class SinkError(InstrumentError):
     """Rows cannot be written any more: the disk is full, the folder is gone; the message says what is saved."""
+
+
+class RankError(InstrumentError):
+    """Another process of a distributed run failed; `rank` says which one."""
+
+    def __init__(self, message: str, rank: int, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
 
 
 class InstrumentWarning(UserWarning):

@@ -48,6 +48,8 @@ class Context:
             an update, the parameter after it.
         parameters: For a penalty on the loss: the parameters that it is on.
         seed: The seed of the run.
+        scope: Whose numbers the tensor holds: `global` where one process trains, else `local`, `averaged` or `shard`.
+        rank: Which of several processes this is, from 0.
     """
 
     hook: str
@@ -63,6 +65,8 @@ class Context:
     value: Tensor | Parameter | None = None
     parameters: tuple[Parameter, ...] = ()
     seed: int = 0
+    scope: str = "global"
+    rank: int = 0
 
     @property
     def step(self) -> int:
@@ -72,8 +76,9 @@ class Context:
     def generator(self, device: torch.device) -> torch.Generator:
         """A generator of random numbers for this firing alone.
 
-        It depends on the run's seed, the hook, the layer, the tensor and the moment, and on nothing else: the global
-        random state is neither read nor moved, and a forward pass that is computed again gets the same numbers.
+        It depends on the run's seed, the hook, the layer, the tensor and the moment, and where each of several processes has
+        a tensor of its own, on the rank; on nothing else: the global random state is neither read nor moved, and a forward
+        pass that is computed again gets the same numbers.
 
         Raises:
             LookupError: It is computed again in a way that leaves open which of several calls this is.
@@ -84,6 +89,8 @@ class Context:
                 "several times: which of the calls this is cannot be told, nor which random numbers it had"
             )
         key = repr((self.seed, self.hook, self.layer, self.role, self.path, self.moment, self.call, self.backward))
+        if self.rank and self.scope == "local":
+            key += f" of rank {self.rank}"
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -108,6 +115,16 @@ class Rows(Protocol):
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
+
+    def merges(self, context: Context) -> bool:
+        """Whether a tensor is the part of one that several processes have, of which there is to be one row."""
+
+    def add_part(self, context: Context, names: tuple[str, ...], part: Tensor, dead: Tensor | None) -> None:
+        """Of such a tensor what `instrument.stats.merge` makes statistics of these names of, float64 [PART]; and which units
+        are dead, bool [units], where that is asked for and has a meaning."""
+
+    def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
+        """Of such a tensor what it makes quantiles and a histogram of, float64 [numbers]."""
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from ..sharded import whole
 from ..spec.interventions import ClipSpec
 from .base import Context
 
@@ -49,9 +50,10 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
 def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:
     """What all the tensors are multiplied by so that their norm as one long vector is at most `bound`.
 
-    To the last bit the factor of `torch.nn.utils.clip_grad_norm_`.
+    To the last bit the factor of `torch.nn.utils.clip_grad_norm_`. Of tensors of which each process has a shard the norm is that
+    of all shards: all processes have to ask for it.
     """
-    return clip_coefficient(get_total_norm(tensors, ord), bound)
+    return clip_coefficient(whole(get_total_norm(tensors, ord)), bound)
 
 
 def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:

@@ -17,7 +17,8 @@ from ..spec.record import RecordSpec
 from ..spec.statistics import OF_VALUES
 from ..stats.distribution import distribution
 from ..stats.kernel import Values, measure
-from ..stats.units import dead_fraction, range_of, ratio_of_norms, saturated_fraction, unit_dim
+from ..stats.merge import MEASURED, part_of, sketch
+from ..stats.units import dead_fraction, dead_units, range_of, ratio_of_norms, saturated_fraction, unit_dim
 from .base import Context, Rows
 from .intervention import describe
 
@@ -63,13 +64,23 @@ def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> flo
     if name == "saturated_fraction":
         ends = range_of(context.module)
         return None if ends is None or not tensor.is_floating_point() else saturated_fraction(as_plain(tensor), ends)
+    along = _along(tensor, context, dim)
+    return None if along is None else dead_fraction(as_plain(tensor.detach()), along)
+
+
+def _along(tensor: Tensor, context: Context, dim: int | None) -> int | None:
+    """The dimension that a tensor's units are along; None where it has none.
+
+    Raises:
+        HookError: The tensor has no such dimension.
+    """
     if tensor.is_nested:
         return None
     of_parameter = KINDS[context.kind].family != "module"
     along = unit_dim(tensor, context.module, of_parameter=of_parameter) if dim is None else dim
     if along is not None and not -tensor.dim() <= along < tensor.dim():
         raise HookError(f"{describe(context)}: unit_dim {along} is not in shape {list(tensor.shape)}")
-    return None if along is None else dead_fraction(as_plain(tensor.detach()), along)
+    return along
 
 
 class Record:
@@ -117,9 +128,14 @@ class Record:
         """Nothing: each tensor is recorded for itself."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
-        if self.statistics:
+        merges = self.rows.merges(context)
+        if self.statistics and merges:
+            self.rows.add_part(context, self.statistics, *self._measure_part(tensor, context))
+        elif self.statistics:
             self.rows.add_stats(context, self.statistics, self._measure(tensor, context))
-        if self.levels or self.bins:
+        if (self.levels or self.bins) and merges:
+            self.rows.add_sketch(context, self.levels, self.bins, sketch(tensor, bool(self.levels), self.bins))
+        elif self.levels or self.bins:
             found = distribution(tensor, self.levels, self.bins)
             self.rows.add_distribution(context, self.levels, self.bins, found)
         if self.keeps_tensors:
@@ -130,6 +146,17 @@ class Record:
                 shape = list(plain.shape)
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
             self.rows.add_tensor(context, plain.shape, kept, self.dtype)
+
+    def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """What other processes' parts are merged with: float64 [PART]; which units are dead, bool [units], if that is asked."""
+        saturated = more_of("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.more else None
+        weight: float | Tensor | None = None
+        if "update_ratio" in self.more and context.value is not None:
+            weight = measure(context.value, ("l2",))[0]
+        names = (*MEASURED, "l1") if "l1" in self.statistics else MEASURED
+        along = _along(tensor, context, self.spec.unit_dim) if "dead_fraction" in self.more else None
+        dead = None if along is None else dead_units(as_plain(tensor.detach()), along)
+        return part_of(measure(tensor, names), saturated, weight), dead
 
     def _measure(self, tensor: Tensor, context: Context) -> Values:
         if not self.more:

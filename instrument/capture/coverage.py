@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..kinds.live import LiveSite
-from .recorder import RANK, at_site
+from .recorder import at_site
 from .tables import NEVER_DUE
 
 
@@ -29,7 +29,7 @@ def coverage_rows(
             "kind": live.site.spec.kind,
             "role": live.site.spec.tensor_role,
             "path": live.site.own_name,
-            "rank": RANK,
+            "rank": live.clock.rank,
             "expected": live.expected,
             "fired": live.fired,
             "dropped": at_site(dropped, live),

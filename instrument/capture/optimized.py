@@ -46,7 +46,7 @@ def leave_out_what_is_not_optimized(lives: Sequence[LiveSite], optimizer: Optimi
     """A parameter that the optimizer does not hold has no gradient that it will use."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for live in lives:
-        if live.site.spec.kind == "parameter_grad" and id(live.site.parameter) not in held:
+        if live.site.spec.kind == "parameter_grad" and id(live.current_parameter()) not in held:
             live.optimized = False
 
 

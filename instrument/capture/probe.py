@@ -31,7 +31,8 @@ from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
 from .optimized import leave_out_what_is_not_optimized, require_optimizer
 from .overhead import Overhead
-from .recorder import RANK, Recorder
+from .ranks import Ranks, own_rank
+from .recorder import Recorder
 from .rows import layer_rows
 from .sink import Row, Sink
 from .transfer import LateMetrics, Transfer
@@ -64,6 +65,7 @@ class Probe:
 
         budget: What recording may cost; without it, what it costs.
         steps: How many steps there will be, where that is known; a budget of bytes is divided among them.
+        ranks: The processes that train together; None for a single one.
 
     Raises:
         ConfigError: A kind needs the optimizer, and there is none, or one that keeps no such state; a function of the
@@ -82,6 +84,7 @@ class Probe:
         steps_by_loop: bool = False,
         budget: BudgetConfig | None = None,
         steps: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.plan = plan
         self.sink = sink
@@ -89,8 +92,10 @@ class Probe:
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
         self.alerts = Alerts(self.event)
-        self.recorder = Recorder(sink, self.alerts.see_stats)
-        self.clock = Clock(Moment(0, 0, 0, "train"), seed)
+        self.ranks = ranks
+        self.recorder = Recorder(sink, self.alerts.see_stats, ranks)
+        parallel = None if ranks is None else ranks.parallel
+        self.clock = Clock(Moment(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         found = archive or NoArchive()
         actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
         self.lives = [LiveSite(site, actions[site.spec.name], self.clock) for site in plan.sites]
@@ -131,7 +136,8 @@ class Probe:
             if any(isinstance(family, GradientHooks) for family in self._families):
                 self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
             if not self._goes_on:
-                self.recorder.write("layers", layer_rows(self.plan))
+                if self._leads:
+                    self.recorder.write("layers", layer_rows(self.plan))
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
             self._retime()
@@ -159,6 +165,11 @@ class Probe:
         for watch in (self._scaling, self._loading, self._rate):
             if watch is not None:
                 watch.detach()
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this process writes what is the same in all of them."""
+        return self.ranks is None or self.ranks.leads
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -317,8 +328,10 @@ class Probe:
         def cells() -> Row:
             self.alerts.see_metrics(moment, row)
             skipped = None if row["skipped"] is None else bool(row["skipped"])
-            return (moment.step, moment.epoch, moment.phase, RANK, *(row[name] for name in METRICS), skipped)
+            return (moment.step, moment.epoch, moment.phase, self.clock.rank, *(row[name] for name in METRICS), skipped)
 
+        if self.ranks is not None and self.ranks.merged_metrics and not self._leads:
+            return row
         if transfer.is_here:
             self.recorder.write("metrics", [cells()])
         else:
@@ -364,7 +377,9 @@ class Probe:
         """A row of the events table, of this step or another one; a warning is also kept in `warnings`."""
         if severity == "warning":
             self.warnings.append(message)
-        self.recorder.write("events", [(self.step if step is None else step, RANK, layer, rule, message, severity)])
+        self.recorder.write(
+            "events", [(self.step if step is None else step, self.clock.rank, layer, rule, message, severity)]
+        )
 
     def _thinned(self, message: str, live: LiveSite | None) -> None:
         """A site is looked at less often, for the budget's sake; or all were."""
@@ -378,8 +393,10 @@ class Probe:
         """Write down what is left: the rows of a step that broke off, the ledger, and what is wrong with it."""
         if self._busy and not self.step and error is None:
             self.event("no_end_step", "end_step was never called: all rows bear step 0, and no schedule moved on")
-        self.recorder.end_step()
+        self.recorder.end_step(alone=error is not None)
         self.recorder.flush()
+        for message in [] if self.ranks is None else self.ranks.differences.values():
+            self.event("ranks", message)
         for live in self.lives:
             if live.ever_due and live.rhythm == "occasion":
                 live.settle()

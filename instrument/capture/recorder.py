@@ -6,10 +6,8 @@ are read when the next step ends.
 
 from __future__ import annotations
 
-import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +15,15 @@ from torch import Tensor
 
 from ..actions.base import Context, Effect
 from ..kinds.live import LiveSite
-from ..spec.statistics import ALL, STATISTICS
 from ..stats.distribution import cells
-from ..stats.kernel import Values, positions
+from ..stats.kernel import Values
+from .cells import effect_cells, fetched_statistics, identity, statistics
+from .merging import MergedRow, distribution_piece, effect_piece, merge, statistics_piece
+from .ranks import Alone, Piece, Ranks
 from .sink import Row, Sink
 from .transfer import Transfer
 
-RANK = int(os.environ.get("RANK", "0"))
 NUMBER_BYTES = 4  # of one of a distribution's numbers, on disk, about
-_COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
 
 
 class Recorder:
@@ -34,33 +32,61 @@ class Recorder:
     Args:
         sink: Who keeps the rows.
         watch: Called with each step's rows of statistics, once all that is known of the step has been handed over.
+        ranks: The processes that train together; None for a single one.
     """
 
-    def __init__(self, sink: Sink, watch: Callable[[Sequence[Row]], None] | None = None) -> None:
+    def __init__(
+        self, sink: Sink, watch: Callable[[Sequence[Row]], None] | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.sink = sink
         self.watch = watch
+        self.ranks = ranks
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, likewise
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
+        self._pieces: list[Piece] = []
         self._late: list[tuple[str, Callable[[], Row]]] = []
         self._under_way: _Step | None = None
 
+    def merges(self, context: Context) -> bool:
+        """Whether a tensor is the part of one that several processes have, of which there is to be one row."""
+        return self.ranks is not None and self.ranks.merges(context)
+
+    def _repeats(self, context: Context) -> bool:
+        return self.ranks is not None and self.ranks.repeats(context)
+
+    def add_part(self, context: Context, names: tuple[str, ...], part: Tensor, dead: Tensor | None) -> None:
+        """This process's part of a row of statistics."""
+        self._pieces.append(statistics_piece(context, names, part, dead))
+
+    def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
+        """This process's part of a row of distributions."""
+        self._pieces.append(distribution_piece(context, levels, bins, sketch))
+        self._count_distribution(context, levels, bins)
+
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
-        self._stats.append((identity(context), names, values))
+        if not self._repeats(context):
+            self._stats.append((identity(context), names, values))
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
-        self._distributions.append((identity(context), levels, bins, values))
+        if not self._repeats(context):
+            self._distributions.append((identity(context), levels, bins, values))
+            self._count_distribution(context, levels, bins)
+
+    def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * (2 * len(levels) + bins)
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
         """One tensor's values, which the sink copies; one that it has no room for is counted."""
+        if self._repeats(context):
+            return
         stored = self.sink.keep(identity(context), source_shape, tensor, dtype)
         if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
@@ -70,7 +96,10 @@ class Recorder:
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """What one intervention changed."""
-        self._effects.append((identity(context), effect))
+        if self.merges(context):
+            self._pieces.append(effect_piece(context, effect))
+        elif not self._repeats(context):
+            self._effects.append((identity(context), effect))
 
     def bytes_of(self, live: LiveSite) -> int:
         """Bytes of the tensors that were kept at a site, and about those of its quantiles and histograms."""
@@ -96,9 +125,14 @@ class Recorder:
         self.sink.write(table, rows)
         self.rows_written += len(rows)
 
-    def end_step(self) -> None:
-        """Hand the step's rows to the sink; of one whose numbers are on a GPU when the next step ends."""
+    def end_step(self, *, alone: bool = False) -> None:
+        """Hand the step's rows to the sink; of one whose numbers are on a GPU when the next step ends.
+
+        Args:
+            alone: The other processes are not there any more: rows are of this one's parts.
+        """
         self.flush()
+        merged = self._merge(alone)
         stats, self._stats = self._stats, []
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
@@ -106,16 +140,27 @@ class Recorder:
         on_device += [values for *_, values in distributions if isinstance(values, Tensor)]
         for _, effect in effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
+        for row in merged:
+            on_device += row.numbers
         late, self._late = self._late, []
-        self._under_way = _Step(stats, distributions, effects, late, Transfer(on_device))
+        self._under_way = _Step(stats, distributions, effects, merged, late, Transfer(on_device))
         if self._under_way.transfer.is_here and not late:
             self.flush()
+
+    def _merge(self, alone: bool) -> list[MergedRow]:
+        """The rows of what each process has a part of; none where another process writes them."""
+        if self.ranks is None or not self.ranks.reduces:
+            return []
+        pieces, self._pieces = self._pieces, []
+        if alone:
+            return merge(pieces, Alone())
+        return merge(self.ranks.align(pieces), self.ranks)
 
     @property
     def is_owing(self) -> bool:
         """Whether rows of hooks are on their way, and will take time of the step that is running."""
         step = self._under_way
-        return step is not None and bool(step.stats or step.distributions or step.effects)
+        return step is not None and bool(step.stats or step.distributions or step.effects or step.merged)
 
     def write_late(self, table: str, row: Callable[[], Row]) -> None:
         """A row that is made when the step's rows are handed over."""
@@ -128,15 +173,25 @@ class Recorder:
             return
         fetched = step.transfer.read()
         stats = [
-            (*key, *(_fetched(names, next(fetched)) if isinstance(values, Tensor) else _statistics(names, values)))
+            (
+                *key,
+                *(
+                    fetched_statistics(names, next(fetched))
+                    if isinstance(values, Tensor)
+                    else statistics(names, values)
+                ),
+            )
             for key, names, values in step.stats
         ]
         distributions = [
             key + cells(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
             for key, levels, bins, values in step.distributions
         ]
-        effects = [key + _effect(effect, fetched) for key, effect in step.effects]
-        for table, rows in (("stats", stats), ("distributions", distributions), ("effects", effects)):
+        effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
+        tables = {"stats": stats, "distributions": distributions, "effects": effects}
+        for merged in step.merged:
+            tables[merged.table].append(merged.cells(*(next(fetched) for _ in merged.numbers)))
+        for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
         for table, row in step.late:
@@ -152,6 +207,7 @@ class _Step(NamedTuple):
     stats: list[tuple[Row, tuple[str, ...], Values]]
     distributions: list[tuple[Row, tuple[float, ...], int, Values]]
     effects: list[tuple[Row, Effect]]
+    merged: list[MergedRow]
     late: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
 
@@ -160,46 +216,3 @@ def at_site(counts: Mapping[tuple[str, str, str], int], live: LiveSite) -> int:
     """Of counts by hook, layer and path those of a site: of a module's at all paths, of a parameter's its own."""
     name, layer, own = live.site.spec.name, live.site.layer.name, live.site.own_name
     return sum(count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own in ("", path))
-
-
-def identity(context: Context) -> Row:
-    """The columns that say where and when a row comes from."""
-    return (
-        *context.moment,
-        RANK,
-        context.hook,
-        context.layer,
-        type(context.module).__name__,
-        context.kind,
-        context.role,
-        context.path,
-        context.call,
-        context.backward,
-        context.recompute,
-    )
-
-
-def _statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:
-    """All columns of the statistics: None for those that were not asked for, and for those that have no value."""
-    row: list[float | None] = [None] * len(ALL)
-    for at, value in zip(positions(names), values, strict=True):
-        row[at] = value
-    return row
-
-
-def _fetched(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:
-    """The same of numbers that were on a device, where all are floats, and NaN is no value."""
-    row: list[float | None] = [None] * len(ALL)
-    for at, value in zip(positions(names), values, strict=True):
-        if not math.isnan(value):
-            row[at] = int(value) if at in _COUNTS else value
-    return row
-
-
-def _effect(effect: Effect, fetched: Iterator[list[float]]) -> Row:
-    measures = next(fetched) if isinstance(effect.measures, Tensor) else effect.measures
-    factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
-    changed, before, after = measures
-    norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
-    assert changed is not None, "a count always has a value"
-    return (effect.numel, int(changed), changed / effect.numel if effect.numel else 0.0, *norms, factor)

@@ -89,6 +89,13 @@ IDENTITY = (
         "n-th gradient of the tensor in this call, from 0: a double backward pass, or a retained graph, brings several",
     ),
     Column("recompute", pa.bool_(), "", "seen while activation checkpointing ran the forward pass again"),
+    Column(
+        "scope",
+        _LABEL,
+        "",
+        "whose numbers: global, of the whole batch; where several processes train, local: of this rank's part of it; averaged: "
+        "the same on every rank; shard: of this rank's shard of a tensor",
+    ),
 )
 _UNITS = {
     "count": "elements",
@@ -242,8 +249,8 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, no_end_step, "
-                    "compiled, graph_break, recording, tracking, resumed, error, interrupted",
+                    "kind: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, no_end_step, ranks, "
+                    "compiled, graph_break, recording, tracking, remote, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),

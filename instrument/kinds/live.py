@@ -15,11 +15,13 @@ from ..actions.base import Action, Context, Moment
 from ..actions.intervention import describe
 from ..errors import HookError, InstrumentError, own_frame
 from ..plan.sites import Site
+from ..sharded import is_sharded, own_part, sharded_like, whole
 from ..spec.functions import FunctionSpec, PenaltySpec
 from ..spec.globs import matches
 from ..spec.record import RecordSpec
 from .causes import NO_GRADIENT, absent
 from .meter import Meter
+from .scope import Parallel, scope_of
 
 
 @dataclass
@@ -28,7 +30,8 @@ class Clock:
 
     `turn` counts the micro-steps of the whole run, in all phases: what belongs to one of them starts anew when it
     has moved on. `amp_scale` gives what a gradient scaler has multiplied the loss by; None where there is no scaler.
-    `meter` measures what hooks cost; None where nobody asks.
+    `meter` measures what hooks cost; None where nobody asks. `parallel` says how several processes train together, and
+    `rank` which of them this is; None for a single one.
     """
 
     moment: Moment
@@ -37,6 +40,8 @@ class Clock:
     closed: bool = False
     amp_scale: Callable[[], Tensor] | None = None
     meter: Meter | None = None
+    parallel: Parallel | None = None
+    rank: int = 0
 
     @property
     def boundary(self) -> Moment:
@@ -77,6 +82,7 @@ class LiveSite:
         "optimized",
         "records",
         "rhythm",
+        "scope",
         "site",
         "thin",
     )
@@ -87,6 +93,7 @@ class LiveSite:
         self.clock = clock
         self.records = isinstance(site.spec, RecordSpec)
         self.rhythm = site.spec.definition.rhythm
+        self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
         self.absent = absent(site.spec.definition)
         self.optimized = True
         self.due = False
@@ -219,10 +226,16 @@ class LiveSite:
     ) -> Tensor:
         """Act on one tensor; gives what is to take its place, itself where nothing is changed.
 
+        Of a tensor of which each process has a shard a record sees the shard. An intervention is made on the whole: a norm
+        is that of all shards, and each process draws the same numbers.
+
         Raises:
             HookError: The action failed, or gave what does not fit; it names hook, kind, layer and step.
         """
         spec, layer = self.site.spec, self.site.layer
+        shard = is_sharded(tensor)
+        if shard and value is not None:
+            value = (own_part if self.records else whole)(value)
         context = Context(
             hook=spec.name,
             kind=spec.kind,
@@ -237,12 +250,16 @@ class LiveSite:
             value=value,
             parameters=self.site.parameters,
             seed=self.clock.seed,
+            scope=self.scope if not shard else "shard" if self.records else "averaged",
+            rank=self.clock.rank,
         )
         if self.is_scaled and self.clock.amp_scale is not None:
             amp_scale = self.clock.amp_scale()
-        if amp_scale is not None:
-            return self._fire_scaled(tensor, context, amp_scale)
-        return self._act(tensor, context)
+        part = tensor if not shard else own_part(tensor) if self.records else whole(tensor)
+        new = self._act(part, context) if amp_scale is None else self._fire_scaled(part, context, amp_scale)
+        if new is part:
+            return tensor
+        return sharded_like(new, tensor) if is_sharded(tensor) else new
 
     def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
         """A gradient of a loss that a gradient scaler multiplied: it is seen and changed in its true scale, in float32."""

@@ -7,18 +7,23 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..analysis.archive import RunArchive
 from ..capture.probe import Probe
+from ..capture.ranks import Ranks, own_rank
 from ..capture.sink import Sink
 from ..errors import ConfigError, InstrumentWarning, Mistake
+from ..kinds.scope import Parallel
 from ..plan.sites import make_plan
+from ..sharded import is_sharded
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
 from ..spec.base import HookBase
@@ -26,7 +31,7 @@ from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget, parse_hooks
 from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
-from .folder import RunFolder, config_hash
+from .folder import JoinedFolder, RunFolder, config_hash
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
@@ -42,6 +47,7 @@ def attach(
     seed: int = 0,
     steps_by_loop: bool = False,
     budget: Mapping[str, Any] | None = None,
+    reduce: Literal["none", "global"] = "none",
 ) -> Iterator[Probe]:
     """Attach hook specs to a model for the time of a `with` block.
 
@@ -59,6 +65,8 @@ def attach(
             and backward pass as a closure.
 
         budget: What record hooks may cost: `{"time": "5%", "bytes": "2GB"}`, one of them or both.
+        reduce: Where `torch.distributed` is initialised with several processes, in all of which this is called at once:
+            `none`, and each writes its own rows; `global`, and the first one writes one row for the parts of all of them.
 
     Yields:
         The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
@@ -83,6 +91,7 @@ def attach(
         archive=RunArchive(),
         steps_by_loop=steps_by_loop,
         budget=parse_budget(budget),
+        ranks=_ranks(model, reduce),
     )
     # The folder is made once nothing can be refused any more.
     place = contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed).recording()
@@ -99,7 +108,21 @@ def attach(
             warnings.warn(message, InstrumentWarning, stacklevel=3)
 
 
-def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int) -> RunFolder:
+def _ranks(model: nn.Module, reduce: str) -> Ranks | None:
+    """The processes that train the model together, as far as that can be seen; None for a single one."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    parallel: Parallel = "own"
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        parallel = "ddp"
+    elif any(is_sharded(parameter) for parameter in model.parameters()):
+        parallel = "fsdp2"
+    return Ranks(parallel, reduces=reduce == "global")
+
+
+def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int) -> RunFolder | JoinedFolder:
+    if own_rank():
+        return JoinedFolder(path, own_rank())
     told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     return RunFolder(
         path,
@@ -112,6 +135,7 @@ def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int)
         device=_device(model),
         data=None,
         statistics=KERNEL,
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     )
 
 

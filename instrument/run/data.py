@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from ..errors import ConfigError, Mistake, own_frame
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
@@ -164,16 +165,83 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
         ) from None
 
 
-def in_order(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
-    """Batches in the order of the dataset; going through them does not move the global random state."""
-    return DataLoader(dataset, batch_size, generator=torch.Generator())  # without one it draws a seed from it
+@dataclass(frozen=True)
+class Share:
+    """What a process gets of each batch: as many samples of it as any other, or one fewer.
+
+    Attributes:
+        rank: Which of the processes, from 0.
+        size: How many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, batch: range) -> range:
+        """This process's part of a batch's places."""
+        return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
+
+
+class _Shares(Sampler[Sequence[int]]):
+    """The places of each batch in order, or a share of them."""
+
+    def __init__(self, length: int, batch_size: int, share: Share) -> None:
+        self.length = length
+        self.batch_size = batch_size
+        self.share = share
+
+    def __iter__(self) -> Iterator[range]:
+        for start in range(0, self.length, self.batch_size):
+            yield self.share.of(range(start, min(start + self.batch_size, self.length)))
+
+    def __len__(self) -> int:
+        return math.ceil(self.length / self.batch_size)
+
+
+def in_order(dataset: Dataset[Any], batch_size: int, share: Share = Share()) -> DataLoader[Any]:
+    """Batches in the order of the dataset, or a share of each; going through them does not move the global random state."""
+    batches = _Shares(len(dataset), batch_size, share)  # type: ignore[arg-type]
+    # Without a generator of its own it draws a seed from the global one.
+    return DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())  # type: ignore[arg-type]
+
+
+def refuse_small_batches(dataset: Dataset[Any], batch_size: int, share: Share, where: str) -> None:
+    """Every process needs a sample of every batch.
+
+    Raises:
+        ConfigError: The last batch, or each, has fewer samples than there are processes.
+    """
+    length = len(dataset)  # type: ignore[arg-type]
+    last = length % batch_size or batch_size
+    if min(last, length) < share.size:
+        raise ConfigError(
+            Mistake(
+                where,
+                f"the last of the batches of {batch_size} has {min(last, length)} samples, for {share.size} processes",
+                written=f"{length} samples",
+                allowed=f"a size and a slice that leave it {share.size} samples or more",
+            )
+        )
+
+
+class Group(list[Any]):
+    """The micro-batches of one step.
+
+    Attributes:
+        samples: In all of them, over all processes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = 0
 
 
 class Batches:
     """The batches of a training: `accumulate` of them a step, the data in a new random order each epoch."""
 
-    def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int, share: Share = Share()) -> None:
         self.dataset = dataset
+        self.share = share
         self.batch_size = config.batch_size
         self.accumulate = config.accumulate
         self.in_epoch = -(-len(dataset) // config.batch_size)  # type: ignore[arg-type]
@@ -183,7 +251,7 @@ class Batches:
         self._before_epoch = self._generator.get_state()
         self._done = self._epoch = self._taken = 0  # steps; the epoch, and the batches taken of it
 
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, Group]]:
         """The epoch and the micro-batches of each step that is left; the last step of an epoch may have fewer."""
         while self._done < self.steps:
             for group in self._groups_of_epoch():
@@ -194,17 +262,18 @@ class Batches:
                     return
             self._epoch, self._taken = self._epoch + 1, 0
 
-    def _groups_of_epoch(self) -> Iterator[list[Any]]:
+    def _groups_of_epoch(self) -> Iterator[Group]:
         """The micro-batches of the steps that are left in this epoch."""
         self._before_epoch = self._generator.get_state()
         order = torch.randperm(len(self.dataset), generator=self._generator).tolist()  # type: ignore[arg-type]
         rest = Subset(self.dataset, order[self._taken * self.batch_size :])
-        group: list[Any] = []
-        for batch in in_order(rest, self.batch_size) if len(rest) else ():
+        group = Group()
+        for place, batch in enumerate(in_order(rest, self.batch_size, self.share) if len(rest) else ()):
             group.append(batch)
+            group.samples += min(self.batch_size, len(rest) - place * self.batch_size)
             if len(group) == self.accumulate:
                 yield group
-                group = []
+                group = Group()
         if group:
             yield group
 
@@ -228,7 +297,7 @@ class Batches:
         Raises:
             ConfigError: No batch can be made of the dataset's items.
         """
-        size = min(self.batch_size, len(self.dataset))  # type: ignore[arg-type]
+        size = len(self.share.of(range(min(self.batch_size, len(self.dataset)))))  # type: ignore[arg-type]
         try:
             return next(iter(in_order(Subset(self.dataset, range(size)), size)))
         except Exception as error:

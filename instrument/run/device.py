@@ -14,11 +14,13 @@ from ..errors import ConfigError, Mistake
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`: the GPU where there is one.
+    """`auto`: the GPU where there is one; of several processes on one machine each has its own.
 
     Raises:
         ConfigError: `cuda` was asked for, and there is no GPU.
     """
+    if name != "cpu" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

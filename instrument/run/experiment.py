@@ -26,8 +26,9 @@ from ..spec.fields import Target
 from ..spec.schedule import Evaluations
 from ..targets import build, takes
 from .apply import apply_specs, build_module
-from .data import Batches, Data, in_order, load_data
+from .data import Batches, Data, in_order, load_data, refuse_small_batches
 from .device import choose_device
+from .strategies import Strategy
 from .tasks import Task, check_outcome
 
 
@@ -46,7 +47,9 @@ class Experiment:
         optimizer: The optimizer.
         scheduler: The learning-rate schedule; None where there is none.
         scaler: The gradient scaler; it does nothing but for fp16.
+        strategy: How it is trained by one process, or by several.
         callable: What is called with a batch: the model, or what torch.compile made of it.
+        trained: What is called with a batch to train: the same, or what brings the gradients of several processes together.
         plan: The hooks' sites.
         trials: What a trial forward pass saw, for each phase.
     """
@@ -61,7 +64,9 @@ class Experiment:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: GradScaler
+    strategy: Strategy
     callable: nn.Module
+    trained: nn.Module
     plan: HookPlan
     trials: dict[str, Trial]
 
@@ -84,33 +89,44 @@ class Experiment:
         return Length(self.steps, train.accumulate, self.batches.in_epoch, evaluations, len(self.evaluation))
 
 
-def prepare(config: RunConfig) -> Experiment:
+def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     """Build an experiment in the order in which each part needs the one before.
+
+    Args:
+        config: The configuration.
+        strategy: How several processes train it together, all of which build it at once; one process without it.
 
     Raises:
         ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
     """
+    strategy = strategy or Strategy()
+    strategy.refuse(config)
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     model = build_module(config.model, "model")
     data = load_data(config.data)
-    batches = Batches(data.train, config.train, config.seed)
-    evaluation = in_order(data.test, config.train.eval_batch_size)
+    refuse_small_batches(data.train, config.train.batch_size, strategy.share, "train.batch_size")
+    refuse_small_batches(data.test, config.train.eval_batch_size, strategy.share, "train.eval_batch_size")
+    batches = Batches(data.train, config.train, config.seed, strategy.share)
+    evaluation = in_order(data.test, config.train.eval_batch_size, strategy.share)
 
     model.to(device)
     first = to_device(batches.first(), device)
     forward = partial(_forward, task, model, first)
     materialise(model, forward)
     apply_specs(config.apply, model)
-    trained = _trained_parameters(config, model)
+    _require_trained(config, model)
 
     plan = make_plan(config.hooks, model)
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
     refuse_idle_paths(plan, trials)
     refuse_misfit_slices(plan, trials)
-    optimizer = _build_optimizer(config.optimizer, trained)
+    strategy.shard(model)
+    optimizer = _build_optimizer(config.optimizer, [p for p in model.parameters() if p.requires_grad])
     require_optimizer(plan, optimizer)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
+    called = _compiled(model) if config.train.compile else model
+    strategy.draw_apart(config.seed)
     return Experiment(
         config=config,
         device=device,
@@ -122,7 +138,9 @@ def prepare(config: RunConfig) -> Experiment:
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=GradScaler(device.type, enabled=config.train.precision == "fp16"),
-        callable=_compiled(model) if config.train.compile else model,
+        strategy=strategy,
+        callable=called,
+        trained=strategy.wrap(called),
         plan=plan,
         trials=trials,
     )
@@ -138,9 +156,8 @@ def _forward(task: Task, model: nn.Module, batch: Any) -> None:
     check_outcome(task(model, batch))
 
 
-def _trained_parameters(config: RunConfig, model: nn.Module) -> list[Parameter]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
+def _require_trained(config: RunConfig, model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             Mistake(
                 "model",
@@ -148,7 +165,6 @@ def _trained_parameters(config: RunConfig, model: nn.Module) -> list[Parameter]:
                 written=config.model.target,
             )
         )
-    return trained
 
 
 def _build_optimizer(target: Target, trained: list[Parameter]) -> Optimizer:

@@ -15,8 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, Mistake, SinkError
-from ..sinks.lock import FolderLock
+from ..errors import ConfigError, Mistake, RankError, SinkError
+from ..sinks.lock import FolderLock, is_locked
+from ..sinks.remote import refuse_address
 
 Status = Literal["running", "done", "failed", "interrupted", "killed"]
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
@@ -30,8 +31,9 @@ def refuse_taken(folder: Path, where: str) -> None:
         where: What the user says it by.
 
     Raises:
-        ConfigError: The folder holds a run, or cannot be made or written.
+        ConfigError: The folder holds a run, is an address, or cannot be made or written.
     """
+    refuse_address(folder, where)
     if (folder / "run.json").exists():
         raise ConfigError(
             Mistake(
@@ -142,9 +144,10 @@ class RunFolder:
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
         """The run is over. That an error cannot be written down does not take the error's place."""
-        told = None if error is None else f"{type(error).__name__}: {error}"
         try:
-            self.update(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"), error=told)
+            self.update(**ending(status, error))
+            if status == "failed" and self.record.get("ranks", 1) > 1:
+                self.update(failed_rank=error.rank if isinstance(error, RankError) else 0)
         except SinkError:
             if error is None:
                 raise
@@ -157,6 +160,47 @@ class RunFolder:
         except OSError as error:
             if self.on_error == "stop":
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
+
+
+class JoinedFolder:
+    """The folder of a run that several processes write to, in one that does not keep the record.
+
+    Args:
+        path: The folder.
+        rank: Which of the processes this is.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self._lock = FolderLock(path, rank)
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let go of the folder at the end. Where the process that keeps the record has died, say so in its place."""
+        try:
+            yield
+        except RankError as error:
+            if error.rank == 0 and not is_locked(self.path):
+                self._record_failure(error)
+            raise
+        finally:
+            self._lock.release()
+
+    def update(self, **record: Any) -> None:
+        """Nothing: the first process keeps the record."""
+
+    def _record_failure(self, error: RankError) -> None:
+        record = json.loads((self.path / "run.json").read_text())
+        if record["status"] == "running":
+            write_json(self.path / "run.json", {**record, **ending("failed", error), "failed_rank": error.rank})
+
+
+def ending(status: Status, error: BaseException | None) -> dict[str, Any]:
+    """What the record says of the end of a run."""
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": told}
 
 
 def read_record(path: Path, where: str) -> dict[str, Any]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..capture.probe import Probe
 from ..nested import to_device
+from ..sharded import whole
 from ..spec.schedule import Evaluations
+from .data import Group
 from .experiment import Experiment
 from .tasks import Outcome, accuracy, mean_loss
 
@@ -95,21 +97,23 @@ class Watcher(Protocol):
         """The optimizer has made its step; gives the row of metrics."""
 
 
-def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Sequence[Any]) -> Mapping[str, float | None]:
+def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) -> Mapping[str, float | None]:
     """One optimizer step on its micro-batches.
 
     Returns:
         The step's metrics, as the watcher has them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
-    samples = sum(_samples(batch) for batch in micro_batches)
+    strategy, called = experiment.strategy, experiment.trained
     outcomes: list[Outcome] = []
     optimizer.zero_grad()
-    for batch in micro_batches:
-        with experiment.autocast():
-            outcome = experiment.task(experiment.callable, to_device(batch, experiment.device))
-        loss = watcher.loss(outcome.loss) * (_samples(batch) / samples)  # of the mean over all micro-batches' samples
-        scaler.scale(loss).backward()
+    for number, batch in enumerate(micro_batches, 1):
+        with strategy.micro_step(called, last=number == len(micro_batches)):
+            with experiment.autocast():
+                outcome = experiment.task(called, to_device(batch, experiment.device))
+            # The loss is the mean over all samples of the step.
+            loss = watcher.loss(outcome.loss) * (_samples(batch) / micro_batches.samples)
+            scaler.scale(loss).backward()
         outcomes.append(outcome)
         watcher.end_micro_step()
     scaler.unscale_(optimizer)
@@ -119,9 +123,15 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Sequence[
     scaler.update()
     if scheduler is not None:
         scheduler.step()
-    return watcher.end_step(
-        loss=mean_loss(outcomes), accuracy=accuracy(outcomes), lr=lr, grad_norm=norm, samples=samples
-    )
+    mean, right = _means(experiment, outcomes)
+    return watcher.end_step(loss=mean, accuracy=right, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+
+
+def _means(experiment: Experiment, outcomes: list[Outcome]) -> tuple[Tensor | None, Tensor | None]:
+    """Loss and accuracy over the samples of all processes."""
+    samples = sum(outcome.samples for outcome in outcomes)
+    loss, right = experiment.strategy.mean([mean_loss(outcomes), accuracy(outcomes)], samples)
+    return loss, right
 
 
 @torch.no_grad()
@@ -131,6 +141,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
     began = time.perf_counter()
     was_training = model.training
     model.eval()
+    experiment.strategy.share_buffers(model)
     try:
         with probe.evaluating():
             outcomes: list[Outcome] = []
@@ -138,11 +149,12 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
                 with experiment.autocast():
                     outcomes.append(experiment.task(experiment.callable, to_device(batch, experiment.device)))
                 probe.end_micro_step()
+            loss, right = _means(experiment, outcomes)
             return probe.write_metrics(
-                loss=mean_loss(outcomes),
-                accuracy=accuracy(outcomes),
+                loss=loss,
+                accuracy=right,
                 seconds=time.perf_counter() - began,
-                samples=sum(outcome.samples for outcome in outcomes),
+                samples=experiment.strategy.total(sum(outcome.samples for outcome in outcomes)),
             )
     finally:
         model.train(was_training)
@@ -151,7 +163,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     """The L2 norm of all gradients of a model as one vector; None where there are none."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else None
+    return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
 
 def _samples(batch: object) -> int:

@@ -56,6 +56,10 @@ class Terminal:
         if not self.console.is_terminal:
             self.console.width = WIDTH_IN_A_PIPE
 
+    def silence(self) -> None:
+        """Another process speaks."""
+        self.quiet = self.console.quiet = True
+
     def begin(self, experiment: Experiment, folder: Path) -> None:
         """What will run, on what, and where it is recorded; a fallback is told loudly, whatever else is quiet."""
         self.folder = folder
@@ -69,6 +73,8 @@ class Terminal:
         trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
         model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
         slices = f"{source['train_samples']:,} to train on, {source['eval_samples']:,} to evaluate on"
+        if (ranks := experiment.strategy.ranks) is not None:
+            model += f" in each of {ranks.size} processes ({ranks.parallel})"
         names = ", ".join(experiment.plan.specs) or "none"
         self.console.print(
             f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
@@ -140,7 +146,7 @@ class Terminal:
         told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # above
         for event in run.events.itertuples():
             if event.severity == "warning" and event.rule not in told and event.message not in self._warned:
-                self.warn(str(event.message))
+                self._warn_at_once(str(event.message))
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
             self.console.print(f"evaluation  {evaluation}")

@@ -21,6 +21,7 @@ from ..capture.tables import TABLES
 from ..kinds.meter import Meter
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
+from .data import Group
 from .experiment import Experiment
 from .loop import evaluate, make_step
 
@@ -120,9 +121,9 @@ class Found:
     tensors: list[int]
 
 
-def first_batches(experiment: Experiment) -> list[Sequence[Any]]:
+def first_batches(experiment: Experiment) -> list[Group]:
     """The micro-batches of some first steps: of several, where that is not much to hold."""
-    groups: list[Sequence[Any]] = []
+    groups: list[Group] = []
     for _, group in experiment.batches:
         if not groups or len(group) == len(groups[0]):  # an epoch's last one may be shorter
             groups.append(group)
@@ -131,7 +132,7 @@ def first_batches(experiment: Experiment) -> list[Sequence[Any]]:
     return groups
 
 
-def bare_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], seconds: float) -> list[float]:
+def bare_steps(experiment: Experiment, batches: Sequence[Group], seconds: float) -> list[float]:
     """What steps without hooks take; the first one, which allocates, is left out."""
     _compile_anew(experiment)
     experiment.model.train()
@@ -151,7 +152,7 @@ def _compile_anew(experiment: Experiment) -> None:
         torch.compiler.reset()
 
 
-def hooked_steps(experiment: Experiment, batches: Sequence[Sequence[Any]], folder: Path) -> Found:
+def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path) -> Found:
     config, plan = experiment.config, experiment.plan
     firings = {name: firings_of(spec, experiment.length) for name, spec in plan.specs.items()}
     first = {

@@ -1,4 +1,4 @@
-"""Who writes to a run's folder: one process, as long as it lives."""
+"""Who writes to a run's folder: one process, or each of several that train together, as long as it lives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ LOCK = ".lock"
 PATIENCE = 1.0  # seconds; a reader that looks whether a run still runs has the lock for an instant
 
 
+def lock_of(folder: Path, rank: int = 0) -> Path:
+    """The file that a process of a run holds."""
+    return folder / (f"{LOCK}-{rank:04d}" if rank else LOCK)
+
+
 class FolderLock:
     """A lock on a run's folder; the operating system lets go of it when the process ends, however it ends."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.path = lock_of(folder, rank)
         self._lock = FileLock(self.path)
 
     def acquire(self) -> bool:
@@ -33,9 +38,9 @@ class FolderLock:
         self._lock.release()
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process writes to a run's folder at this moment."""
-    path = folder / LOCK
+def is_locked(folder: Path, rank: int = 0) -> bool:
+    """Whether a process writes to a run's folder at this moment: the first one, or the one of a rank."""
+    path = lock_of(folder, rank)
     if not path.exists():
         return False
     lock = FileLock(path)

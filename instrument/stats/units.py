@@ -50,17 +50,32 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
     """
     if not tensor.numel():
         return None
-    x = tensor.detach()
-    if not x.is_cpu:
-        return dead_fraction_on_device(x, dim)
-    others = _all_but(x, dim)
-    dead = _dead(x, others) if others else x == 0
+    if not tensor.is_cpu:
+        return dead_fraction_on_device(tensor.detach(), dim)
+    dead = dead_units(tensor, dim)
     return int(dead.sum()) / len(dead)
 
 
 def dead_fraction_on_device(tensor: Tensor, dim: int) -> Tensor:
     """The same with no branch on the values: a float64 scalar on the tensor's device."""
     return _zero_throughout(tensor, _all_but(tensor, dim)).to(torch.float64).mean()
+
+
+def dead_units(tensor: Tensor, dim: int) -> Tensor:
+    """Which units are zero throughout, bool [units] on the tensor's device; of a tensor without elements all of them.
+
+    Args:
+        tensor: Any dtype with at least one dimension, strided. On the CPU no more of it is looked at than it takes.
+        dim: The dimension that the units are along.
+
+    Raises:
+        IndexError: The tensor has no such dimension.
+    """
+    x = tensor.detach()
+    others = _all_but(x, dim)
+    if not x.numel():
+        return torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
+    return _dead(x, others) if x.is_cpu and others else _zero_throughout(x, others)
 
 
 def _all_but(tensor: Tensor, dim: int) -> list[int]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import instrument
 from instrument import MemorySink
 from instrument.actions.base import Context, Effect, Moment
-from instrument.capture import recorder as module
 from instrument.capture.recorder import Recorder
 from instrument.capture.transfer import Transfer
 
@@ -154,9 +153,10 @@ def test_nothing_of_a_graph_is_held_until_the_step_ends() -> None:
 
 
 def test_the_rank_is_the_processs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RANK", 3)
-    sink = MemorySink()
-    recorder = Recorder(sink)
-    recorder.add_stats(CONTEXT, ("mean",), [0.5])
-    recorder.end_step()
-    assert sink.records("stats")[0]["rank"] == 3
+    monkeypatch.setenv("RANK", "3")
+    model = nn.Linear(2, 2)
+    with instrument.attach(model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
+        model(torch.ones(1, 2))
+        probe.end_step()
+    for table in ("stats", "metrics", "coverage"):
+        assert {row["rank"] for row in probe.sink.records(table)} == {3}, table

@@ -15,7 +15,7 @@ from instrument.capture.tables import TABLES, Table, as_batch, as_table, markdow
 from instrument.spec.statistics import STATISTICS
 
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
-IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "backward", "recompute"]
+IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "backward", "recompute", "scope"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,65 @@
+"""From what a firing has to say to the cells of its row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ..actions.base import Context, Effect
+from ..spec.statistics import ALL, STATISTICS
+from ..stats.kernel import positions
+from .sink import Row
+
+_COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
+
+
+def identity(context: Context) -> Row:
+    """The columns that say where and when a row comes from."""
+    return (
+        *context.moment,
+        context.rank,
+        context.hook,
+        context.layer,
+        type(context.module).__name__,
+        context.kind,
+        context.role,
+        context.path,
+        context.call,
+        context.backward,
+        context.recompute,
+        context.scope,
+    )
+
+
+def statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:
+    """All columns of the statistics: None for those that were not asked for, and for those that have no value."""
+    row: list[float | None] = [None] * len(ALL)
+    for at, value in zip(positions(names), values, strict=True):
+        row[at] = value
+    return row
+
+
+def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:
+    """The same of numbers that were in a tensor, where all are floats, and NaN is no value."""
+    row: list[float | None] = [None] * len(ALL)
+    for at, value in zip(positions(names), values, strict=True):
+        if not math.isnan(value):
+            row[at] = int(value) if at in _COUNTS else value
+    return row
+
+
+def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
+    """The columns of an intervention's effect; numbers that were on a device come from `fetched`."""
+    measures = next(fetched) if isinstance(effect.measures, Tensor) else effect.measures
+    factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
+    changed, before, after = measures
+    assert changed is not None, "a count always has a value"
+    return changes(effect.numel, int(changed), before, after, factor)
+
+
+def changes(numel: int, changed: int, before: float | None, after: float | None, factor: float | None) -> Row:
+    """The columns of an effect, with no norm where it has no value."""
+    norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
+    return (numel, changed, changed / numel if numel else 0.0, *norms, factor)

@@ -1,0 +1,160 @@
+"""The processes that torchrun started for one run: how they agree, and what becomes of the others when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ..errors import InstrumentError, RankError
+from ..sinks.lock import is_locked
+
+FAILURE = "instrument/failure"  # in the store that torchrun keeps for the processes
+PATIENCE = 2.0  # seconds in which the operating system lets go of what a killed process held
+
+
+class Failure(NamedTuple):
+    """Which process failed first, and how."""
+
+    rank: int
+    told: str
+
+
+@dataclass
+class Processes:
+    """The processes of one run, of which this is one; `open` makes it.
+
+    Attributes:
+        rank: Which one this is, from 0.
+        local_rank: Which one on this machine.
+        size: How many there are.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    store: Any
+    control: Any
+
+    @classmethod
+    def open(cls) -> Processes:
+        """Join the others: gloo for the CPU, NCCL for GPUs where there are some."""
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        store, rank, size = next(iter(rendezvous("env://")))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return cls(rank, local_rank, size, store, dist.new_group(backend="gloo"))
+
+    def close(self) -> None:
+        """Part from the others."""
+        dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that speaks for all of them."""
+        return self.rank == 0
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What each of them says, in the order of the ranks."""
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, mine, group=self.control)
+        return said
+
+    def sum(self, number: int) -> int:
+        """The sum over all of them."""
+        return sum(self.exchange(number))
+
+    def wait(self) -> None:
+        """Until all of them are here."""
+        dist.barrier(group=self.control)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What fails inside in one process stops all of them, and the first one tells it.
+
+        Raises:
+            RankError: Another process failed; or what failed here, in the first process.
+            SystemExit: In the others, which say nothing.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        code = error.exit_code if isinstance(error, InstrumentError) else 1
+        said = self.exchange(None if error is None else (code, str(error) or type(error).__name__))
+        failed = {rank: told for rank, told in enumerate(said) if told is not None}
+        if not failed:
+            return
+        if self.leads and error is not None:
+            raise error
+        if not self.leads:
+            raise SystemExit(max(code for code, _ in failed.values())) from error
+        rank, (code, told) = next(iter(failed.items()))
+        raise RankError(f"rank {rank}: {told}", rank, code)
+
+    @contextmanager
+    def failing_together(self, folder: Path) -> Iterator[None]:
+        """When one process fails inside, or is killed, the others end too, and say because of which.
+
+        Args:
+            folder: The run's folder, whose locks tell which processes are alive.
+
+        Raises:
+            RankError: Another process failed first.
+        """
+        try:
+            yield
+        except (RankError, SystemExit):
+            raise  # agreed upon
+        except BaseException as error:
+            _ignore_termination()  # torchrun sends it to all when one has ended; what is to be said and written comes first
+            first = self._first_failure(error, folder)
+            if first.rank == self.rank:
+                raise
+            message = f"rank {first.rank} {first.told}; rank {self.rank} cannot go on without it, and stops"
+            raise RankError(message, first.rank) from error
+
+    def _first_failure(self, error: BaseException, folder: Path) -> Failure:
+        own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if not _is_lost_connection(error):
+            return self._claim(own)
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if self.store.check([FAILURE]):
+                return self._claim(own)
+            gone = [rank for rank in range(self.size) if rank != self.rank and not is_locked(folder, rank)]
+            if gone:
+                return self._claim(Failure(gone[0], "was killed"))
+            time.sleep(0.05)
+        return self._claim(own)
+
+    def _claim(self, failure: Failure) -> Failure:
+        """The first failure that any process has put down, which may be this one."""
+        put = self.store.compare_set(FAILURE, "", json.dumps(failure))
+        return Failure(*json.loads(put))
+
+
+def _ignore_termination() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether an error may come of another process's end."""
+    told = str(error).lower()
+    words = ("connection", "peer", "gloo", "nccl", "socket", "broken pipe", "sigterm")
+    return isinstance(error, dist.DistError) or any(word in told for word in words)

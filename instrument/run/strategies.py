@@ -1,0 +1,285 @@
+"""How a model trains in one process, or in several: what each of them gets of a batch, what is sent, and when.
+
+Every process makes the same steps on its share of each batch, and what comes of them is what one process would get from the
+whole batches: a loss is weighted by its samples, so that shares need not be of one size, and gradients are summed up. So a
+gradient inside the model is on the scale that it has where one process trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..capture.ranks import Ranks
+from ..errors import ConfigError, Mistake
+from ..spec.config import RunConfig
+from ..spec.functions import PenaltySpec
+from .data import Share
+
+if TYPE_CHECKING:
+    from .processes import Processes
+
+
+class Strategy:
+    """One process: nothing is shared, and nothing sent.
+
+    Attributes:
+        share: What a process gets of each batch.
+        ranks: The processes, for the probe; None for a single one.
+    """
+
+    share = Share()
+    ranks: Ranks | None = None
+
+    def refuse(self, config: RunConfig) -> None:
+        """Stop at what cannot be done in this way.
+
+        Raises:
+            ConfigError: With all of it.
+        """
+
+    def shard(self, model: nn.Module) -> None:
+        """Give each process its shard of the parameters, before there is an optimizer."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """What training calls in place of the model."""
+        return model
+
+    def draw_apart(self, seed: int) -> None:
+        """From here on each process draws random numbers of its own, such as dropout's."""
+
+    @contextmanager
+    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """A forward and backward pass, of which the last one of a step brings the gradients of all processes together."""
+        yield
+
+    def mean(self, values: Sequence[Tensor | None], samples: int) -> list[Tensor | None]:  # noqa: ARG002
+        """Means over the samples of all processes, from those over this one's; None where there is none."""
+        return list(values)
+
+    def total(self, samples: int) -> int:
+        """The sum over all processes."""
+        return samples
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all processes the first one's buffers, such as BatchNorm's running mean."""
+
+
+class DataParallel(Strategy):
+    """Several processes, each with the whole model: `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        processes: The processes of this run.
+        reduces: Whether there is one row for all of them.
+    """
+
+    name = "ddp"
+
+    def __init__(self, processes: Processes, *, reduces: bool) -> None:
+        self.processes = processes
+        self.share = Share(processes.rank, processes.size)
+        self.ranks = Ranks("ddp", reduces=reduces, merged_metrics=True)
+
+    def refuse(self, config: RunConfig) -> None:
+        """Stop at what several processes cannot do yet."""
+        mistakes = _refused(config)
+        if mistakes:
+            raise ConfigError(*mistakes)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model, whose gradients are summed up over all processes while the last backward pass of a step runs."""
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, lambda _, bucket: _sum(bucket))
+        return wrapped
+
+    @contextmanager
+    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """All micro-steps but the last one of a step keep their gradients to themselves."""
+        assert isinstance(model, DistributedDataParallel)
+        if last:
+            yield
+            return
+        with model.no_sync():
+            yield
+
+    def draw_apart(self, seed: int) -> None:
+        """The first process goes on as it would alone; the others are seeded anew."""
+        if not self.processes.leads:
+            torch.manual_seed(seed + self.processes.rank)
+
+    def mean(self, values: Sequence[Tensor | None], samples: int) -> list[Tensor | None]:
+        """Weighted by the samples of each process; in float64, on the device of the values."""
+        present = [value for value in values if value is not None]
+        if not present:
+            return list(values)
+        numbers = [value.detach().to(torch.float64) * samples for value in present]
+        sums = torch.stack([*numbers, torch.full_like(numbers[0], samples)])
+        dist.all_reduce(sums)
+        means = iter(sums[:-1] / sums[-1])
+        return [None if value is None else next(means) for value in values]
+
+    def total(self, samples: int) -> int:
+        """The sum over all processes; waits for them."""
+        return self.processes.sum(samples)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """A broadcast from the first process."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
+class FullySharded(DataParallel):
+    """Several processes, each with a shard of every parameter: `torch.distributed.fsdp.fully_shard` (FSDP2).
+
+    The blocks of the model are gathered one after the other: the modules in each `ModuleList` and `Sequential` that is in no
+    other one, and the model with what is left.
+    """
+
+    name = "fsdp2"
+
+    def __init__(self, processes: Processes, *, reduces: bool) -> None:
+        super().__init__(processes, reduces=reduces)
+        self.ranks = Ranks("fsdp2", reduces=reduces, merged_metrics=True)
+
+    def refuse(self, config: RunConfig) -> None:
+        """Stop at what cannot be done with sharded parameters, and at hooks that would never fire."""
+        mistakes = _refused(config)
+        if config.train.precision == "fp16":
+            mistakes.append(
+                Mistake("train.precision", "fp16's gradient scaler does not know shards", "fp16", "fp32, bf16")
+            )
+        if config.train.compile:
+            mistakes.append(Mistake("train.compile", "a sharded model is not compiled", True, "false, or ddp"))
+        for name, spec in config.hooks.items():
+            if spec.kind == "parameter_grad_micro":
+                mistakes.append(
+                    Mistake(
+                        f"hooks.{name}.kind",
+                        "Tensor.register_hook never fires on parameters that fsdp2 shards",
+                        written=spec.kind,
+                        allowed="post_accumulate_grad: the averaged gradient, in this rank's shard; parameter_grad: at the "
+                        "optimizer boundary",
+                    )
+                )
+            if isinstance(spec, PenaltySpec):
+                mistakes.append(
+                    Mistake(
+                        f"hooks.{name}.fn", "a penalty does not reach parameters that fsdp2 shards", spec.fn, "with ddp"
+                    )
+                )
+        if mistakes:
+            raise ConfigError(*mistakes)
+
+    def shard(self, model: nn.Module) -> None:
+        """Replace the parameters by this process's shards."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        for block in _blocks(model):
+            fully_shard(block)
+        fully_shard(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    @contextmanager
+    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Gradients are brought together after every backward pass: no process keeps a whole one."""
+        yield
+
+
+def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
+    """What `train.parallel` says, for the processes that there are.
+
+    Raises:
+        ConfigError: There are several processes, and nothing says how they are to train together; or there is one.
+    """
+    parallel = config.train.parallel
+    if processes is None:
+        if parallel is not None:
+            raise ConfigError(
+                Mistake(
+                    "train.parallel",
+                    "there is one process",
+                    written=parallel,
+                    allowed="torchrun --nproc-per-node N -m instrument ...; or null",
+                )
+            )
+        return Strategy()
+    if parallel is None:
+        raise ConfigError(
+            Mistake(
+                "train.parallel",
+                f"torchrun started {processes.size} processes, each of which would train for itself",
+                allowed=f"{DataParallel.name}, {FullySharded.name}",
+            )
+        )
+    made = {strategy.name: strategy for strategy in (DataParallel, FullySharded)}[parallel]
+    return made(processes, reduces=config.reduce == "global")
+
+
+def _refused(config: RunConfig) -> list[Mistake]:
+    mistakes = []
+    if config.reduce == "global" and (config.budget.time is not None or config.budget.bytes is not None):
+        mistakes.append(
+            Mistake(
+                "budget",
+                "each rank would look away at other times, and rows of all ranks need all of them",
+                None,
+                "reduce=none",
+            )
+        )
+    if config.train.checkpoint.every:
+        mistakes.append(
+            Mistake(
+                "train.checkpoint.every",
+                "checkpoints of several processes are not written",
+                written=config.train.checkpoint.every,
+                allowed="0",
+            )
+        )
+    return mistakes
+
+
+def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
+    """The sum of a bucket of gradients, where DistributedDataParallel has their mean."""
+    arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return arrived.then(lambda future: future.value()[0])
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules to be gathered one by one: those with parameters that no other block has too."""
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            found.extend(child for child in module if any(True for _ in child.parameters()))
+            return
+        for child in module.children():
+            look(child)
+
+    look(model)
+    owners: dict[int, int] = {}
+    for block in found:
+        for parameter in {id(parameter) for parameter in block.parameters()}:
+            owners[parameter] = owners.get(parameter, 0) + 1
+    outside = _parameters_outside(model, found)
+    unique = dict.fromkeys(found)
+    return [block for block in unique if all(owners[id(p)] == 1 and id(p) not in outside for p in block.parameters())]
+
+
+def _parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """Parameters that a module in none of the blocks has."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    others = [module for module in model.modules() if id(module) not in inside]
+    return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}

@@ -1,0 +1,48 @@
+"""Whether torchrun started this process as one of several; PyTorch is imported only where it did."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, Mistake
+from ..spec.config import RunConfig
+
+if TYPE_CHECKING:
+    from .processes import Processes
+
+
+@cache
+def joined() -> Processes | None:
+    """The processes of this run, once all of them are here; None where this is the only one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from .processes import Processes
+
+    return Processes.open()
+
+
+def agreed(processes: Processes | None) -> AbstractContextManager[None]:
+    """`Processes.agreed`, where there are several."""
+    return nullcontext() if processes is None else processes.agreed()
+
+
+def failing_together(processes: Processes | None, folder: Path) -> AbstractContextManager[None]:
+    """`Processes.failing_together`, where there are several."""
+    return nullcontext() if processes is None else processes.failing_together(folder)
+
+
+def refuse_for_several(config: RunConfig) -> None:
+    """Stop at what is done by one process alone.
+
+    Raises:
+        ConfigError: With the way to do it.
+    """
+    if config.plan:
+        allowed = "the same command without torchrun and train.parallel"
+        raise ConfigError(Mistake("plan", "a plan is made by one process", written=True, allowed=allowed))
+    if config.resume is not None:
+        raise ConfigError(Mistake("resume", "runs of several processes are not resumed", written=config.resume))

@@ -1,0 +1,33 @@
+"""A model one of whose processes ends in the middle of a training."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import Tensor, nn
+
+
+class Dying(nn.Sequential):
+    """An MLP for digits.
+
+    Args:
+        rank: The process that ends.
+        how: `kill` by SIGKILL, `raise` by an error.
+        after: Steps that it makes.
+    """
+
+    def __init__(self, rank: int, how: str, after: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+        self.rank, self.how, self.left = rank, how, after + 1  # the first pass is a trial
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.left -= 1
+            if self.left < 0 and os.environ.get("RANK") == str(self.rank):
+                if self.how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("this batch is bad")
+        output: Tensor = super().forward(input)
+        return output
