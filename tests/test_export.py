@@ -168,7 +168,7 @@ def test_csv_is_a_file_a_table_that_reads_back_as_it_was(tmp_path: Path, capsys:
     distributions = pd.read_csv(folder / "csv" / "distributions.csv")
     assert [json.loads(cell) for cell in distributions.counts] == [[1, 0], [1, 1], [1, 2]]
     assert list(pd.read_csv(folder / "csv" / "events.csv").message) == ['less, "often"']
-    assert list(pd.read_csv(folder / "csv" / "effects.csv").columns) == list(TABLES["effects"].names)
+    assert list(pd.read_csv(folder / "csv" / "effects.csv").columns) == TABLES["effects"].schema.names
 
 
 def stored(folder: Path, **records: list[tuple[tuple[Any, ...], torch.Tensor]]) -> Path:

@@ -21,15 +21,15 @@ def write_csv(files: RunFiles, folder: Path) -> None:
     for name, table in TABLES.items():
         if name == "tensors":
             continue
-        schema = pa.schema([pa.field(field.name, _text_or(field.type)) for field in table.plain_schema])
+        schema = pa.schema([pa.field(field.name, _text_or(field.type)) for field in table.schema])
         with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
-            for batch in files.scan(name, table.names):
+            for batch in files.scan(name, table.schema.names):
                 columns = [_readable(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
                 writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
 def _text_or(kind: pa.DataType) -> pa.DataType:
-    return pa.string() if pa.types.is_list(kind) else kind
+    return pa.string() if pa.types.is_list(kind) or pa.types.is_dictionary(kind) else kind
 
 
 def _readable(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..capture.tables import TABLES, Table, as_table
+from ..capture.tables import AS_WRITTEN, POSITION, TABLES, Table, as_table
 from ..errors import InstrumentWarning
 from ..sinks.journal import Reading
 from ..sinks.lock import is_locked
-from ..sinks.parts import Part, foreign_files, journals_of, parts_of
+from ..sinks.parts import JOURNALS, Part, as_written, foreign_files, journals_of, parts_of
 from ..sinks.remote import arrow_files, arrow_name
 from ..spec.statistics import STATISTICS
 
-ADDED = {statistic.name for statistic in STATISTICS.values() if not statistic.default}
+ADDED = {POSITION.name, *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
 """Columns that runs of earlier versions may lack; they are null there."""
+TRIES = 5  # to list the files of a run again, of which some went while they were read: they are in a merged one by then
+AHEAD = 256  # files that are opened before the first is read, so that they can be read although they go
+UNREADABLE = (pa.ArrowException, OSError)
 
 
 class RunFiles:
@@ -38,8 +41,9 @@ class RunFiles:
         self.folder = folder
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
-        for file in foreign_files(folder) if self._arrow is None else ():
-            self._problem(file, "no file of a run: it is not read")
+        self._looked_at: set[str] = set()  # folders, for files of others
+        self._unsound: set[Path] = set()
+        self._sound: set[Path] = set()
 
     def info(self) -> dict[str, Any]:
         """run.json, as far as it can be read. A run of this machine that says it is running and whose process is gone was killed."""
@@ -59,61 +63,125 @@ class RunFiles:
             info["status"] = "killed"
         return info
 
-    def dataset(self, name: str) -> ds.Dataset:
-        """A table, unread: its parts, and the journals of what is in no part yet."""
-        table = TABLES[name]
-        journals = self._journals(table)  # first of all: one that becomes a part meanwhile is met as that part
-        parts = {part: file for part, file in parts_of(self.folder, name).items() if self._is_sound(file, table)}
-        names = [arrow_name(file) for file in parts.values()]
-        found = [ds.dataset(names, schema=table.schema, format="parquet", filesystem=self._arrow)]
-        found += [ds.dataset(rows) for part, rows in journals.items() if part not in parts]
-        return ds.dataset(found) if parts else ds.dataset(found[1:] or table.schema.empty_table())
+    def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
+        """The Parquet files of a table that are not known to be damaged, and the rows that are in none yet."""
+        self._look_for_others(name)
+        journals = self._journals(TABLES[name])  # first of all: one that becomes a part meanwhile is met as that part
+        parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._unsound}
+        rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
+        return list(parts.values()), rows
+
+    def check(self, name: str) -> None:
+        """Look into the heads of all Parquet files of a table: what is damaged, or of other columns, is listed no more.
+
+        Raises:
+            FileNotFoundError: One went meanwhile.
+        """
+        for file in self.listed(name)[0]:
+            if file not in self._sound and self._is_sound(file, TABLES[name]):
+                self._sound.add(file)
+
+    def lacks_columns(self, file: Path, name: str) -> bool:
+        """Whether a file is of an earlier version; what else is wrong with it shows when it is read."""
+        try:
+            return not ADDED.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
+        except UNREADABLE:
+            return False
+
+    def read_through(self, name: str) -> None:
+        """Read all Parquet files of a table: one that is damaged inside is listed no more.
+
+        Raises:
+            FileNotFoundError: One went meanwhile.
+        """
+        for file in self.listed(name)[0]:
+            try:
+                for _ in self._opened(file).to_batches():
+                    pass
+            except FileNotFoundError:
+                raise
+            except UNREADABLE as error:
+                self._is_damaged(file, error)
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
-        """A table's rows: some columns, where a condition holds."""
-        whole = self.dataset(name)
-        wanted = None if columns is None else list(columns)
-        try:
-            return whole.to_table(columns=wanted, filter=condition)
-        except (pa.ArrowException, OSError):
-            return self._read_one_by_one(whole, wanted, condition)
+        """A table's rows, in the order in which they were written: some columns, where a condition holds."""
+        for _ in range(TRIES - 1):
+            with suppress(FileNotFoundError):
+                return self._read(TABLES[name], columns, condition)
+        return self._read(TABLES[name], columns, condition)
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The same in batches, in the order in which the rows were written: for tables that are larger than memory."""
-        whole = self.dataset(name)
-        for fragment in whole.get_fragments():
+        """The same in batches, for tables that are larger than memory; steps of 100,000 rows may come by layer."""
+        table = TABLES[name]
+        wanted = _with_keys(table, columns)
+        for file, piece in self._pieces(table):
             try:
-                yield from fragment.to_batches(schema=whole.schema, columns=list(columns), filter=condition)
-            except (pa.ArrowException, OSError) as error:
-                self._problem(self._file(fragment.path), f"cannot be read: {_first_line(error)}")
+                for batch in piece.to_batches(schema=table.schema, columns=wanted, filter=condition):
+                    yield from _restored(table, pa.Table.from_batches([batch]), columns).to_batches()
+            except UNREADABLE as error:
+                self._problem(file, f"cannot be read: {_first_line(error)}")
 
     def count(self, name: str) -> int:
         """The number of a table's rows, without reading them."""
         count = 0
-        for fragment in self.dataset(name).get_fragments():
+        for file, piece in self._pieces(TABLES[name]):
             try:
-                count += fragment.count_rows()
-            except (pa.ArrowException, OSError) as error:
-                self._problem(self._file(fragment.path), f"cannot be read: {_first_line(error)}")
+                count += piece.count_rows()
+            except UNREADABLE as error:
+                self._problem(file, f"cannot be read: {_first_line(error)}")
         return count
 
     def note_left_out(self, table: str, what: str) -> None:
         """Add to the problems what a reader cannot make use of."""
         self._problem(self.folder / table, f"{what}: left out")
 
-    def _read_one_by_one(
-        self, whole: ds.Dataset, columns: list[str] | None, condition: ds.Expression | None
-    ) -> pa.Table:
+    def _read(self, table: Table, columns: Sequence[str] | None, condition: ds.Expression | None) -> pa.Table:
+        self.check(table.name)
+        files, journals = self.listed(table.name)
+        wanted = None if columns is None else _with_keys(table, columns)
+        names = [arrow_name(file) for file in files]
+        parts = ds.dataset(names, schema=table.schema, format="parquet", filesystem=self._arrow)
+        try:
+            read = [parts.to_table(columns=wanted, filter=condition)]
+        except FileNotFoundError:
+            raise
+        except UNREADABLE:
+            return self._read_one_by_one(table, columns or table.schema.names, condition)
+        read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
+        return _restored(table, pa.concat_tables(read), columns or table.schema.names)
+
+    def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         """File by file, without those that are damaged inside."""
-        read = []
-        for fragment in whole.get_fragments():
+        wanted = _with_keys(table, columns)
+        read = [table.schema.empty_table().select(wanted)]
+        for file, piece in self._pieces(table):
             try:
-                read.append(fragment.to_table(schema=whole.schema, columns=columns, filter=condition))
-            except (pa.ArrowException, OSError) as error:
-                self._problem(self._file(fragment.path), f"cannot be read: {_first_line(error)}")
-        return pa.concat_tables([whole.schema.empty_table().select(columns or whole.schema.names), *read])
+                read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
+            except UNREADABLE as error:
+                self._problem(file, f"cannot be read: {_first_line(error)}")
+        return _restored(table, pa.concat_tables(read), columns)
+
+    def _pieces(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
+        """A table file by file, with the first of them opened before any is read."""
+        for attempt in range(TRIES):
+            try:
+                self.check(table.name)
+                files, journals = self.listed(table.name)
+                opened = [(file, self._opened(file)) for file in files[:AHEAD]]
+                break
+            except FileNotFoundError:
+                if attempt == TRIES - 1:
+                    raise
+        yield from opened
+        yield from ((file, self._opened(file)) for file in islice(files, AHEAD, None))
+        for rows in journals:
+            yield from ((self.folder / JOURNALS, piece) for piece in ds.dataset(rows).get_fragments())
+
+    def _opened(self, file: Path) -> ds.Fragment:
+        content = pa.OSFile(str(file)) if self._arrow is None else self._arrow.open_input_file(arrow_name(file))
+        return ds.ParquetFileFormat().make_fragment(content)
 
     def _journals(self, table: Table) -> dict[Part, pa.Table]:
         found = {}
@@ -133,17 +201,30 @@ class RunFiles:
 
     def _is_sound(self, file: Path, table: Table) -> bool:
         try:
-            columns = set(pq.read_schema(arrow_name(file), filesystem=self._arrow).names)
-        except (pa.ArrowException, OSError) as error:
-            self._problem(file, f"cannot be read: {_first_line(error)}")
+            columns = self._columns_of(file)
+        except FileNotFoundError:
+            raise
+        except UNREADABLE as error:
+            self._is_damaged(file, error)
             return False
-        if missing := [name for name in table.names if name not in columns and name not in ADDED]:
+        if missing := [name for name in table.schema.names if name not in columns and name not in ADDED]:
+            self._unsound.add(file)
             self._problem(file, f"has no column {', '.join(missing)}: it is not read")
         return not missing
 
-    def _file(self, name: str) -> Path:
-        """A file, by what Arrow calls it."""
-        return self.folder / os.path.relpath(name, arrow_name(self.folder))
+    def _columns_of(self, file: Path) -> list[str]:
+        names: list[str] = pq.read_schema(arrow_name(file), filesystem=self._arrow).names
+        return names
+
+    def _is_damaged(self, file: Path, error: Exception) -> None:
+        self._unsound.add(file)
+        self._problem(file, f"cannot be read: {_first_line(error)}")
+
+    def _look_for_others(self, table: str) -> None:
+        for place in {table, JOURNALS} - self._looked_at if self._arrow is None else ():
+            self._looked_at.add(place)
+            for file in foreign_files(self.folder, place):
+                self._problem(file, "no file of a run: it is not read")
 
     def _problem(self, file: Path, problem: str) -> None:
         told = f"{file.relative_to(self.folder)}: {problem}"
@@ -160,6 +241,15 @@ def size_on_disk(folder: Path) -> int:
             with suppress(FileNotFoundError):  # a journal that became a part meanwhile
                 size += file.stat().st_size
     return size
+
+
+def _with_keys(table: Table, columns: Sequence[str]) -> list[str]:
+    """Columns, and those that tell the order in which their rows were written."""
+    return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ())]))
+
+
+def _restored(table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
+    return (as_written(rows) if table.is_sorted else rows).select(list(columns))
 
 
 def _first_line(error: Exception) -> str:

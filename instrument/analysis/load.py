@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
@@ -13,10 +14,17 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
-from ..sinks.remote import opened
+from ..sinks.parts import JOURNALS
+from ..sinks.remote import is_address, opened
 from .arrays import array_of
 from .files import RunFiles
+from .query import Queried, ask, scan
 from .typed import typed_frame
+
+if TYPE_CHECKING:
+    import polars as pl
+
+RUN_FILE = "run.json"
 
 
 class NoRunError(InstrumentError):
@@ -33,11 +41,7 @@ def load(path: str | Path) -> Run:
         ConfigError: The address is none, or a package that reads from there is missing.
     """
     root = opened(path)
-    folders = (
-        [root]
-        if (root / "run.json").exists()
-        else sorted((found.parent for found in root.rglob("run.json") if _counts(found, root)), key=_natural)
-    )
+    folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
     if not folders:
         there = root.is_dir()
         raise NoRunError(f"no run.json in {root} or below it" if there else f"there is no folder {root}")
@@ -233,34 +237,41 @@ class Run:
         return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
 
     def sql(self, query: str) -> pd.DataFrame:
-        """Ask DuckDB; the tables are stats, tensors, effects, metrics, coverage, layers and events, read from disk.
+        """Ask DuckDB, which reads of the files what the query needs; those of tables that it does not name are not opened.
 
-        Of a folder above runs each table has the column `run`.
+        The tables are those of a run, and `runs`. Of a folder above runs each has the columns `run`, `seed` and the overrides,
+        with what has parts as JSON text; files that a condition on these rules out are not opened.
 
         Raises:
             InstrumentError: DuckDB is not installed.
+            duckdb.Error: It does not understand the query.
         """
-        try:
-            import duckdb
-        except ImportError:
-            raise InstrumentError("run.sql needs DuckDB: pip install 'instrument[sql]'") from None
-        with duckdb.connect() as connection:
-            for name in TABLES:
-                table = [files.dataset(name) for files in self._files]
-                if not self._several:
-                    connection.register(name, table[0])
-                else:
-                    parts = []
-                    for i, (folder, part) in enumerate(zip(self.folders, table, strict=True)):
-                        connection.register(f"{name}_{i}", part)
-                        run = str(folder.relative_to(self.path)).replace("'", "''")
-                        parts.append(f"select '{run}' as run, * from {name}_{i}")
-                    connection.execute(f"create view {name} as {' union all by name '.join(parts)}")
-            return connection.execute(query).df()
+        return ask(self._queried(), query)
+
+    def lazy(self, table: str) -> pl.LazyFrame:
+        """A table for polars, which reads of the files what is needed when the frame is collected.
+
+        It has the same columns as in `sql`.
+
+        Raises:
+            KeyError: There is no such table.
+            InstrumentError: polars is not installed, or the folder is a remote one.
+        """
+        if table not in TABLES:
+            raise KeyError(f"there is no table {table!r}; there are {', '.join(TABLES)}")
+        return scan(self._queried(), table)
+
+    def _queried(self) -> Queried:
+        names = [str(folder.relative_to(self.path)) for folder in self.folders]
+        return Queried(self._files, names if self._several else None, self._given(), self.runs)
+
+    def _given(self) -> pd.DataFrame:
+        """The seed and the overrides of each run."""
+        return typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []
-        overrides = typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
+        overrides = self._given()
         for place, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
             frame: pd.DataFrame = _plain_labels(files.read(table, condition=condition)).to_pandas()
             if self._several:
@@ -292,8 +303,21 @@ def _add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place
         frame[name] = values.iloc[[place] * len(frame)].set_axis(frame.index)
 
 
-def _counts(file: Path, root: Path) -> bool:
-    return not any(part.startswith(".") for part in file.relative_to(root).parts[:-1])
+def _runs_below(root: Path) -> Iterator[Path]:
+    """The folders of runs, without a look into their tables or into folders whose name begins with a dot."""
+    if is_address(root):
+        found = (file.parent for file in root.rglob(RUN_FILE))
+        yield from (
+            folder for folder in found if not any(part.startswith(".") for part in folder.relative_to(root).parts)
+        )
+        return
+    for above, folders, files in os.walk(root):
+        is_run = RUN_FILE in files
+        folders[:] = [
+            name for name in folders if not (name.startswith(".") or (is_run and name in (*TABLES, JOURNALS)))
+        ]
+        if is_run:
+            yield Path(above)
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ..spec.statistics import STATISTICS
@@ -31,22 +32,35 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table: a folder of Parquet files under the run's."""
+    """One table: a folder of Parquet files under the run's.
+
+    Attributes:
+        name: The folder.
+        row: What a row is.
+        columns: What a row is given with.
+        is_sorted: Whether its files are sorted by `ORDER`, and have `POSITION` beside the columns.
+    """
 
     name: str
     row: str
     columns: tuple[Column, ...]
+    is_sorted: bool = False
 
     @property
+    def stored(self) -> tuple[Column, ...]:
+        """The columns of its files."""
+        return (*self.columns, POSITION) if self.is_sorted else self.columns
+
+    @cached_property
     def schema(self) -> pa.Schema:
         """The Arrow schema of its files; the unit and the meaning go along as the columns' metadata."""
         return pa.schema(
-            [pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.columns]
+            [pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.stored]
         )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The columns' names, in order."""
+        """The names of what a row is given with, in order."""
         return tuple(column.name for column in self.columns)
 
     @cached_property
@@ -60,6 +74,17 @@ class Table:
         """One row of the journal as one value."""
         return pa.struct(list(self.plain_schema))
 
+
+ORDER = ("step", "layer")
+"""By what the files of sorted tables are sorted, so that a reader can skip what it is not asked for."""
+POSITION = Column(
+    "position",
+    pa.int32(),
+    "",
+    "place among the rows of its step, from 0, in the order in which hooks fired; the files are sorted by step, then layer",
+)
+AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
+"""What the rows of a sorted table are sorted by when they come in the order in which they were written."""
 
 MOMENT = (
     Column("step", pa.int64(), "step", "optimizer step, from 0; of an evaluation, the number of steps done before it"),
@@ -113,6 +138,7 @@ TABLES: dict[str, Table] = {
             "stats",
             "one tensor at one firing",
             (*IDENTITY, *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.formula) for s in STATISTICS.values())),
+            is_sorted=True,
         ),
         Table(
             "distributions",
@@ -140,6 +166,7 @@ TABLES: dict[str, Table] = {
                     "finite elements in each of the equal parts from low to high; null without a histogram",
                 ),
             ),
+            is_sorted=True,
         ),
         Table(
             "tensors",
@@ -175,6 +202,7 @@ TABLES: dict[str, Table] = {
                 Column("norm_after", pa.float64(), "the tensor's own", "L2 norm of the finite values after"),
                 Column("factor", pa.float64(), "", "what the tensor was multiplied by, where that is one number"),
             ),
+            is_sorted=True,
         ),
         Table(
             "metrics",
@@ -265,15 +293,32 @@ def as_batch(table: Table, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_struct_array(pa.array(rows, table.plain_struct))
 
 
+def placed(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Plain rows that came together, each with its position where the table's files have one."""
+    if not table.is_sorted:
+        return batch
+    positions = pa.array(np.arange(batch.num_rows, dtype=np.int32))
+    return batch.append_column(pa.field(POSITION.name, POSITION.type), positions)
+
+
 def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:
-    """Plain rows with the types of the files: labels in dictionaries."""
+    """Plain rows with the types of the files: labels in dictionaries.
+
+    Args:
+        table: Of which table.
+        plain: Batches of rows that came together, or rows that have their positions where the table has them.
+    """
     if not isinstance(plain, pa.Table):
-        plain = pa.Table.from_batches(plain, table.plain_schema)
+        plain = pa.Table.from_batches([placed(table, batch) for batch in [*plain, _none_of(table)]])
     columns = [
         cells.combine_chunks().dictionary_encode() if pa.types.is_dictionary(column.type) else cells
-        for column, cells in zip(table.columns, plain.columns, strict=True)
+        for column, cells in zip(table.stored, plain.columns, strict=True)
     ]
     return pa.Table.from_arrays(columns, schema=table.schema)
+
+
+def _none_of(table: Table) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], table.plain_schema)
 
 
 def markdown() -> str:
@@ -282,7 +327,7 @@ def markdown() -> str:
     for table in TABLES.values():
         rows = [
             f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |"
-            for c in table.columns
+            for c in table.stored
         ]
         parts.append(
             "\n".join(

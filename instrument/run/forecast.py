@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import islice, repeat
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,7 +70,7 @@ def bytes_of_rows(scratch: Path, table: Table, seen: Mapping[str, Seen], most_ro
     in_journal = as_batch(table, step).serialize().size / len(step)
     rows = int(max(1.0, min(total, most_rows, ROWS_JOURNAL_BYTES / in_journal)))
     batch = _grown(table, written, rows)
-    size = _size_of_part(scratch, table, [batch]) * total / batch.num_rows
+    size = _size_of_part(scratch, table, _by_step(batch)) * total / batch.num_rows
     return {name: size * spec.rows / total for name, spec in seen.items()}
 
 
@@ -110,6 +110,13 @@ def bytes_of_tensors(
     total = sum(found.values())
     several = max(least_parts, -(-total // TENSORS_JOURNAL_BYTES))
     return {name: size + several * empty * size / total if total else 0.0 for name, size in found.items()}
+
+
+def _by_step(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """Rows as the steps hand them over."""
+    steps = batch.column("step").to_numpy()
+    starts = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), batch.num_rows]
+    return [batch.slice(start, end - start) for start, end in pairwise(starts)]
 
 
 def _size_of_part(scratch: Path, table: Table, batches: Sequence[pa.RecordBatch]) -> int:

@@ -23,7 +23,7 @@ from .log import TableLog
 from .parts import JOURNALS, RESERVE
 from .tensors import TensorWriter
 
-ROWS_JOURNAL_BYTES = 8 * 2**20  # of a journal of rows, before a part takes its place: some 30,000 rows
+ROWS_JOURNAL_BYTES = 32 * 2**20  # of a journal of rows, before a part takes its place: some 120,000 rows
 TENSORS_JOURNAL_BYTES = 64 * 2**20
 RESERVE_BYTES = 65_536
 

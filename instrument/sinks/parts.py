@@ -1,11 +1,13 @@
 """The files of a run: Parquet parts, one folder a table, and the journals of what is in no part yet.
 
-    stats/part-0000-000000.parquet        rank, number
-    journal/stats-0000-000001.arrows      the rows that will be part 1
-    journal/stats-0000-000001.tmp         part 1 while it is written
+    stats/part-0000-000000.parquet           rank, number
+    stats/part-0000-000001-000007.parquet    parts 1 to 7 in one, see instrument.sinks.compaction
+    journal/stats-0000-000008.arrows         the rows that will be part 8
+    journal/stats-0000-000008.tmp            part 8 while it is written
 
-A part is written aside and put into its place by renaming; only then is the journal of its rows removed. So whoever looks
-for journals first, and for parts then, meets every row, and where both are there the part counts.
+A part is written aside and put into its place by renaming; only then is what it takes the place of removed: the journal of
+its rows, or the parts that were merged to it. So whoever looks for journals first, and for parts then, meets every row, and
+of two files that have a row the one that came later counts.
 """
 
 from __future__ import annotations
@@ -18,35 +20,52 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..capture.tables import TABLES, Table, as_table
+from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, placed
 from .journal import SUFFIX, Reading
 
 JOURNALS = "journal"
 RESERVE = "reserve"  # room on the disk, see instrument.sinks.parquet
 DAMAGED = ".damaged"
-ROW_GROUP_ROWS = 8_192
+ROW_GROUP_ROWS = 32_768
+TENSORS_ROWS = 8_192  # of the table of tensors: who wants one of them reads a row group
 JOINED, JOINED_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are joined to one
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
-_PART = re.compile(r"part-(\d{4})-(\d{6,})\.parquet")
+_PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
 _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
 class Part(NamedTuple):
-    """One part of a table: which process wrote it, and which in order."""
+    """One part of a table, or several that were merged: which process wrote it, and which in order."""
 
     rank: int
     number: int
+    last: int = -1  # of those that were merged to it; -1 where it is one
+
+    @property
+    def end(self) -> int:
+        """The number of the part that comes next."""
+        return max(self.number, self.last) + 1
+
+    @property
+    def name(self) -> str:
+        """Its rank and numbers, as files have them in their names."""
+        return f"{self.rank:04d}-{self.number:06d}" + (f"-{self.last:06d}" if self.last > self.number else "")
+
+    def covers(self, other: Part) -> bool:
+        """Whether the other's rows are all in this one."""
+        return self.rank == other.rank and self.number <= other.number and other.end <= self.end
 
     def file(self, folder: Path, table: str) -> Path:
         """Its Parquet file."""
-        return folder / table / f"part-{self.rank:04d}-{self.number:06d}.parquet"
+        return folder / table / f"part-{self.name}.parquet"
 
     def journal(self, folder: Path, table: str) -> Path:
         """The journal of its rows, as long as there is no file."""
-        return folder / JOURNALS / f"{table}-{self.rank:04d}-{self.number:06d}{SUFFIX}"
+        return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
 
     def aside(self, folder: Path, table: str) -> Path:
         """Its file while it is written."""
@@ -54,30 +73,46 @@ class Part(NamedTuple):
 
 
 def parts_of(folder: Path, table: str) -> dict[Part, Path]:
-    """The Parquet files of a table, in order."""
+    """The Parquet files of a table, in order, without those whose rows are in a merged one."""
+    found: dict[Part, Path] = {}
+    latest: Part | None = None
+    for part, file in written_parts(folder, table).items():
+        if latest is None or not latest.covers(part):
+            found[part], latest = file, part
+    return found
+
+
+def written_parts(folder: Path, table: str) -> dict[Part, Path]:
+    """All Parquet files of a table, in order, a merged one before those that it was made of."""
     found = {}
-    for file in sorted((folder / table).glob("*.parquet")):
-        if match := _PART.fullmatch(file.name):
-            found[Part(int(match[1]), int(match[2]))] = file
-    return dict(sorted(found.items()))
+    for name in _names_in(folder / table):
+        if match := _PART.fullmatch(name):
+            found[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
+    return dict(sorted(found.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [file.name for file in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:
     """The journals of a table, or of all tables, in order; some may be of rows that are in a part already."""
     found = {}
-    for file in (folder / JOURNALS).glob(f"*{SUFFIX}"):
-        match = _JOURNAL.fullmatch(file.name)
+    for name in _names_in(folder / JOURNALS):
+        match = _JOURNAL.fullmatch(name)
         if match and match[1] in TABLES and table in (None, match[1]):
-            found[match[1], Part(int(match[2]), int(match[3]))] = file
+            found[match[1], Part(int(match[2]), int(match[3]))] = folder / JOURNALS / name
     return dict(sorted(found.items()))
 
 
-def foreign_files(folder: Path) -> list[Path]:
-    """Files among the tables and journals that no run has put there, and that nothing here reads."""
-    known = {path for table in TABLES for path in parts_of(folder, table).values()}
-    known |= {*journals_of(folder).values(), folder / JOURNALS / RESERVE}
-    places = [folder / place for place in (*TABLES, JOURNALS)]
-    found = [file for place in places if place.is_dir() for file in place.rglob("*") if not file.is_dir()]
+def foreign_files(folder: Path, place: str) -> list[Path]:
+    """Files in the folder of a table, or in that of the journals, that no run has put there, and that nothing here reads."""
+    ours = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
+    known = {*ours.values(), folder / JOURNALS / RESERVE}
+    found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)
     return sorted(file for file in found if file not in known and file.suffix != ".tmp")
 
 
@@ -92,11 +127,13 @@ def settle(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Re
     """
     journal = part.journal(folder, table.name)
     reading = Reading.of(journal, ours=True)
-    if not part.file(folder, table.name).exists():
+    if not any(later.covers(part) for later in parts_of(folder, table.name)):
         usable = reading.batches() if reading.schema == table.plain_schema else iter(())
         with new_part(folder, table, part, fsync=fsync) as writer:
-            for group in _groups(_joined(usable)):
-                writer.write_table(as_table(table, group))
+            most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+            for group in _groups(_joined(placed(table, batch) for batch in usable), most):
+                rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
+                writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more
     if reading.problem is None:
         journal.unlink()
     else:
@@ -111,14 +148,34 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
         OSError: It cannot be taken away.
     """
     for name in TABLES:
-        for part, file in parts_of(folder, name).items():
+        for part, file in written_parts(folder, name).items():
             if part.rank == rank and part.number >= counts[name]:
                 file.unlink()
+            elif part.rank == rank and part.end > counts[name]:
+                raise OSError(f"{file} holds rows of before and after the checkpoint: it was merged for another one")
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:
             file.unlink()
     for aside in (folder / JOURNALS).glob("*.tmp"):
         aside.unlink()
+
+
+def in_order(table: Table, rows: pa.Table) -> pa.Table:
+    """Rows sorted as the files of their table are; those of one step and layer stay as they come."""
+    if not table.is_sorted:
+        return rows
+    keys = pa.table({name: _plain(rows.column(name)) for name in ORDER})
+    return rows.take(pc.sort_indices(keys, [(name, "ascending") for name in ORDER]))
+
+
+def as_written(rows: pa.Table) -> pa.Table:
+    """Rows of a sorted table in the order in which they were written; those that lack a position stay as they come."""
+    keys = pa.table({name: _plain(rows.column(name)) for name in AS_WRITTEN})
+    return rows.take(pc.sort_indices(keys, [(name, "ascending") for name in AS_WRITTEN]))
+
+
+def _plain(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+    return cells.cast(cells.type.value_type) if pa.types.is_dictionary(cells.type) else cells
 
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -133,14 +190,14 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from pa.Table.from_batches(few).combine_chunks().to_batches()
 
 
-def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+def _groups(batches: Iterator[pa.RecordBatch], most: int) -> Iterator[list[pa.RecordBatch]]:
     """Batches for one row group each."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
         group.append(batch)
         rows, size = rows + batch.num_rows, size + batch.nbytes
-        if rows >= ROW_GROUP_ROWS or size >= ROW_GROUP_BYTES:
+        if rows >= most or size >= ROW_GROUP_BYTES:
             yield group
             group, rows, size = [], 0, 0
     if group:
@@ -178,6 +235,8 @@ def _sync(path: Path) -> None:
 def _options(table: Table) -> dict[str, Any]:
     labels = [column.name for column in table.columns if pa.types.is_dictionary(column.type)]
     options: dict[str, Any] = {"use_dictionary": labels, "compression": "zstd", "compression_level": 1}
+    if table.is_sorted:
+        options["sorting_columns"] = [pq.SortingColumn(table.schema.get_field_index(name)) for name in ORDER]
     if table.name == "tensors":
         # Dictionaries and statistics of values cost more than the values: they are for labels only.
         options |= {"compression": "none", "compression_level": None, "write_statistics": ["step", *labels]}

@@ -186,9 +186,9 @@ class Bomb:
 def test_files_of_others_are_named_and_never_read_and_no_pickle_at_all(folder: Path, file: str) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(pickle.dumps(Bomb()))
+    run = instrument.load(folder)
     with pytest.warns(InstrumentWarning, match="no file of a run"):
-        run = instrument.load(folder)
-    assert len(run.stats) == len(run.tensors()) == STEPS
+        assert len(run.stats) == len(run.tensors()) == STEPS
     assert run.problems == [f"{file}: no file of a run: it is not read"]
     recover.main([str(folder)])
     assert (folder / file).exists(), "what is not ours is left alone"

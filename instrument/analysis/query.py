@@ -1,0 +1,269 @@
+"""Tables that do not fit into memory: DuckDB and polars on the files themselves, with what the runs were started with.
+
+A column that is one value a run costs nothing: DuckDB knows it for each file before the file is opened, from the file's
+place in the list (`file_index`), and leaves out files that a condition on it rules out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from ..capture.tables import TABLES
+from ..errors import InstrumentError
+from ..sinks.remote import is_address
+from .files import TRIES, RunFiles
+
+if TYPE_CHECKING:
+    import duckdb
+    import polars as pl
+
+RUNS = "runs"
+FILE = "file of the run"  # a column while polars joins; no column of ours has blanks in its name
+
+Columns = dict[str, pa.Array]
+"""One value a run, by the name of the column."""
+_KINDS = (
+    (pd.api.types.is_bool_dtype, pa.bool_()),
+    (pd.api.types.is_integer_dtype, pa.int64()),
+    (pd.api.types.is_float_dtype, pa.float64()),
+)
+_TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
+
+
+@dataclass(frozen=True)
+class Queried:
+    """The runs that are asked.
+
+    Attributes:
+        files: Of each run.
+        names: Of each run: its folder below the one that was opened; None where there is one only, whose tables then have
+            no further columns.
+        given: The seed and the overrides of each run.
+        runs: What is known of each run, these included.
+    """
+
+    files: Sequence[RunFiles]
+    names: Sequence[str] | None
+    given: pd.DataFrame
+    runs: pd.DataFrame
+
+    def columns(self, table: str) -> tuple[Columns, Columns]:
+        """What a table has beside its own columns, before them and behind them."""
+        if self.names is None:
+            return {}, {}
+        return {"run": pa.array(self.names, pa.string())}, _columns(self.given, ["run", *TABLES[table].schema.names])
+
+    def listed(self, table: str) -> tuple[list[Path], list[int], pa.Table]:
+        """The Parquet files of a table, the run of each, and the rows that are in none yet, with all columns."""
+        paths: list[Path] = []
+        owners: list[int] = []
+        journals: list[pa.Table] = []
+        writers: list[int] = []
+        for number, files in enumerate(self.files):
+            parts, rows = files.listed(table)
+            paths += parts
+            owners += [number] * len(parts)
+            journals += rows
+            writers += [number] * len(rows)
+        return paths, owners, self._unwritten(table, journals, writers)
+
+    def _unwritten(self, table: str, journals: Sequence[pa.Table], writers: Sequence[int]) -> pa.Table:
+        whole = pa.concat_tables([TABLES[table].schema.empty_table(), *journals]).unify_dictionaries()
+        owners = np.repeat(np.array(writers, np.int64), [len(rows) for rows in journals])
+        before, behind = self.columns(table)
+        for name, values in before.items():
+            whole = whole.add_column(0, name, values.take(owners))
+        for name, values in behind.items():
+            whole = whole.append_column(name, values.take(owners))
+        return whole
+
+
+def ask(queried: Queried, query: str) -> pd.DataFrame:
+    """Ask DuckDB; only files of the tables that the query names are opened.
+
+    Raises:
+        InstrumentError: DuckDB is not installed.
+        duckdb.Error: It does not understand the query.
+    """
+    try:
+        import duckdb
+    except ImportError:
+        raise InstrumentError("run.sql needs DuckDB: pip install 'instrument[sql]'") from None
+    views = _Views(queried, query)
+    mistakes = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
+    while True:
+        try:
+            with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
+                for files in queried.files[:1]:
+                    if is_address(files.folder):
+                        connection.register_filesystem(files.folder.fs)  # type: ignore[attr-defined]
+                views.make(connection)
+                return connection.execute(query).df()
+        except mistakes:
+            raise
+        except (duckdb.Error, OSError):
+            if not views.mended():
+                raise
+
+
+class _Views:
+    """The tables that a query names, as views of their files.
+
+    Files are trusted until a query fails: then what went is listed again, the heads of all files are looked into, and in the
+    end all that is in them.
+    """
+
+    def __init__(self, queried: Queried, query: str) -> None:
+        self.queried = queried
+        self.query = query
+        self.names: list[str] = []
+        self._listed: list[Path] = []
+        self._tries = 0
+        self._union_by_name = False
+        self._remedies = [RunFiles.check, RunFiles.read_through]
+
+    def make(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """Make them."""
+        import duckdb
+
+        try:
+            named = {name.lower() for name in connection.get_table_names(self.query)}
+        except duckdb.Error:  # several statements, or a mistake that is told when the query is made
+            named = {RUNS, *TABLES}
+        self.names = [name for name in TABLES if name in named]
+        self._listed = []
+        if RUNS in named:
+            connection.register(RUNS, pa.table(_columns(self.queried.runs)))
+        for name in self.names:
+            paths, owners, unwritten = self.queried.listed(name)
+            self._listed += paths
+            first = self.queried.files[owners[0]] if paths else None
+            by_name = self._union_by_name or (first is not None and first.lacks_columns(paths[0], name))
+            selections = [self._selection(name, paths, owners, by_name=by_name)] if paths else []
+            if len(unwritten) or not paths or by_name:
+                connection.register(f"rows of {name} that are in no file yet", unwritten)
+                selections.append(f'select * from "rows of {name} that are in no file yet"')
+            connection.execute(f"create view {name} as {' union all by name '.join(selections)}")
+
+    def mended(self) -> bool:
+        """Whether there is something to be done about a query that failed, and it was done."""
+        self._tries += 1
+        if self._tries < TRIES and not all(path.exists() for path in self._listed):
+            return True
+        while self._remedies:
+            remedy = self._remedies.pop(0)
+            self._union_by_name = True
+            for files in self.queried.files:
+                for name in self.names:
+                    remedy(files, name)
+            return True
+        return False
+
+    def _selection(self, table: str, paths: Sequence[Path], owners: Sequence[int], *, by_name: bool) -> str:
+        before, behind = self.queried.columns(table)
+        first, last = (
+            [f"{_looked_up(values, owners)} as {_name(name)}" for name, values in columns.items()]
+            for columns in (before, behind)
+        )
+        listed = ", ".join(_word(_without_glob(str(path))) for path in paths)
+        options = ", union_by_name = true" if by_name else ""
+        return f"select {', '.join([*first, '*', *last])} from read_parquet([{listed}]{options})"
+
+
+def scan(queried: Queried, table: str) -> pl.LazyFrame:
+    """A table as polars reads it from its files when it is collected.
+
+    Raises:
+        InstrumentError: polars is not installed, or the folder is a remote one.
+    """
+    try:
+        import polars as pl
+    except ImportError:
+        raise InstrumentError("run.lazy needs polars: pip install 'instrument[polars]'") from None
+    for files in queried.files:
+        if is_address(files.folder):
+            raise InstrumentError("run.lazy reads folders of this machine; remote ones can be asked by run.sql")
+        files.check(table)
+    paths, owners, unwritten = queried.listed(table)
+    rows = pl.LazyFrame(pl.from_arrow(unwritten))
+    if not paths:
+        return rows
+    schema = pl.DataFrame(pl.from_arrow(TABLES[table].schema.empty_table())).schema
+    before, behind = queried.columns(table)
+    columns = before | behind
+    parts = pl.scan_parquet(
+        [str(path) for path in paths],
+        schema=schema,
+        missing_columns="insert",
+        extra_columns="ignore",
+        glob=False,
+        include_file_paths=FILE if columns else None,
+    )
+    if columns:
+        known = {name: pl.Series(values.take(np.array(owners))) for name, values in columns.items()}
+        of_runs = pl.LazyFrame({FILE: [str(path) for path in paths], **known})
+        parts = parts.join(of_runs, on=FILE, how="left", maintain_order="left").select([*before, *schema, *behind])
+    return pl.concat([parts, rows]) if len(unwritten) else parts
+
+
+def _columns(of_runs: pd.DataFrame, taken: Collection[str] = ()) -> Columns:
+    """Columns of one value a run as SQL has them: text where values are of several types, JSON of what has parts.
+
+    Args:
+        of_runs: A row a run.
+        taken: Names that none of them can have, whatever the case of the letters: one that has is `override.<name>`.
+    """
+    names = {name.lower() for name in taken}
+    found = {}
+    for key, values in of_runs.items():
+        name = str(key)
+        while name.lower() in names:
+            name = f"override.{name}"
+        names.add(name.lower())
+        found[name] = _plain(values)
+    return found
+
+
+def _plain(values: pd.Series) -> pa.Array:
+    for test, kind in _KINDS:
+        if test(values.dtype):
+            return pa.array(values, kind)
+    cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
+    return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
+
+
+def _looked_up(values: pa.Array, owners: Sequence[int]) -> str:
+    """A column as an expression: the value of the file's run, from a list with one for each file."""
+    words = [_literal(value) for value in values.to_pylist()]
+    listed = ", ".join(words[owner] for owner in owners)
+    return f"cast([{listed}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
+
+
+def _literal(value: bool | int | float | str | None) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return _word(value)
+    return repr(value) if isinstance(value, bool | int) or isfinite(value) else f"'{value}'::double"
+
+
+def _word(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _name(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def _without_glob(path: str) -> str:
+    """A path in which nothing stands for anything else."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)

@@ -1,0 +1,303 @@
+"""SQL and polars on the files: whatever state they are in, with the overrides, and nothing opened that is not needed."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import instrument
+from instrument import InstrumentWarning
+from instrument.analysis import query
+from instrument.capture.tables import TABLES
+from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.parts import Part
+
+STEPS = 6
+
+
+def make_run(
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, close: bool = True, mean: float = 0.0
+) -> Path:
+    """A run of six steps and two layers; a part every two steps, or what is in none yet."""
+    folder.mkdir(parents=True)
+    info = {"status": "done", "seed": 0, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25}}
+    (folder / "run.json").write_text(json.dumps(info))
+    sink = ParquetSink(folder)
+    for step in range(STEPS):
+        for layer in ("b", "a"):
+            cells = {"step": step, "rank": 0, "phase": "train", "layer": layer, "kind": "forward", "mean": mean + step}
+            sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
+        sink.end_step()
+        if step in (1, 3):
+            sink.settle()
+    if close:
+        sink.close()
+    return folder
+
+
+def tuples(frame: pd.DataFrame) -> list[tuple[Any, ...]]:
+    return list(frame.astype(object).where(frame.notna(), None).itertuples(index=False, name=None))
+
+
+def spoil(file: Path) -> None:
+    """Damage a file inside: its end, by which it is opened, is whole."""
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
+    file.write_bytes(content)
+
+
+def part(run: Path, number: int) -> Path:
+    return Part(0, number).file(run, "stats")
+
+
+def both(run: instrument.Run, sql: str, lazy: Callable[[pl.LazyFrame], pl.LazyFrame]) -> list[tuple[Any, ...]]:
+    """The rows that DuckDB and polars answer with, which are to be the same."""
+    answer = tuples(run.sql(sql))
+    assert lazy(run.lazy("stats")).collect().rows() == answer
+    return answer
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_parts_and_journals_are_one_table(tmp_path: Path, close: bool) -> None:
+    run = instrument.load(make_run(tmp_path / "run", close=close))
+    assert bool(list((tmp_path / "run").glob("journal/stats-*"))) is not close
+    counted = both(
+        run,
+        "select layer, count(*), sum(mean) from stats group by 1 order by 1",
+        lambda rows: (
+            rows.group_by("layer")
+            .agg(pl.len(), pl.col("mean").sum())
+            .with_columns(pl.col("layer").cast(str))
+            .sort("layer")
+        ),
+    )
+    assert counted == [("a", 6, 15.0), ("b", 6, 15.0)]
+    assert run.sql("select * from stats").columns.tolist() == run.lazy("stats").collect_schema().names()
+    assert "run" not in run.sql("select * from stats")
+    assert run.sql("select count(*) as n from effects").n[0] == 0
+    assert run.lazy("effects").collect().height == 0
+
+
+def test_runs_have_their_folder_and_overrides_in_every_table(tmp_path: Path) -> None:
+    make_run(tmp_path / "s" / 'it\'s "0"', overrides={"lr": 1, "mean": "x", "sizes": [1, 2], 'od"d': True}, mean=1)
+    make_run(tmp_path / "s" / "1", overrides={"lr": 0.5, "hooks.h": {"a": None}}, close=False, mean=2)
+    sweep = instrument.load(tmp_path / "s")
+    answer = both(
+        sweep,
+        'select run, lr, "override.mean", sizes, "hooks.h", "od""d", max(mean), count(*) from stats group by all order by lr',
+        lambda rows: (
+            rows.group_by("run", "lr", "override.mean", "sizes", "hooks.h", 'od"d')
+            .agg(pl.col("mean").max(), pl.len())
+            .sort("lr")
+        ),
+    )
+    assert [row[:2] + row[6:] for row in answer] == [("1", 0.5, 7.0, 12), ('it\'s "0"', 1.0, 6.0, 12)]
+    assert answer[1][2:6] == ("x", "[1, 2]", None, True)
+    assert answer[0][4] == '{"a": null}'
+    types = dict(tuples(sweep.sql("select column_name, column_type from (describe stats)")))
+    assert (types["lr"], types['od"d'], types["sizes"], types["run"]) == ("DOUBLE", "BOOLEAN", "VARCHAR", "VARCHAR")
+    assert sweep.sql("select * from stats").columns.tolist() == sweep.stats.columns.tolist()
+    assert sweep.lazy("stats").collect_schema().names() == sweep.stats.columns.tolist()
+    assert sweep.sql("select * from layers").columns.tolist()[-1] == 'od"d'
+
+
+def test_the_table_of_runs_can_be_joined(tmp_path: Path) -> None:
+    for job in range(3):
+        make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "seed": job}, mean=job)
+    sweep = instrument.load(tmp_path / "s")
+    asked = "select r.lr, r.seed, r.loss, r.status, max(s.mean) from stats s join runs r using (run) group by all order by 1"
+    assert tuples(sweep.sql(asked)) == [(0.1 * job, job, 0.25, "done", 5.0 + job) for job in range(3)]
+    assert tuples(sweep.sql("select * from runs")) == tuples(sweep.runs)
+    alone = instrument.load(tmp_path / "s" / "0")
+    assert tuples(alone.sql("select run, status from RUNS")) == [(".", "done")]
+
+
+@pytest.mark.parametrize("name", ["a[1]", "*", "what?", "it's", 'a"b', "ä ü"])
+def test_names_of_folders_stand_for_themselves(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path / "s" / name, overrides={"x": 1})
+    make_run(tmp_path / "s" / "a1", overrides={"x": 2})
+    sweep = instrument.load(tmp_path / "s")
+    quoted = name.replace("'", "''")
+    answer = both(
+        sweep,
+        f"select run, x, count(*) from stats where run = '{quoted}' group by all",
+        lambda rows: rows.filter(pl.col("run") == name).group_by("run", "x").agg(pl.len()),
+    )
+    assert answer == [(name, 1, 12)]
+
+
+def test_files_that_a_condition_on_the_run_rules_out_are_not_opened(tmp_path: Path) -> None:
+    for job in range(4):
+        make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job})
+    for job in (1, 3):
+        part(tmp_path / "s" / str(job), 1).write_bytes(b"no parquet")
+    sweep = instrument.load(tmp_path / "s")
+    assert tuples(sweep.sql("select count(*) from stats where run = '2'")) == [(12,)]
+    assert tuples(sweep.sql("select count(*) from stats where lr = 0.2")) == [(12,)]
+    assert tuples(sweep.sql("select count(*) from stats where run < '1' and layer > '' and step >= 0")) == [(12,)]
+    assert sweep.problems == []
+    with pytest.warns(InstrumentWarning, match="part-0000-000001"):
+        assert tuples(sweep.sql("select count(*) from stats")) == [(40,)]
+    assert [problem.split(":")[0] for problem in sweep.problems] == [
+        f"{job}/stats/part-0000-000001.parquet" for job in (1, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "run = '2'",
+        "run = '2' and lr = 0.2",
+        "run >= '1' and odd = 0",
+        "run >= '2' and lr < 0.35 and odd = 1 and layer = 'a'",
+        "run in ('1', '2') and odd = 0",
+        "run = '1' or run = '3'",
+        "odd = 1 and run <> '1'",
+        "run = '4' and odd = 1",
+        "run like '3%' and odd = 1 and step > 2",
+    ],
+)
+def test_conditions_on_several_columns_of_runs_are_those_of_the_rows(tmp_path: Path, condition: str) -> None:
+    for job in range(5):
+        make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "odd": job % 2}, mean=100 * job, close=job != 3)
+    sweep = instrument.load(tmp_path / "s")
+    asked = f"select run, lr, odd, min(mean), count(*) from stats where {condition} group by all order by all"
+    with duckdb.connect() as connection:
+        connection.register("stats", pa.Table.from_pandas(sweep.stats))
+        assert tuples(sweep.sql(asked)) == tuples(connection.execute(asked).df())
+
+
+def test_tables_that_a_query_does_not_name_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    listed: list[str] = []
+    original = query.Queried.listed
+
+    def noted(queried: query.Queried, table: str) -> Any:
+        listed.append(table)
+        return original(queried, table)
+
+    monkeypatch.setattr(query.Queried, "listed", noted)
+    run.sql("with effects as (select 1) select count(*) from STATS s, effects")
+    assert listed == ["stats"]
+    run.sql("create temp table mine as select * from metrics; select count(*) from mine")  # several: all there are
+    assert set(listed) == set(TABLES)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"", "cannot be read"), (b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"), (b"no parquet", "cannot be read")],
+)
+@pytest.mark.parametrize("number", [0, 1])
+def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path, content: bytes, told: str, number: int) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    part(tmp_path / "run", number).write_bytes(content)
+    with pytest.warns(InstrumentWarning, match=f"part-0000-00000{number}.parquet: {told}"):
+        assert tuples(run.sql("select count(*) from stats")) == [(8,)]
+    assert run.lazy("stats").collect().height == 8
+    assert len(run.problems) == 1
+
+
+def test_a_file_that_is_damaged_inside_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    spoil(part(tmp_path / "run", 1))
+    with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
+        assert tuples(run.sql("select count(*), max(rank), min(layer), max(phase) from stats")) == [
+            (8, 0, "a", "train")
+        ]
+
+
+def test_files_of_other_columns_are_named(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    pq.write_table(pa.table({"step": [1], "mine": [2]}), part(tmp_path / "run", 1))
+    with pytest.warns(InstrumentWarning, match="has no column micro_step"):
+        assert tuples(run.sql("select count(*), max(mean) from stats")) == [(8, 5.0)]
+
+
+@pytest.mark.parametrize("old", [[0], [1], [0, 1, 2]])
+def test_runs_of_earlier_versions_lack_columns_that_are_null_then(tmp_path: Path, old: list[int]) -> None:
+    for job in range(3):
+        make_run(tmp_path / "s" / str(job))
+    for job in old:
+        for file in (tmp_path / "s" / str(job) / "stats").glob("*.parquet"):
+            pq.write_table(pq.read_table(file).drop_columns(["update_ratio", "position"]), file)
+    sweep = instrument.load(tmp_path / "s")
+    answer = both(
+        sweep,
+        "select count(*), count(position), count(update_ratio), count(mean) from stats",
+        lambda rows: rows.select(pl.len(), *(pl.col(name).count() for name in ("position", "update_ratio", "mean"))),
+    )
+    assert answer == [(36, 36 - 12 * len(old), 0, 36)]
+    assert sweep.problems == []
+
+
+def test_files_that_are_merged_while_they_are_listed_are_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run")
+    run = instrument.load(folder)
+    original = query.Queried.listed
+
+    def merged(queried: query.Queried, table: str) -> Any:
+        found = original(queried, table)
+        if part(folder, 1).exists():
+            pq.write_table(
+                pa.concat_tables(pq.read_table(part(folder, n)) for n in (0, 1)), Part(0, 0, 1).file(folder, "stats")
+            )
+            part(folder, 0).unlink()
+            part(folder, 1).unlink()
+        return found
+
+    monkeypatch.setattr(query.Queried, "listed", merged)
+    assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
+    assert run.problems == []
+
+
+def test_mistakes_are_told_by_duckdb_and_nothing_of_ours_is_a_table(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    for mistake, words in {
+        "select meen from stats": "mean",
+        "select * from stat": "does not exist",
+        "selec": "syntax error",
+        "select * from query": "does not exist",
+    }.items():
+        with pytest.raises(duckdb.Error, match=words):
+            run.sql(mistake)
+
+
+def test_numbers_beyond_the_usual_and_texts_with_quotes_are_overrides_too(tmp_path: Path) -> None:
+    values: list[Any] = [float("inf"), float("-inf"), 1e-300, None]
+    for job, value in enumerate(values):
+        make_run(tmp_path / "s" / str(job), overrides={"x": value, "text": f'it\'s "{job}" \\n'})
+    sweep = instrument.load(tmp_path / "s")
+    answer = sweep.sql("select run, any_value(x), any_value(text) from stats group by 1 order by 1")
+    assert [(x, text) for _, x, text in tuples(answer)] == [
+        (value, f'it\'s "{job}" \\n') for job, value in enumerate(values)
+    ]
+
+
+def test_lazy_names_the_extra_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    with pytest.raises(KeyError, match=r"no table 'stat'; there are stats, .*events"):
+        run.lazy("stat")
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(instrument.InstrumentError, match=r"pip install 'instrument\[polars\]'"):
+        run.lazy("stats")
+
+
+def test_rows_of_polars_come_file_by_file_and_run_by_run(tmp_path: Path) -> None:
+    for job in range(3):
+        make_run(tmp_path / "s" / str(job), close=job != 1)
+    rows = instrument.load(tmp_path / "s").lazy("stats").filter(pl.col("layer") == "a").select("run", "step").collect()
+    in_files = [("0", 6), ("1", 4), ("2", 6)]
+    assert rows.rows() == [(run, step) for run, steps in in_files for step in range(steps)] + [("1", 4), ("1", 5)]
