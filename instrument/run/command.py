@@ -53,6 +53,8 @@ def command(job: Callable[[DictConfig], object]) -> None:
         if Guard.sweep is not None and not isinstance(own, ConfigError):
             tell_sweep(Guard.sweep)
         sys.exit(own.exit_code)
+    finally:
+        Guard.let_go()
 
 
 @contextmanager

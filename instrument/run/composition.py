@@ -16,6 +16,11 @@ from yaml import MarkedYAMLError
 from ..errors import Mistake, nearest
 
 PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
+EXTRAS = {
+    "hydra/launcher": {"joblib": "joblib", "submitit_slurm": "submitit", "submitit_local": "submitit", "ray": "ray"},
+    "hydra/sweeper": {"optuna": "optuna"},
+}
+"""What plugins of Hydra's bring, and the extra that brings the plugin."""
 
 
 def composition_mistake(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Mistake:
@@ -35,6 +40,8 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
             "exp", "its 'override' lines are looked for below the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
         )
     missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
+    if missing and (extra := EXTRAS.get(missing[1], {}).get(missing[2])):
+        return Mistake(missing[1], f"needs a package that is not installed: pip install 'instrument[{extra}]'")
     if missing:
         known = getattr(error, "options", None) or _options(missing[1], folders)
         return _no_such_option(missing[1], missing[2], known)

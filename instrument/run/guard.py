@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -20,28 +20,35 @@ from .folder import refuse_taken
 from .launch import complain, show_plan
 from .objective import read_objective
 from .reading import read_config
-from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override
+from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of
 from .sweep_told import tell_sweep
 from .torchrun import agreed, joined, refuse_for_several
 
 SLURM = "SlurmLauncher"
 RAY = "RayLauncher"
-SUBMITTED = ".submitit"
 
 
 class Guard(Callback):
     """Stops before Hydra makes a folder: at a mistake in the configuration, or when only the plan is asked for."""
 
-    sweep: Path | None = None
+    sweep: ClassVar[Path | None] = None
     """The folder of the sweep that goes on in this process, for whoever has to tell how it ended."""
+    lock: ClassVar[FolderLock | None] = None
+    """What holds it."""
 
     def __init__(self) -> None:
         self.scratch: TemporaryDirectory[str] | None = None
-        self.lock: FolderLock | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the processes of a launcher, which hold nothing."""
-        return {"scratch": None, "lock": None}
+        """For the processes of a launcher, which have nothing to clean up."""
+        return {"scratch": None}
+
+    @classmethod
+    def let_go(cls) -> None:
+        """The sweep of this process is over, however it ended."""
+        if cls.lock is not None:
+            cls.lock.release()
+        cls.sweep = cls.lock = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A single run is about to start; it may be one process of several."""
@@ -75,7 +82,6 @@ class Guard(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A sweep is about to start; where only the plans are asked for, Hydra gets a folder that will not stay."""
-        Guard.sweep = None
         try:
             _refuse_what_cannot_be_swept(config)
             _refuse_secrets(config)
@@ -101,8 +107,8 @@ class Guard(Callback):
         except FileExistsError:
             problem = "there is a sweep in this folder already, and none is ever overwritten"
             raise ConfigError(Mistake("hydra.sweep.dir", problem, written=str(folder))) from None
-        self.lock = FolderLock(folder)
-        self.lock.acquire()
+        Guard.lock = FolderLock(folder)
+        Guard.lock.acquire()
         return folder
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
@@ -117,8 +123,6 @@ class Guard(Callback):
             tell_sweep(Guard.sweep)
             raise SystemExit(1)
         print(f"\n{len(jobs)} jobs in {Guard.sweep}")
-        if (terminals := Guard.sweep / SUBMITTED).exists():
-            print(f"terminals   {terminals}, of each job")
         print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
         print(f"report      {_sweep_report(config, Guard.sweep)}")
 
@@ -162,7 +166,7 @@ def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
             Mistake(
                 "",
                 "the sweep has no jobs: one of its overrides has no values",
-                written=list(config.hydra.overrides.task),
+                written=overrides_of(config.hydra, "task"),
             )
         )
 
@@ -170,7 +174,7 @@ def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
 def _refuse_secrets(config: DictConfig) -> None:
     """Stop at credentials in `sink.remote`, also in one of several that are swept over, before they are written down."""
     check_remote(OmegaConf.select(config, REMOTE))
-    for override in config.hydra.overrides.task:
+    for override in overrides_of(config.hydra, "task"):
         if REMOTE in override:
             refuse_secret(override.replace("\\", ""), REMOTE)
 

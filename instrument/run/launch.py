@@ -23,7 +23,7 @@ from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from .composition import composition_mistake
 from .folder import read_record, write_json
-from .objective import DEFAULT, Objective, read_objective
+from .objective import DEFAULT, KEY, Objective, read_objective
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
 from .sweep_jobs import REFUSED, Sweep
@@ -74,13 +74,14 @@ def _is_own(resume: str, place: Place) -> bool:
 
 
 def _judged(objective: Objective, place: Place, metrics: Mapping[str, float | None]) -> float | None:
-    """What a sweeper is given; kept in run.json beside the metrics, and told where the metrics do not have it."""
+    """What a sweeper is given. What the metrics do not have is told, and kept in run.json beside them."""
     value, reason = objective.of(place.folder, metrics)
-    write_json(place.folder / "run.json", {**read_record(place.folder, "hydra.sweep.dir"), "objective": value})
-    if value is None and objective.written != DEFAULT:
-        print(f"{place.folder}  no objective for the sweeper: {objective.written}: {reason}", file=sys.stderr)
-    elif objective.query is not None:
+    if objective.query is not None:
+        write_json(place.folder / "run.json", {**read_record(place.folder, KEY), KEY: value})
+    if value is not None and objective.query is not None:
         print(f"{place.folder}  {objective.written} = {value:.6g}")
+    if value is None and objective.written != DEFAULT:
+        print(f"{place.folder}  nothing to go by: {objective.written}: {reason}", file=sys.stderr)
     return value
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, Mistake
 from .search_path import config_loader
 
 RECORD = "multirun.yaml"  # Hydra's record of a sweep
+READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 REFUSED = "refused.txt"  # in a job's folder: why it was not begun
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 BY_NUMBER = "${hydra.job.num}"
@@ -58,14 +61,13 @@ class Sweep:
         self.folder = folder
         try:
             record = OmegaConf.load(folder / RECORD)
-            self.hydra: DictConfig = record.hydra
-        except (OSError, AttributeError, yaml.YAMLError) as error:
-            reason = error.strerror if isinstance(error, OSError) else type(error).__name__
-            raise ConfigError(
-                Mistake(
-                    "", f"its {RECORD} cannot be read: {reason}", written=str(folder), allowed="the folder of a sweep"
-                )
-            ) from None
+            reason = "" if all(OmegaConf.select(record, key) for key in READ) else "it is not one of Hydra's"
+        except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
+            reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
+        if reason:
+            problem = f"its {RECORD} cannot be read: {reason}"
+            raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
+        self.hydra: DictConfig = record.hydra
 
     @property
     def arguments(self) -> list[str]:
@@ -92,7 +94,7 @@ class Sweep:
         """All jobs, in the order of their numbers; those that are there alone where they are not laid out."""
         there = {folder.name: _recorded(folder) for folder in self.folder.iterdir() if _is_job(folder)}
         planned = self._planned(there) if self.is_laid_out else {}
-        names = sorted({**there, **planned}, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0))
+        names = sorted({**there, **planned}, key=_natural)
         return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
 
     def label(self, job: SweepJob) -> str:
@@ -135,7 +137,18 @@ def summary(jobs: Sequence[SweepJob]) -> str:
 def arguments_of(hydra: DictConfig) -> list[str]:
     """A sweep's overrides: those that a file names under `hydra.sweeper.params`, and those of the command line."""
     parameters: Mapping[str, Any] = hydra.sweeper.get("params") or {}
-    return [*(f"{key}={value}" for key, value in parameters.items()), *map(str, hydra.overrides.task)]
+    return [*(f"{key}={value}" for key, value in parameters.items()), *overrides_of(hydra, "task")]
+
+
+def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:
+    """What stood on the command line, as it was written: `seed=${hydra:job.num}` means something in a job only."""
+    written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
+    return [str(override) for override in written]
+
+
+def _natural(name: str) -> list[str | int]:
+    """A key that sorts job 10 behind job 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _is_job(folder: Path) -> bool:

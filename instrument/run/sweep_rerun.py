@@ -21,7 +21,7 @@ from ..errors import ConfigError, Mistake
 from ..sinks.lock import FolderLock
 from .launch import job
 from .search_path import config_loader
-from .sweep_jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override
+from .sweep_jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 
 WHERE = "--rerun"
 ASIDE = ".aside"
@@ -106,10 +106,9 @@ def _working_directory(folder: Path) -> Iterator[None]:
 def _launcher(sweep: Sweep) -> Launcher:
     setup_globals()
     loader = config_loader()
-    given = [*map(str, sweep.hydra.overrides.hydra), folder_override("hydra.sweep.dir", sweep.folder)]
-    config = loader.load_configuration(
-        config_name="config", overrides=[*given, *map(str, sweep.hydra.overrides.task)], run_mode=RunMode.MULTIRUN
-    )
+    given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
+    overrides = [*given, *overrides_of(sweep.hydra, "task")]
+    config = loader.load_configuration(config_name="config", overrides=overrides, run_mode=RunMode.MULTIRUN)
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=numbered_job, config=config)
 

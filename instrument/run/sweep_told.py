@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .sweep_jobs import DONE, Sweep, summary
 
+SUBMITTED = ".submitit"  # where submitit keeps what its jobs print
 MOST = 20  # jobs that are told of one by one
 
 
@@ -22,5 +23,9 @@ def tell_sweep(folder: Path) -> None:
         print("  ".join(part for part in parts if part), file=sys.stderr)
     if len(left) > MOST:
         print(f"and {len(left) - MOST} more", file=sys.stderr)
+    if (terminals := folder / SUBMITTED).exists():
+        print(f"terminals    {terminals}, of each job", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
-    print(f"all of them  {command}\nthe rest     {command} --rerun", file=sys.stderr)
+    print(f"all of them  {command}", file=sys.stderr)
+    if left and sweep.is_laid_out:
+        print(f"the rest     {command} --rerun", file=sys.stderr)

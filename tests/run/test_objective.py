@@ -1,0 +1,112 @@
+"""What a job is judged by: understood before a step is spent, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import instrument
+from instrument.errors import ConfigError
+from instrument.run.objective import read_objective
+
+Cli = Callable[..., Any]
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=3", "train.eval_every=1")
+RECORDED = (*TINY, "+hooks.seen={layers:layers.0,kind:forward,action:record,stats:[abs_max,l2]}")
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("acuracy", ["no such metric", "nearest  accuracy"]),
+        ("grad_norm", ["no such metric"]),  # of a step, not of an evaluation
+        ("max(stats.abs_max", ["cannot be read", "max(stats.abs_max where layer = 'decoder.2')"]),
+        ("maxx(stats.l2)", ["no aggregate named maxx", "nearest  max"]),
+        ("max(stat.l2)", ["no table named stat", "nearest  stats"]),
+        ("max(stats.absmax)", ["no column of stats with numbers named absmax", "nearest  abs_max"]),
+        ("max(stats.layer)", ["no column of stats with numbers named layer"]),
+        ("max(stats.l2 where layr = 'x')", ["its condition cannot be read", "layr", "nearest  layer"]),
+        ("max(stats.l2 where layer = = 'x')", ["its condition cannot be read", "syntax error"]),
+    ],
+)
+def test_what_is_not_understood_is_told_before_a_folder_is_made(cli: Cli, written: str, told: list[str]) -> None:
+    answer = cli(*TINY, f'objective="{written}"')
+    assert answer.code == 2
+    assert answer.err.startswith("\nobjective: ")
+    for words in told:
+        assert words in answer.err
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_without_duckdb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    assert read_objective("loss").query is None
+    with pytest.raises(ConfigError, match=r"pip install 'instrument\[sql\]'"):
+        read_objective("max(stats.l2)")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("accuracy", lambda run: run.info["metrics"]["accuracy"]),
+        ("max(stats.abs_max where layer = 'layers.0')", lambda run: run.stats.abs_max.max()),
+        ("min(stats.l2 where step > 0)", lambda run: run.stats[run.stats.step > 0].l2.min()),
+        ("mean(metrics.loss where phase = 'train')", lambda run: train(run).loss.mean()),
+        ("median(metrics.loss)", lambda run: run.metrics.loss.median()),
+        ("sum(stats.l2)", lambda run: run.stats.l2.sum()),
+        ("std(metrics.loss where phase = 'train')", lambda run: train(run).loss.std(ddof=0)),
+        ("first(metrics.grad_norm)", lambda run: train(run).sort_values("step").grad_norm.iloc[0]),
+        ("last(stats.l2)", lambda run: run.stats[run.stats.step == 2].l2.mean()),
+    ],
+)
+def test_the_number_is_the_one_that_pandas_finds(
+    finished: Path, written: str, expected: Callable[[instrument.Run], float]
+) -> None:
+    run = instrument.load(finished)
+    value, reason = read_objective(written).of(finished, run.info["metrics"])
+    assert value == pytest.approx(expected(run), rel=1e-12)
+    assert reason == ""
+
+
+def train(run: instrument.Run) -> Any:
+    return run.metrics[run.metrics.phase == "train"]
+
+
+@pytest.fixture
+def finished(cli: Cli) -> Path:
+    """The folder of a run that is done."""
+    assert cli(*RECORDED, "hydra.run.dir=out").code == 0
+    return Path("out").resolve()
+
+
+@pytest.mark.parametrize(
+    ("written", "metrics", "told"),
+    [
+        ("loss", {"loss": float("nan")}, "it is nan"),
+        ("loss", {"loss": float("inf")}, "it is inf"),
+        ("accuracy", {"loss": 1.0, "accuracy": None}, "the last evaluation has none"),
+        ("max(stats.l2 where layer = 'decoder.2')", {}, "no row that meets the condition"),
+        ("max(stats.dead_fraction)", {}, "no row that meets the condition"),  # not among the statistics asked for
+        ("max(stats.l2 where layer::int = 3)", {}, "its condition failed: Conversion Error"),
+    ],
+)
+def test_what_is_not_there_or_not_finite_is_no_number_and_says_why(
+    finished: Path, written: str, metrics: dict[str, float | None], told: str
+) -> None:
+    value, reason = read_objective(written).of(finished, metrics)
+    assert value is None
+    assert reason.startswith(told)
+
+
+def test_a_sweeps_job_tells_its_number_and_keeps_it(cli: Cli) -> None:
+    objective = "max(stats.abs_max where layer = 'layers.0')"
+    answer = cli("-m", *RECORDED, "seed=1,2", f'objective="{objective}"', "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    for job in ("0", "1"):
+        kept = json.loads(Path("out", job, "run.json").read_text())["objective"]
+        assert kept == instrument.load(f"out/{job}").stats.abs_max.max()
+        assert f"out/{job}  {objective} = {kept:.6g}" in answer.out
