@@ -19,7 +19,7 @@ from ..errors import InstrumentWarning
 from ..sinks.journal import Reading
 from ..sinks.lock import is_locked
 from ..sinks.parts import JOURNALS, Part, as_written, foreign_files, journals_of, parts_of
-from ..sinks.remote import arrow_files, arrow_name
+from ..sinks.remote import arrow_files, arrow_name, moved_to
 from ..spec.statistics import STATISTICS
 
 ADDED = {POSITION.name, *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
@@ -59,6 +59,8 @@ class RunFiles:
         for name in ("overrides", "metrics"):
             if not isinstance(info.get(name), dict):
                 info[name] = {}
+        if self._arrow is None and (address := moved_to(info)) is not None:
+            self._problem(path, f"its parts are moved to {address}: open that to read all of them")
         if info["status"] == "running" and self._arrow is None and not is_locked(self.folder):
             info["status"] = "killed"
         return info

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from ..capture.ranks import own_rank
 from ..errors import ConfigError, Mistake
 from ..plan.printed import human_bytes
-from ..sinks.remote import REMOTE, RemoteFolder, check_remote, place_of, told
-from ..sinks.upload import Sent, Upload, take_back
+from ..sinks.remote import REMOTE, RemoteFolder, check_remote, folder_at, place_of, told
+from ..sinks.upload import Sent, Upload, send_all, take_back
+from ..spec.config import SinkConfig
 from .terminal import Terminal
 
 
@@ -20,7 +22,7 @@ class RemoteCopy:
 
     Args:
         folder: The run's folder.
-        remote: The address that runs lie below; None: none is asked for.
+        sink: What is asked for: the address that runs lie below, and whether parts stay here too.
         terminal: Where it is told what was sent, and what was not.
 
     Attributes:
@@ -30,13 +32,15 @@ class RemoteCopy:
         ConfigError: The address is none, or a package is missing.
     """
 
-    def __init__(self, folder: Path, remote: str | None, terminal: Terminal) -> None:
+    def __init__(self, folder: Path, sink: SinkConfig, terminal: Terminal) -> None:
         self.folder = folder
+        self.keep_local = sink.keep_local
         self.terminal = terminal
-        check_remote(remote)
-        self.address = None if remote is None else place_of(folder, remote)
+        check_remote(sink.remote)
+        self.address = None if sink.remote is None else place_of(folder, sink.remote)
         self._remote = None if self.address is None else RemoteFolder(self.address, REMOTE)
         self._upload: Upload | None = None
+        self._ended = False
 
     def take_back(self, parts: Mapping[str, int]) -> None:
         """Of a run that goes on, take away what was sent of the steps that are done again.
@@ -62,7 +66,7 @@ class RemoteCopy:
             ConfigError: The place cannot be written, or holds another run.
         """
         if self._remote is not None:
-            self._upload = Upload(self.folder, self._remote, rank=own_rank())
+            self._upload = Upload(self.folder, self._remote, rank=own_rank(), keep_local=self.keep_local)
             self._upload.begin()
 
     def messages(self) -> list[str]:
@@ -79,11 +83,30 @@ class RemoteCopy:
         if self._upload is None or self._upload.is_refused:
             return
         try:
-            sent = self._upload.end()
+            sent = self._end()
         except KeyboardInterrupt:
             self._tell(Sent(missing={"": "interrupted"}))
             raise
         self._tell(sent)
+
+    def readable(self) -> Path:
+        """Where the rows of a run that is over are: here, or, where what is sent is removed here, there once all is sent."""
+        if self.address is None or self.keep_local or own_rank():
+            return self.folder
+        return self.folder if self._end().missing else folder_at(self.address)
+
+    def _end(self) -> Sent:
+        """Send what is left; a second time, what has been added since the first."""
+        assert self._upload is not None
+        assert self._remote is not None
+        if self._ended:
+            if self._upload.sent.missing:
+                return self._upload.sent
+            with suppress(Exception):  # of many kinds: what is missing was told
+                send_all(self.folder, self._remote, self._upload.sent)
+            return self._upload.sent
+        self._ended = True
+        return self._upload.end()
 
     def _tell(self, sent: Sent) -> None:
         if sent.missing:

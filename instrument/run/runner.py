@@ -12,7 +12,7 @@ from ..analysis.archive import RunArchive
 from ..analysis.files import RunFiles
 from ..analysis.replay import replay
 from ..capture.probe import Probe
-from ..capture.recorder import RANK
+from ..capture.ranks import own_rank
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..report import FILE, check_packages, make
 from ..sinks.parquet import ParquetSink
@@ -25,9 +25,13 @@ from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import broken_graphs, graph_breaks
 from .device import process_state
 from .experiment import Experiment, prepare
-from .folder import RunFolder, config_hash
+from .folder import JoinedFolder, RunFolder, config_hash
 from .loop import train
+from .processes import Processes
+from .remote_copy import RemoteCopy
+from .strategies import choose_strategy
 from .terminal import Terminal
+from .torchrun import agreed, failing_together, joined
 
 
 @dataclass(frozen=True)
@@ -55,37 +59,66 @@ def run(
         HookError: A hook failed; what was recorded before is kept and readable.
         SinkError: Rows cannot be written any more.
     """
-    require({name: f"sink.{name}" for name in config.sink.trackers})
-    if config.report:
-        _require_report()
-    if config.resume is not None:
-        place = RunFolder.again(folder, on_error=config.sink.on_error)
-    else:
-        place = RunFolder(
-            folder,
-            name=config.name,
-            seed=config.seed,
-            config=raw,
-            config_hash=config_hash(dict(raw)),
-            overrides=overrides,
-            device=None,
-            data=None,
-            statistics=KERNEL,
-            on_error=config.sink.on_error,
-        )
-    with place.recording(), process_state(seed=config.seed, deterministic=config.deterministic):
-        experiment = prepare(config)
-        place.update(device=str(experiment.device), data=experiment.data.source)
-        training = _Training(experiment, folder, terminal, raw)
-        terminal.begin(experiment, folder)
-        metrics, failure = training.run()
-        place.update(metrics=dict(metrics), recording_stopped=failure)
-    if failure is None:
-        page = make(folder).save(folder / FILE) if config.report else None
-        terminal.end(experiment, folder, metrics, page)
-    else:
-        terminal.end_unrecorded(failure, metrics)
+    processes = joined()
+    if processes is not None and not processes.leads:
+        terminal.silence()
+    with agreed(processes):
+        strategy = choose_strategy(config, processes)
+        require({name: f"sink.{name}" for name in config.sink.trackers})
+        copy = RemoteCopy(folder, config.sink, terminal)
+        if config.report:
+            _require_report()
+        place = _place(config, folder, raw, overrides, processes)
+    with copy:
+        with (
+            place.recording(),
+            failing_together(processes, folder),
+            process_state(seed=config.seed, deterministic=config.deterministic),
+        ):
+            with agreed(processes):
+                experiment = prepare(config, strategy)
+            place.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
+            training = _Training(experiment, folder, terminal, raw, copy)
+            terminal.begin(experiment, folder)
+            metrics, failure = training.run()
+            place.update(metrics=dict(metrics), recording_stopped=failure)
+            if processes is not None:
+                processes.wait()  # until all rows are on disk
+        if processes is not None and not processes.leads:
+            return Result(folder, metrics)
+        if failure is None:
+            readable = copy.readable()
+            page = make(readable).save(folder / FILE) if config.report else None
+            terminal.end(experiment, readable, metrics, page)
+        else:
+            terminal.end_unrecorded(failure, metrics)
     return Result(folder, metrics)
+
+
+def _place(
+    config: RunConfig,
+    folder: Path,
+    raw: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    processes: Processes | None,
+) -> RunFolder | JoinedFolder:
+    if processes is not None and not processes.leads:
+        return JoinedFolder(folder, processes.rank)
+    if config.resume is not None:
+        return RunFolder.again(folder, on_error=config.sink.on_error)
+    return RunFolder(
+        folder,
+        name=config.name,
+        seed=config.seed,
+        config=raw,
+        config_hash=config_hash(dict(raw)),
+        overrides=overrides,
+        device=None,
+        data=None,
+        statistics=KERNEL,
+        ranks=1 if processes is None else processes.size,
+        on_error=config.sink.on_error,
+    )
 
 
 def _require_report() -> None:
@@ -98,16 +131,24 @@ def _require_report() -> None:
 class _Training:
     """One training with its hooks, its rows and its checkpoints; from the last checkpoint on where it is to go on."""
 
-    def __init__(self, experiment: Experiment, folder: Path, terminal: Terminal, raw: Mapping[str, Any]) -> None:
+    def __init__(
+        self, experiment: Experiment, folder: Path, terminal: Terminal, raw: Mapping[str, Any], copy: RemoteCopy
+    ) -> None:
         config = experiment.config
         self.experiment = experiment
         self.folder = folder
         self.terminal = terminal
         self.raw = raw
+        self.copy = copy
         self.checkpoints = Checkpoints(folder, config.train.checkpoint.every)
         self.state = None if config.resume is None else self.checkpoints.load()
         parts = None if self.state is None else self.state["parts"]
-        self.sink = ParquetSink(folder, **config.sink.model_dump(exclude={*TRACKERS}), tell=terminal.alarm, parts=parts)
+        self.sink = ParquetSink(
+            folder,
+            **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local"}),
+            tell=terminal.alarm,
+            parts=parts,
+        )
         self.several = Several(self.sink, {}, tell=terminal.warn)
         self.probe = Probe(
             experiment.plan,
@@ -118,6 +159,7 @@ class _Training:
             archive=RunArchive(),
             budget=config.budget,
             steps=experiment.steps,
+            ranks=experiment.strategy.ranks,
         )
         if self.state is not None:
             restore(self.state, experiment)
@@ -147,16 +189,20 @@ class _Training:
         since = None if self.state is None else self.state["step"]
         with ExitStack() as opened:
             trackers = {}
-            for name in self.experiment.config.sink.trackers:
+            for name in self.experiment.config.sink.trackers if not own_rank() else ():
                 trackers[name] = open_tracker(name, Tracked.of(self.folder, self.raw, since), f"sink.{name}")
                 opened.callback(trackers[name].close)
             if self.state is not None:
-                rewind(self.folder, RANK, self.state["parts"])
+                self.copy.take_back(self.state["parts"])
+                rewind(self.folder, own_rank(), self.state["parts"])
                 for tracker in trackers.values():
                     replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since)
+            self.copy.begin()
             opened.pop_all()
         self.several.others |= trackers
 
     def _keep(self, metrics: Mapping[str, float | None]) -> None:
+        for message in self.copy.messages():
+            self.probe.event("remote", message)
         if self.checkpoints.due(self.probe.step, self.experiment.steps):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

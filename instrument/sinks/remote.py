@@ -6,7 +6,7 @@ Credentials come from the environment and from fsspec's own configuration. An ad
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -188,6 +188,17 @@ def place_of(folder: Path, remote: str) -> str:
     return "/".join([remote.rstrip("/"), *below])
 
 
+def moved_to(info: Mapping[str, Any]) -> str | None:
+    """The address that a run's parts were moved to; None where they stayed.
+
+    Args:
+        info: Its run.json.
+    """
+    config = info.get("config")
+    sink = config.get("sink") if isinstance(config, dict) else None
+    return info.get("remote") if isinstance(sink, dict) and sink.get("keep_local") is False else None
+
+
 def told(error: Exception, most: int = 300) -> str:
     """What went wrong, in a line, without the credentials that an endpoint's address may hold."""
     text = str(error).strip().partition("\n")[0]
@@ -241,10 +252,9 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Take files away."""
-        for name in names:
-            self._files.rm_file(f"{self._root}/{name}")
+    def remove(self, name: str) -> None:
+        """Take a file away."""
+        self._files.rm_file(f"{self._root}/{name}")
 
 
 def refuse_address(

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..capture.tables import TABLES
 from ..errors import ConfigError, Mistake
 from .lock import LOCK
-from .parts import JOURNALS, parts_of
+from .parts import JOURNALS, parts_of, written_parts
 from .remote import CREDENTIALS, RemoteFolder, UploadError, folder_at, told
 
 RECORD = "run.json"
@@ -122,7 +122,34 @@ def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Se
             sent.missing[name] = told(error)
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
+    if not sent.missing:
+        remote.sizes()  # as it is by now
+        remove_merged(remote)
     return sent
+
+
+def remove_merged(remote: RemoteFolder) -> None:
+    """Remove the parts there whose rows are in a merged one there.
+
+    Raises:
+        Exception: Of many kinds: it cannot be reached.
+    """
+    folder = folder_at(remote.address)
+    for table in TABLES:
+        for part in written_parts(folder, table).keys() - parts_of(folder, table).keys():
+            remote.remove(f"{table}/{part.file(folder, table).name}")
+
+
+def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:
+    """Remove the parts that are there as a whole; of one process, or of all.
+
+    Raises:
+        Exception: Of many kinds: it cannot be reached.
+    """
+    there = remote.sizes()
+    for file in closed_parts(folder, rank):
+        if there.get(file.relative_to(folder).as_posix()) == file.stat().st_size:
+            file.unlink()
 
 
 def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, there: int) -> bool:
@@ -155,12 +182,14 @@ def take_back(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> Non
         Exception: Of many kinds: it cannot be reached.
     """
     folder = folder_at(remote.address)
-    remote.remove(
-        f"{table}/{file.name}"
-        for table, count in counts.items()
-        for part, file in parts_of(folder, table).items()
-        if part.rank == rank and part.number >= count
-    )
+    for table, count in counts.items():
+        for part, file in written_parts(folder, table).items():
+            if part.rank == rank and part.number >= count:
+                remote.remove(f"{table}/{file.name}")
+            elif part.rank == rank and part.end > count:
+                raise UploadError(
+                    f"{file} holds rows of before and after the checkpoint: it was merged for another one"
+                )
 
 
 class Upload:
@@ -170,12 +199,14 @@ class Upload:
         folder: The run's.
         remote: Where to.
         rank: The process whose parts are sent; that of rank 0 sends run.json too, and everything at the end.
+        keep_local: Whether parts that were sent stay here too.
     """
 
-    def __init__(self, folder: Path, remote: RemoteFolder, *, rank: int) -> None:
+    def __init__(self, folder: Path, remote: RemoteFolder, *, rank: int, keep_local: bool = True) -> None:
         self.folder = folder
         self.remote = remote
         self.rank = rank
+        self.keep_local = keep_local
         self.sent = Sent()
         self._there: set[Path] | None = None  # parts that need not be sent; None before the first answer
         self._looked: dict[Path, int] = {}  # the tables' folders as they were at the last look
@@ -224,6 +255,8 @@ class Upload:
         if self.rank == 0 and self._refused is None:
             try:
                 send_all(self.folder, self.remote, self.sent)
+                if not self.keep_local:
+                    remove_sent(self.folder, self.remote)
             except Exception as error:
                 self.sent.missing[""] = told(error)
 
@@ -263,8 +296,12 @@ class Upload:
                 self.remote.put(file, file.relative_to(self.folder).as_posix())
                 self._there.add(file)
                 self.sent.files, self.sent.bytes = self.sent.files + 1, self.sent.bytes + file.stat().st_size
-        if self.sent.files > before and self.rank == 0:
+        if self.sent.files == before:
+            return
+        if self.rank == 0:
             self.remote.put(self.folder / RECORD, RECORD)  # its time there is the run's last sign of life
+        if not self.keep_local:
+            remove_sent(self.folder, self.remote, self.rank)
 
     def _unseen(self) -> Iterator[Path]:
         """The parts in those tables' folders that have changed since all of their parts were sent."""

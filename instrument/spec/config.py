@@ -113,9 +113,18 @@ class SinkConfig(Spec):
         None,
         description="An address such as s3://bucket/prefix, below which the run's files are sent too; no credentials.",
     )
+    keep_local: bool = Field(
+        True, description="false: parts that are in the remote folder are removed here, for runs larger than the disk."
+    )
     tensorboard: bool = Field(False, description="The same rows for TensorBoard too, in the run's folder.")
     wandb: bool = Field(False, description="The same rows for Weights & Biases too, where its environment says.")
     mlflow: bool = Field(False, description="The same rows for MLflow too, where its environment says.")
+
+    @model_validator(mode="after")
+    def _kept_somewhere(self) -> SinkConfig:
+        if self.remote is None and not self.keep_local:
+            raise ValueError("'keep_local' is false, and there is no 'remote' folder that keeps what is removed here")
+        return self
 
     @property
     def trackers(self) -> tuple[str, ...]:

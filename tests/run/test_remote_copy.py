@@ -13,6 +13,7 @@ import pytest
 from buckets import KEY, SECRET
 
 import instrument
+from instrument import InstrumentWarning
 from instrument.run.checkpoint import Checkpoints
 from instrument.sinks import upload
 from instrument.sinks.remote import RemoteFolder
@@ -189,3 +190,26 @@ def test_a_run_that_was_interrupted_is_sent(cli: Cli, bucket: str, monkeypatch: 
     monkeypatch.setattr("instrument.run.runner._Training._keep", stop)
     assert cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out").code == 130
     assert json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")["status"] == "interrupted"
+
+
+def test_a_run_larger_than_the_disk_is_there_and_not_here(cli: Cli, bucket: str) -> None:
+    whole = cli(*TINY, "train.checkpoint.every=2", "hydra.run.dir=whole")
+    more = [f"sink.remote={bucket}", "sink.keep_local=false", "report=true", "hydra.run.dir=out"]
+    answer = cli(*TINY, "train.checkpoint.every=2", *more)
+    assert answer.code == 0, answer.err
+    assert not [name for name in local(Path("out")) if name.endswith(".parquet")]
+    assert {name for name in names(f"{bucket}/out") if name.endswith(".parquet")} == {
+        name for name in local(Path("whole")) if name.endswith(".parquet")
+    }
+    assert "report.html" in names(f"{bucket}/out")
+    tables = answer.out[answer.out.index("Recorded") : answer.out.index("Findings")]
+    assert tables == whole.out[whole.out.index("Recorded") : whole.out.index("Findings")]
+    with pytest.warns(InstrumentWarning, match=f"its parts are moved to {bucket}/out: open that"):
+        assert instrument.load("out").info["status"] == "done"
+    assert len(instrument.load(f"{bucket}/out").metrics) == len(instrument.load("whole").metrics)
+
+
+def test_parts_are_not_removed_where_nobody_keeps_them(cli: Cli) -> None:
+    answer = cli(*TINY, "sink.keep_local=false")
+    assert answer.code == 2
+    assert "there is no 'remote' folder" in answer.err

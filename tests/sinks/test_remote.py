@@ -138,7 +138,7 @@ def test_files_are_sent_listed_read_and_removed(remote: RemoteFolder, tmp_path: 
         remote.put(file, name)
     assert remote.sizes() == {"stats/a.parquet": 3, "run.json": 3}
     assert remote.read("run.json") == b"{ }"
-    remote.remove(["stats/a.parquet"])
+    remote.remove("stats/a.parquet")
     assert remote.sizes() == {"run.json": 3}
 
 

@@ -13,8 +13,9 @@ from instrument import ConfigError
 from instrument.capture.tables import TABLES
 from instrument.sinks import upload
 from instrument.sinks.parts import Part, new_part
+from instrument.sinks.recovery import recover
 from instrument.sinks.remote import RemoteFolder
-from instrument.sinks.upload import Upload, UploadError, send_all, take_back
+from instrument.sinks.upload import Upload, UploadError, remove_sent, send_all, take_back
 
 WAIT = 20.0  # seconds at most for what takes a few hundredths
 
@@ -223,3 +224,52 @@ def test_steps_that_are_done_again_are_taken_back(folder: Path, remote: Fragile)
         "stats/part-0000-000000.parquet",
         *(f"stats/part-0001-00000{number}.parquet" for number in range(3)),
     ]
+
+
+def test_where_parts_are_not_kept_here_they_go_once_they_are_there(folder: Path, remote: Fragile) -> None:
+    going = Upload(folder, remote, rank=0, keep_local=False)
+    going.begin()
+    until(lambda: not (folder / "stats" / "part-0000-000000.parquet").exists())
+    remote.error = ConnectionError("nobody there")
+    add_part(folder, Part(0, 1))
+    until(lambda: "stats/part-0000-000001.parquet" in remote.puts)
+    assert (folder / "stats" / "part-0000-000001.parquet").exists()
+    remote.error = None
+    assert going.end().missing == {}
+    assert list((folder / "stats").iterdir()) == []
+    assert (folder / "run.json").exists()
+    assert len(remote.sizes()) == 5
+
+
+def test_a_part_that_is_not_there_as_a_whole_is_not_removed(folder: Path, remote: Fragile, tmp_path: Path) -> None:
+    (tmp_path / "half").write_bytes(b"half of it")
+    remote.put(tmp_path / "half", "stats/part-0000-000000.parquet")
+    remove_sent(folder, remote)
+    assert len(list((folder / "stats").iterdir())) == 2
+
+
+def test_what_is_recovered_of_a_run_whose_parts_have_moved_is_no_empty_part(folder: Path, remote: Fragile) -> None:
+    record(folder, remote=remote.address, config={"sink": {"keep_local": False}})
+    send_all(folder, remote)
+    remove_sent(folder, remote)
+    recover(folder)
+    assert not list(folder.rglob("*.parquet"))
+    assert send_all(folder, remote).missing == {}
+
+
+def test_parts_that_were_merged_here_are_one_there_too(folder: Path, remote: Fragile) -> None:
+    for number in (1, 2, 3):
+        add_part(folder, Part(0, number))
+    send_all(folder, remote)
+    add_part(folder, Part(0, 0, 2))
+    for number in (0, 1, 2):
+        Part(0, number).file(folder, "stats").unlink()
+    assert send_all(folder, remote).files == 1
+    assert sorted(name for name in remote.sizes() if "part-0000" in name) == [
+        "stats/part-0000-000000-000002.parquet",
+        "stats/part-0000-000003.parquet",
+    ]
+    take_back(remote, 0, {"stats": 3})
+    assert sorted(name for name in remote.sizes() if "part-0000" in name) == ["stats/part-0000-000000-000002.parquet"]
+    with pytest.raises(UploadError, match="rows of before and after the checkpoint"):
+        take_back(remote, 0, {"stats": 2})
