@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -17,7 +20,8 @@ from instrument.analysis.load import NoRunError
 from instrument.capture.tables import TABLES
 from instrument.export import main as export
 from instrument.report.__main__ import main as report
-from instrument.sinks.remote import RemoteFolder
+from instrument.sinks.parts import Part, new_part
+from instrument.sinks.remote import RemoteFolder, folder_at
 from instrument.sinks.upload import send_all
 
 HOOKS = {
@@ -133,6 +137,41 @@ def test_an_export_is_written_here(there: str, tmp_path: Path, capsys: pytest.Ca
     assert export([f"{there}/0", "--to", "zarr", "--out", str(tmp_path / "zarr")]) == 0
     assert export([f"{there}/0", "--to", "csv"]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_query_fetches_the_columns_and_rows_that_it_needs(
+    bucket: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, table = 200_000, TABLES["stats"]
+    folder = tmp_path / "large"
+    folder.mkdir()
+    shutil.copy(local / "0" / "run.json", folder)
+    columns = {
+        "step": pa.array(np.arange(rows) // 100),
+        **{name: pa.array(np.random.default_rng(0).normal(size=rows)) for name in ("l2", "mean", "std", "rms", "l1")},
+    }
+    cells = [columns.get(field.name, pa.nulls(rows, field.type)) for field in table.schema]
+    with new_part(folder, table, Part(0, 0)) as writer:
+        writer.write_table(pa.Table.from_arrays(cells, schema=table.schema), row_group_size=20_000)
+    size = Part(0, 0).file(folder, "stats").stat().st_size
+    send_all(folder, RemoteFolder(f"{bucket}/large", ""))
+    files = type(folder_at(bucket).fs)  # type: ignore[attr-defined]
+    fetched, fetch = [], files._call_s3
+
+    async def counted(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "get_object" and "Range" in options:
+            first, last = options["Range"].removeprefix("bytes=").split("-")
+            fetched.append(int(last) - int(first) + 1)
+        return await fetch(self, method, *arguments, **options)
+
+    monkeypatch.setattr(files, "_call_s3", counted)
+    run = instrument.load(f"{bucket}/large")
+    assert run.sql("select count(l2) as n from stats where step < 100").n.tolist() == [10_000]
+    by_query = sum(fetched)
+    fetched.clear()
+    assert len(run.read("stats", ["step", "l2"])) == rows
+    assert by_query < size / 4
+    assert sum(fetched) < size / 3
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
