@@ -27,7 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("plot",),
     ("report",),
     ("run",),
-    ("__main__", "export", "integrations", "recover", "sweep", "upload", "verify"),
+    ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify"),
 )
 # The vocabulary's one look to the side: a mistake is an error.
 WITHIN_A_ROW = {("spec", "errors")}

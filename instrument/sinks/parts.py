@@ -31,6 +31,7 @@ RESERVE = "reserve"  # room on the disk, see instrument.sinks.parquet
 DAMAGED = ".damaged"
 ROW_GROUP_ROWS = 32_768
 TENSORS_ROWS = 8_192  # of the table of tensors: who wants one of them reads a row group
+AT_ONCE = 256  # files of a folder that the system lists in one go
 JOINED, JOINED_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are joined to one
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
@@ -92,10 +93,15 @@ def written_parts(folder: Path, table: str) -> dict[Part, Path]:
 
 
 def _names_in(folder: Path) -> list[str]:
+    """The names of what is in a folder at one moment: the system lists many files in several goes, between which a merged
+    one can come and those that it was made of can go."""
     try:
-        return [file.name for file in folder.iterdir()]
+        names = [file.name for file in folder.iterdir()]
+        while len(names) > AT_ONCE and names != (names := [file.name for file in folder.iterdir()]):
+            pass
     except (FileNotFoundError, NotADirectoryError):
         return []
+    return names
 
 
 def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:

@@ -1,0 +1,154 @@
+"""A run's small parts merged into large ones, while others may read them.
+
+A merged part is written aside and put into its place by renaming: its name says which parts it stands for, and from that moment
+on readers leave those out. Only then are they removed. Whoever listed them before lists again when one is gone. So every row is
+there once at every moment, and a process that is killed leaves nothing that the next one does not clear away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from ..capture.tables import TABLES, Table
+from .parts import JOURNALS, ROW_GROUP_BYTES, TENSORS_ROWS, Part, in_order, new_part, parts_of, written_parts
+from .recovery import recover
+
+ROW_GROUP_ROWS = 131_072
+LARGEST = 256 * 2**20  # bytes of a merged part
+UNREADABLE = (pa.ArrowException, OSError)
+
+
+@dataclass
+class Compacted:
+    """What became of the parts of a run.
+
+    Attributes:
+        before: How many Parquet files there were, by table.
+        after: How many there are now.
+        problems: Files that could not be read and were left as they are, in words.
+    """
+
+    before: Counter[str] = field(default_factory=Counter)
+    after: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+def compact(folder: Path, ends: Mapping[str, int]) -> Compacted:
+    """Merge the parts of a run that nobody writes to.
+
+    Args:
+        folder: The run's; its lock is ours.
+        ends: By table, the number of a part that no merged one may have together with those before it: a run that goes on
+            from its checkpoint takes away the parts from there on.
+
+    Raises:
+        OSError: It cannot be written; all rows are there all the same.
+    """
+    found = Compacted()
+    found.problems += recover(folder).problems
+    for name, table in TABLES.items():
+        found.before[name] = len(written_parts(folder, name))
+        _remove_merged(folder, name)
+        left: set[Path] = set()  # as they are: merged just now, or unreadable
+        while (together := _first_together(folder, table, ends.get(name, 0), left)) is not None:
+            try:
+                left.add(_merge(folder, table, together))
+            except _UnreadableError as error:
+                left.add(error.file)
+                found.problems.append(f"{error.file.relative_to(folder)}: {error}")
+        found.after[name] = len(written_parts(folder, name))
+    with suppress(OSError):  # a damaged journal stays there
+        (folder / JOURNALS).rmdir()
+    return found
+
+
+class _UnreadableError(Exception):
+    def __init__(self, file: Path, error: Exception) -> None:
+        super().__init__(f"cannot be read: {str(error).strip().partition(chr(10))[0]}; it is left as it is")
+        self.file = file
+
+
+def _first_together(folder: Path, table: Table, end: int, left: set[Path]) -> dict[Part, Path] | None:
+    """The first parts in a row that make one of a sensible size; one that is half as large already stays as it is."""
+    together: dict[Part, Path] = {}
+    size = 0
+    for part, file in parts_of(folder, table.name).items():
+        bytes_of = file.stat().st_size
+        last = next(reversed(together), None)
+        goes_on = last is not None and (last.rank, last.end) == (part.rank, part.number) and part.number != end
+        stays = file in left or bytes_of > LARGEST / 2
+        if stays or not goes_on or size + bytes_of > LARGEST:
+            if len(together) > 1:
+                return together
+            together, size = {}, 0
+        if not stays:
+            together[part] = file
+            size += bytes_of
+    return together if len(together) > 1 else None
+
+
+def _merge(folder: Path, table: Table, parts: Mapping[Part, Path]) -> Path:
+    first, *_, last = parts
+    merged = Part(first.rank, first.number, last.end - 1)
+    with new_part(folder, table, merged, fsync=True) as writer:
+        for group in _row_groups(table, _batches(table, parts.values())):
+            writer.write_table(group)
+    _remove_merged(folder, table.name)
+    return merged.file(folder, table.name)
+
+
+def _remove_merged(folder: Path, table: str) -> None:
+    """Remove the parts whose rows are in merged ones."""
+    counted = parts_of(folder, table)
+    for part, file in written_parts(folder, table).items():
+        if part not in counted:
+            file.unlink()
+
+
+def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
+    for file in files:
+        try:
+            if missing := set(pq.read_schema(file).names) ^ set(table.schema.names):
+                raise pa.ArrowInvalid(f"it has other columns: {', '.join(sorted(missing))}")
+            content = ds.dataset(str(file), schema=table.schema, format="parquet")
+            for batch in content.to_batches(batch_size=ROW_GROUP_ROWS, batch_readahead=1, fragment_readahead=1):
+                yield pa.Table.from_batches([batch])
+        except UNREADABLE as error:
+            raise _UnreadableError(file, error) from error
+
+
+def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in as many as make a row group; those of a sorted table in order, and a step in one group where it fits."""
+    most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+    waiting: list[pa.Table] = []
+    rows = size = 0
+    for piece in pieces:
+        waiting.append(piece)
+        rows, size = rows + piece.num_rows, size + piece.nbytes
+        while rows > most or (size >= ROW_GROUP_BYTES and not table.is_sorted):
+            whole = _together(table, waiting)
+            end = _end_of_group(whole, most) if table.is_sorted else min(rows, most)
+            yield whole.slice(0, end)
+            waiting = [whole.slice(end)]
+            rows, size = rows - end, 0
+    if rows:
+        yield _together(table, waiting)
+
+
+def _together(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
+    return in_order(table, pa.concat_tables(pieces).unify_dictionaries().combine_chunks())
+
+
+def _end_of_group(rows: pa.Table, most: int) -> int:
+    """How many of some rows, which are sorted by step, make a row group of whole steps."""
+    steps = rows.column("step").to_numpy()
+    return int(np.searchsorted(steps, steps[most])) or most

@@ -1,0 +1,306 @@
+"""Small parts merged into large ones: every row is there once at every moment, whoever reads, and wherever it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import instrument
+from instrument import compact as command
+from instrument.analysis.files import RunFiles
+from instrument.capture.tables import TABLES
+from instrument.run.checkpoint import VERSION
+from instrument.sinks import compaction, parts
+from instrument.sinks.compaction import compact
+from instrument.sinks.lock import FolderLock
+from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.parts import parts_of, rewind, written_parts
+
+LAYERS = ("stem", "body", "head")
+
+
+def cells(table: str, step: int, layer: str = "", **more: Any) -> tuple[Any, ...]:
+    row = {
+        "step": step,
+        "rank": 0,
+        "phase": "train",
+        "epoch": 0,
+        "hook": "seen",
+        "layer": layer,
+        "kind": "forward",
+        **more,
+    }
+    return tuple(row.get(name) for name in TABLES[table].names)
+
+
+def make_run(folder: Path, count: int = 6, *, steps: int = 3, close: bool = True) -> Path:
+    """A run of so many parts, of three steps each."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    sink = ParquetSink(folder)
+    for step in range(count * steps):
+        sink.write("stats", [cells("stats", step, layer, mean=float(step)) for layer in LAYERS])
+        sink.write("metrics", [cells("metrics", step, loss=float(step))])
+        sink.keep(
+            tuple(cells("tensors", step, "stem"))[: len(TABLES["tensors"].names) - 5],
+            [2],
+            torch.full((2,), float(step)),
+        )
+        sink.end_step()
+        if step % steps == steps - 1:
+            sink.settle()
+    if close:
+        sink.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("original") / "run")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def frames(folder: Path) -> dict[str, pd.DataFrame]:
+    run = instrument.load(folder)
+    found = {name: getattr(run, name) for name in ("stats", "metrics", "events")}
+    found["tensors"] = run.tensors().assign(values=lambda rows: [list(values) for values in rows["values"]])
+    assert run.problems == []
+    return found
+
+
+def assert_same(folder: Path, wanted: dict[str, pd.DataFrame]) -> None:
+    for name, frame in frames(folder).items():
+        pd.testing.assert_frame_equal(frame, wanted[name])
+
+
+def test_parts_become_one_with_the_same_rows_in_the_same_order(folder: Path) -> None:
+    wanted = frames(folder)
+    found = compact(folder, {})
+    assert (found.before["stats"], found.after["stats"]) == (6, 1)
+    assert [path.name for path in (folder / "stats").iterdir()] == ["part-0000-000000-000005.parquet"]
+    assert_same(folder, wanted)
+    assert not (folder / "journal").exists()
+    plain = pd.read_parquet(folder / "stats")
+    assert list(zip(plain.step, plain.layer, strict=True)) == sorted(zip(plain.step, plain.layer, strict=True))
+    assert pl.read_parquet(folder / "stats" / "*.parquet").height == 54
+    again = compact(folder, {})
+    assert again.before == again.after
+    assert again.problems == []
+
+
+def test_a_merged_part_is_merged_again_with_those_that_came_later(folder: Path) -> None:
+    wanted = frames(folder)
+    compact(folder, {"stats": 4})
+    assert [path.stem for path in parts_of(folder, "stats").values()] == [
+        "part-0000-000000-000003",
+        "part-0000-000004-000005",
+    ]
+    compact(folder, {})
+    assert [path.stem for path in parts_of(folder, "stats").values()] == ["part-0000-000000-000005"]
+    assert_same(folder, wanted)
+
+
+def test_a_run_goes_back_to_its_checkpoint_all_the_same(folder: Path) -> None:
+    counts = dict.fromkeys(TABLES, 4)
+    compact(folder, counts)
+    rewind(folder, 0, counts)
+    assert list(instrument.load(folder).metrics.step) == list(range(12))
+
+
+def test_row_groups_end_with_a_step_and_say_how_they_are_sorted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 20)
+    wanted = frames(folder)
+    compact(folder, {})
+    (file,) = parts_of(folder, "stats").values()
+    about = pq.read_metadata(file)
+    assert [about.row_group(number).num_rows for number in range(about.num_row_groups)] == [18, 18, 18]
+    assert len(about.row_group(0).sorting_columns) == 2
+    assert_same(folder, wanted)
+
+
+def test_a_step_that_is_larger_than_a_row_group_is_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 2)
+    folder = make_run(tmp_path / "run", count=2, steps=1)
+    compact(folder, {})
+    (file,) = parts_of(folder, "stats").values()
+    groups = [pq.ParquetFile(file).read_row_group(number).column("step").to_pylist() for number in range(4)]
+    assert [step for group in groups for step in group] == [0, 0, 0, 1, 1, 1]
+    assert len(instrument.load(folder).stats) == 6
+
+
+def test_parts_of_a_sensible_size_stay_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (folder / "stats" / "part-0000-000000.parquet").stat().st_size
+    monkeypatch.setattr(compaction, "LARGEST", 2 * size + 100)
+    wanted = frames(folder)
+    compact(folder, {})
+    assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == [
+        "000000-000001",
+        "000002-000003",
+        "000004-000005",
+    ]
+    assert_same(folder, wanted)
+
+
+def test_what_a_killed_run_left_in_its_journal_is_merged_too(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", close=False)
+    sink = ParquetSink(folder, parts=dict.fromkeys(TABLES, 6))
+    sink.write("stats", [cells("stats", 18, "stem")])
+    sink.end_step()
+    assert list((folder / "journal").glob("stats-*"))
+    wanted = frames(folder)["stats"]
+    compact(folder, {})
+    assert not list((folder / "journal").glob("stats-*"))
+    pd.testing.assert_frame_equal(frames(folder)["stats"], wanted)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("moment", range(3 * (1 + 6)))  # of three tables: six parts become one, and are removed
+def test_a_kill_at_any_moment_loses_and_doubles_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    wanted = frames(folder)
+    passed = 0
+
+    def dies(name: str) -> None:
+        module: Any = os if name == "replace" else Path
+        real = getattr(module, name)
+
+        def instead(*arguments: Any, **options: Any) -> Any:
+            nonlocal passed
+            passed += 1
+            if passed > moment:
+                raise Killed
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, instead)
+
+    dies("replace")
+    dies("unlink")
+    with pytest.raises(Killed):
+        compact(folder, {})
+    monkeypatch.undo()
+    assert_same(folder, wanted)
+    compact(folder, {})
+    assert_same(folder, wanted)
+    assert len(written_parts(folder, "stats")) == 1
+    assert RunFiles(folder).count("stats") == 54
+
+
+def test_whoever_reads_meanwhile_meets_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", count=40, steps=1)
+    monkeypatch.setattr(compaction, "LARGEST", 30_000)
+    done = threading.Event()
+
+    def merge() -> None:
+        try:
+            while compaction.LARGEST < 2_000_000:
+                compact(folder, {})
+                compaction.LARGEST *= 2
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=merge)
+    thread.start()
+    reads = 0
+    while not done.is_set() or reads < 5:
+        run = instrument.load(folder)
+        assert len(run.stats) == run.count("stats") == 120
+        assert run.sql("select count(*) as n, count(distinct step) as steps from stats").iloc[0].tolist() == [120, 40]
+        assert sum(batch.num_rows for batch in run.scan("stats", ["step"])) == 120
+        assert run.problems == []
+        reads += 1
+    thread.join()
+    assert len(written_parts(folder, "stats")) == 1
+
+
+def test_a_scan_that_has_begun_ends_with_every_row_once(folder: Path) -> None:
+    scan = instrument.load(folder).scan("stats", ["step"])
+    steps = next(scan)["step"].to_pylist()
+    compact(folder, {})
+    steps += [step for batch in scan for step in batch["step"].to_pylist()]
+    assert steps == list(np.repeat(range(18), 3))
+
+
+def test_damaged_files_and_those_of_other_columns_are_left_as_they_are(folder: Path) -> None:
+    damaged, other = (folder / "stats" / f"part-0000-00000{number}.parquet" for number in (2, 4))
+    damaged.write_bytes(b"no parquet")
+    pq.write_table(pq.read_table(other).drop_columns(["mean"]), other)
+    found = compact(folder, {})
+    assert [problem.partition(":")[0] for problem in found.problems] == [f"stats/{damaged.name}", f"stats/{other.name}"]
+    assert "other columns: mean" in found.problems[1]
+    assert sorted(path.stem[10:] for path in (folder / "stats").iterdir()) == [
+        "000000-000001",
+        "000002",
+        "000003",
+        "000004",
+        "000005",
+    ]
+
+
+def test_the_command_takes_a_sweep_and_says_what_it_did(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job in range(3):
+        shutil.copytree(original, tmp_path / "sweep" / str(job))
+    lock = FolderLock(tmp_path / "sweep" / "1")
+    assert lock.acquire()
+    assert command.main([str(tmp_path / "sweep")]) == 1
+    told = capsys.readouterr()
+    assert "0: 6 of stats are 1 now, 6 of tensors are 1 now, 6 of metrics are 1 now" in told.out
+    assert "1: still running; left as it is" in told.err
+    assert len(written_parts(tmp_path / "sweep" / "1", "stats")) == 6
+    lock.release()
+    assert command.main([str(tmp_path / "sweep")]) == 0
+    assert "2: nothing to merge" in capsys.readouterr().out
+    assert not (tmp_path / "sweep" / "1" / ".lock").exists()
+    assert command.main([str(tmp_path / "nowhere")]) == 2
+    assert command.main(["s3://bucket/runs"]) == 2
+    assert len(instrument.load(tmp_path / "sweep").stats) == 162
+
+
+def test_the_command_keeps_apart_what_a_run_would_take_away_when_it_goes_on(folder: Path) -> None:
+    (folder / "checkpoints").mkdir()
+    state = {"version": VERSION, "parts": dict.fromkeys(TABLES, 2)}
+    torch.save(state, folder / "checkpoints" / "step-00000006.pt")
+    assert command.main([str(folder)]) == 0
+    assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == ["000000-000001", "000002-000005"]
+
+
+def test_a_folder_that_changes_while_it_is_listed_is_listed_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "AT_ONCE", 2)
+    listing = Path.iterdir
+    half: list[list[Path]] = [list((folder / "stats").iterdir())[:3]]
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(half.pop()) if half else listing(path))
+    assert len(written_parts(folder, "stats")) == 6
+
+
+def test_a_run_of_which_another_process_still_writes_is_left_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = FolderLock(folder, 2)
+    assert lock.acquire()
+    assert command.main([str(folder)]) == 1
+    assert "still running" in capsys.readouterr().err
+    assert len(written_parts(folder, "stats")) == 6
+    lock.release()
+    assert command.main([str(folder)]) == 0
