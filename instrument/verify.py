@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from .errors import ConfigError, Mistake
 from .run.command import command
 from .run.launch import told
 from .run.reading import read_config
+from .run.torchrun import joined
 
 if TYPE_CHECKING:
     from .run.verification import Certificate
@@ -30,6 +32,8 @@ def certify(config: DictConfig) -> None:
     """Verify an experiment, print the certificate, and keep it as `certificate.json` in the job's folder."""
     with told() as place:
         parsed, _ = read_config(config)
+        if joined() is not None:
+            raise ConfigError(Mistake("", "a proof is made by one process", allowed="the same command without torchrun"))
         from .run.verification import verify
 
         certificate = verify(parsed)

@@ -17,7 +17,7 @@ def key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
     """The columns of identity."""
     usual = {
         "micro_step": 0, "epoch": 0, "phase": "train", "rank": 0, "hook": "seen", "layer": "a.0", "module_type": "Linear",
-        "kind": "forward", "role": "output", "path": "", "call": 0, "backward": 0, "recompute": False,
+        "kind": "forward", "role": "output", "path": "", "call": 0, "backward": 0, "recompute": False, "scope": "global",
     }  # fmt: skip
     assert cells.keys() <= usual.keys()
     return (step, *{**usual, **cells}.values())

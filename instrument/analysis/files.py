@@ -22,7 +22,7 @@ from ..sinks.parts import JOURNALS, Part, as_written, foreign_files, journals_of
 from ..sinks.remote import arrow_files, arrow_name, moved_to
 from ..spec.statistics import STATISTICS
 
-ADDED = {POSITION.name, *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
+ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
 """Columns that runs of earlier versions may lack; they are null there."""
 TRIES = 5  # to list the files of a run again, of which some went while they were read: they are in a merged one by then
 AHEAD = 256  # files that are opened before the first is read, so that they can be read although they go

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..capture.recorder import RANK
+from ..capture.ranks import own_rank
 from ..capture.tables import Table
 from .journal import Journal
 from .parts import Part, new_part, settle
@@ -34,7 +34,7 @@ class TableLog:
         self.table = table
         self.journal_bytes = journal_bytes
         self.fsync = fsync
-        self.part = Part(RANK, first)
+        self.part = Part(own_rank(), first)
         self.journal: Journal | None = None
 
     def append(self, batch: pa.RecordBatch) -> None:

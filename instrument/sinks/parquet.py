@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..capture.recorder import RANK
+from ..capture.ranks import own_rank
 from ..capture.sink import Row
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
 from .log import TableLog
-from .parts import JOURNALS, RESERVE
+from .parts import JOURNALS, reserve_of
 from .tensors import TensorWriter
 
 ROWS_JOURNAL_BYTES = 32 * 2**20  # of a journal of rows, before a part takes its place: some 120,000 rows
@@ -157,7 +157,7 @@ class ParquetSink:
 
     @property
     def _reserve(self) -> Path:
-        return self.folder / JOURNALS / RESERVE
+        return reserve_of(self.folder, own_rank())
 
     def _set_aside(self) -> None:
         """Keep a little room on the disk, to have it when the disk is full and that is to be said."""
@@ -172,7 +172,7 @@ class ParquetSink:
         saved = "nothing is saved" if self._step is None else f"steps up to {self._step} are saved"
         problem = error.strerror or str(error)
         self.failure = f"{self.folder} cannot be written any more: {problem}; {saved}"
-        event = (step, RANK, None, "recording", self.failure, "error")
+        event = (step, own_rank(), None, "recording", self.failure, "error")
         with suppress(OSError):
             self._reserve.unlink()
         with suppress(OSError):

@@ -27,7 +27,6 @@ from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, placed
 from .journal import SUFFIX, Reading
 
 JOURNALS = "journal"
-RESERVE = "reserve"  # room on the disk, see instrument.sinks.parquet
 DAMAGED = ".damaged"
 ROW_GROUP_ROWS = 32_768
 TENSORS_ROWS = 8_192  # of the table of tensors: who wants one of them reads a row group
@@ -114,10 +113,20 @@ def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part]
     return dict(sorted(found.items()))
 
 
+def reserve_of(folder: Path, rank: int) -> Path:
+    """What a process keeps of the disk, see `instrument.sinks.parquet`."""
+    return folder / JOURNALS / f"reserve.{rank:04d}"
+
+
+def reserves_of(folder: Path) -> list[Path]:
+    """What all processes of a run keep of the disk."""
+    return list((folder / JOURNALS).glob("reserve.*"))
+
+
 def foreign_files(folder: Path, place: str) -> list[Path]:
     """Files in the folder of a table, or in that of the journals, that no run has put there, and that nothing here reads."""
     ours = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
-    known = {*ours.values(), folder / JOURNALS / RESERVE}
+    known = {*ours.values(), *reserves_of(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)
     return sorted(file for file in found if file not in known and file.suffix != ".tmp")
 

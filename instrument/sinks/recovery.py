@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..capture.tables import TABLES
-from .parts import JOURNALS, RESERVE, Part, journals_of, new_part, parts_of, settle
+from .parts import JOURNALS, Part, journals_of, new_part, parts_of, reserves_of, settle
+from .remote import moved_to
 
 
 @dataclass
@@ -43,10 +45,18 @@ def recover(folder: Path) -> Recovered:
         if reading.problem is not None:
             found.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
     for name, table in TABLES.items():
-        if not parts_of(folder, name):
+        if not parts_of(folder, name) and not _has_moved(folder):
             with new_part(folder, table, Part(0, 0)):
                 pass
-    (folder / JOURNALS / RESERVE).unlink(missing_ok=True)
+    for reserve in reserves_of(folder):
+        reserve.unlink()
     with suppress(OSError):  # a damaged journal stays there
         (folder / JOURNALS).rmdir()
     return found
+
+
+def _has_moved(folder: Path) -> bool:
+    """Whether a table without a part may have had some, which are elsewhere by now."""
+    with suppress(OSError, ValueError):
+        return moved_to(json.loads((folder / "run.json").read_text())) is not None
+    return False

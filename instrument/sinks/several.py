@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..capture.recorder import RANK
+from ..capture.ranks import own_rank
 from ..capture.sink import Row, Sink
 from ..capture.tables import TABLES
 from ..errors import SinkError
@@ -86,4 +86,4 @@ class Several:
         failed = str(error) if isinstance(error, SinkError) else f"{name} failed: {type(error).__name__}: {error}"
         message = f"{failed}; nothing more goes to {name}, and the run goes on: Parquet has every row"
         self.tell(message)
-        self.write("events", [(self._step, RANK, None, "tracking", message, "warning")])
+        self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning")])

@@ -21,7 +21,7 @@ from instrument.analysis.files import size_on_disk
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 
-KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False)
+KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
 STEPS = 12
 

@@ -57,7 +57,7 @@ def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any)
     for step in range(1200):
         metrics = {"step": step, "epoch": 0, "phase": "train", "rank": 0, "loss": 2.0}
         sink.write("metrics", [tuple(metrics.get(name) for name in TABLES["metrics"].names)])
-    identity = (4, 0, 0, "train", 0, EVIL, layer, "Linear", "forward", "output", "", 0, 0, False)
+    identity = (4, 0, 0, "train", 0, EVIL, layer, "Linear", "forward", "output", "", 0, 0, False, "global")
     rest = {"numel": 10, "nan_count": 1, "inf_count": 0}
     sink.write("stats", [(*identity, *(rest.get(name) for name in TABLES["stats"].names[len(identity) :]))])
     sink.end_step()

@@ -31,7 +31,7 @@ METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
 
 
 def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:
-    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False)
+    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
     for tensor in tensors:
         assert sink.keep(key, tensor.shape, tensor) is not None
 

@@ -20,7 +20,7 @@ from instrument.sinks import tensors as module
 from instrument.sinks.log import TableLog
 from instrument.sinks.parquet import ParquetSink
 
-KEY = (0, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False)
+KEY = (0, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
 RECORD = {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
 
 
