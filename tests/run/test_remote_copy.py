@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,3 +216,25 @@ def test_parts_are_not_removed_where_nobody_keeps_them(cli: Cli) -> None:
     answer = cli(*TINY, "sink.keep_local=false")
     assert answer.code == 2
     assert "there is no 'remote' folder" in answer.err
+
+
+def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "instrument"]
+    done = subprocess.run(
+        [*launcher, *TINY, "train.parallel=ddp", f"sink.remote={bucket}", "hydra.run.dir=out"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"remote      {bucket}/out") == 1
+    there = names(f"{bucket}/out")
+    assert {name for name in there if name.startswith("stats/")} == {
+        f"stats/part-000{rank}-000000.parquet" for rank in (0, 1)
+    }
+    assert there == {name for name in local(Path("out")) if not Path(name).name.startswith(".lock")}
+    run = instrument.load(f"{bucket}/out")
+    assert (run.info["status"], sorted(run.stats["rank"].unique())) == ("done", [0, 1])
+    assert SECRET not in done.stdout + done.stderr
