@@ -144,7 +144,7 @@ def _events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _coverage(coverage: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row a hook: how often it should have fired and did, and why it did less often, at which places."""
+    """A row a hook: how often it should have fired and did, and why it did less often, at which places, on all ranks."""
     rows = []
     for hook, sites in coverage.groupby("hook", sort=False):
         causes: dict[str, list[str]] = {}
@@ -156,10 +156,10 @@ def _coverage(coverage: pd.DataFrame) -> list[dict[str, Any]]:
                 "hook": hook,
                 "kind": sites["kind"].iloc[0],
                 "role": sites["role"].iloc[0],
-                "places": len(sites),
+                "places": len(sites.drop_duplicates(["layer", "path"])),
                 "expected": int(sites["expected"].sum()),
                 "fired": int(sites["fired"].sum()),
-                "causes": [(cause, _some(places)) for cause, places in causes.items()],
+                "causes": [(cause, _some(list(dict.fromkeys(places)))) for cause, places in causes.items()],
             }
         )
     return rows

@@ -245,6 +245,12 @@ def test_hooks_that_did_not_fire_stand_with_the_cause_those_of_one_cause_togethe
     assert {finding.severity for finding in found} == {"warning"}
 
 
+def test_a_place_is_named_once_for_all_ranks(made: Make) -> None:
+    rows = [{"layer": "a", "rank": rank, "expected": 3, "fired": 0, "cause": "not called"} for rank in range(3)]
+    (found,) = [finding for finding in findings(made(coverage=rows)) if "fired" in finding.what]
+    assert (found.where, found.value) == ("a (seen, forward)", "0 of 9 times: not called")
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_each_intervention_stands_with_its_reach(made: Make, killed: bool) -> None:
     tame = {**GRADIENT, "hook": "tame", "numel": 100}
