@@ -5,6 +5,7 @@ Credentials come from the environment and from fsspec's own configuration. An ad
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,19 @@ ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
 WRITTEN_HERE = "a run is written to a folder of this machine, from where it can be sent on"
 CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in fsspec's own configuration"
 
+CLIENTS = (
+    "adlfs",
+    "aiobotocore",
+    "aiohttp",
+    "azure",
+    "boto3",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "google",
+    "paramiko",
+    "s3fs",
+)
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # what pathlib makes of an address
 _SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
@@ -83,6 +97,8 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
         allowed = "pip install 'instrument[remote]'"
         raise ConfigError(Mistake(where, "remote folders need fsspec", written=address, allowed=allowed)) from None
     check_address(address, where)
+    for client in CLIENTS:  # what they tell of their requests, where everything is logged, has tokens in it
+        logging.getLogger(client).setLevel(logging.WARNING)
     protocol = address.partition("://")[0]
     try:
         return fsspec.core.url_to_fs(address, **_options(protocol))  # type: ignore[no-any-return]

@@ -60,8 +60,12 @@ def files_of(folder: Path) -> Iterator[str]:
     """The files of a run that are sent, run.json last: all but journals, the lock, and what is half-done."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        half_done = name.endswith((".tmp", ".writable")) or name.startswith(f"{JOURNALS}/")
-        if file.is_file() and name not in (LOCK, RECORD) and not half_done:
+        if (
+            file.is_file()
+            and name != RECORD
+            and not name.startswith((LOCK, f"{JOURNALS}/"))
+            and not name.endswith(".tmp")
+        ):
             yield name
     yield RECORD
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from buckets import KEY, SECRET
 
 import instrument
@@ -67,6 +68,19 @@ def test_the_secret_is_nowhere(cli: Cli, bucket: str) -> None:
     for secret in (KEY, SECRET):
         assert not [content for content in written if secret.encode() in content]
         assert secret not in answer.out + answer.err
+
+
+def test_no_token_is_in_the_log_where_everything_is_logged(
+    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "session/token+that/nobody/writes/down"
+    monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out", "hydra.verbose=true")
+    assert answer.code == 0, answer.err
+    log = Path("out/instrument.log").read_text()
+    assert log
+    assert [secret for secret in (KEY, SECRET, token) if secret in log + answer.out + answer.err] == []
 
 
 @pytest.mark.parametrize("more", [[], ["-m", "seed=1,2"], ["-m", "sink.remote=memory://x,s3://k:hushhush@b"]])
@@ -238,3 +252,37 @@ def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str
     run = instrument.load(f"{bucket}/out")
     assert (run.info["status"], sorted(run.stats["rank"].unique())) == ("done", [0, 1])
     assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_run_is_the_same_to_the_bit_with_a_remote_folder(
+    answers: bool, cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    if not answers:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    states = []
+    for name, more in (("bare", []), ("sent", [f"sink.remote={bucket}"])):
+        assert cli(*TINY, "train.checkpoint.every=6", f"hydra.run.dir={name}", *more).code == 0
+        states.append(Checkpoints(Path(name), 6).load())
+    assert repr(states[0]["random"]) == repr(states[1]["random"])
+    for name, weights in states[0]["model"].items():
+        assert torch.equal(weights, states[1]["model"][name])
+    assert instrument.load("bare").metrics.loss.tolist() == instrument.load("sent").metrics.loss.tolist()
+
+
+def test_ctrl_c_ends_the_sending_too(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: upload.Upload) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(upload.Upload, "end", stop)
+        answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
+    assert answer.code == 130
+    assert "(interrupted); what is missing is sent by: python -m instrument.upload out" in re.sub(
+        r"\s+", " ", answer.out
+    )
+    assert json.loads(Path("out/run.json").read_text())["status"] == "done"
+    assert main(["out"]) == 0
+    assert json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")["status"] == "done"

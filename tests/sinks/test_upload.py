@@ -95,13 +95,14 @@ def test_parts_are_there_when_they_are_closed_and_the_rest_at_the_end(
     assert set(remote.sizes()) == {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
     record(folder, status="done")
     (folder / ".lock").touch()
+    (folder / ".lock-1").touch()
     (folder / "journal").mkdir(exist_ok=True)
     (folder / "journal" / "stats-0000-000002.arrows").touch()
     (folder / ".run.json.tmp").touch()
     sent = begun.end()
     assert sent.missing == {}
     here = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert set(remote.sizes()) == here - {".lock", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
+    assert set(remote.sizes()) == here - {".lock", ".lock-1", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
     assert remote.puts[-1] == "run.json"
     assert json.loads(remote.read("run.json") or b"")["status"] == "done"
     assert not begun.messages()
