@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 RUN_FILE = "run.json"
+READERS = 32  # of run.json at once, where each takes a while to answer
 
 
 class NoRunError(InstrumentError):
@@ -79,7 +81,10 @@ class Run:
     @cached_property
     def infos(self) -> list[dict[str, Any]]:
         """The run.json of each run; `status` is `killed` where it says that it runs and its process is gone."""
-        return [files.info() for files in self._files]
+        if not is_address(self.path):
+            return [files.info() for files in self._files]
+        with ThreadPoolExecutor(READERS) as readers:
+            return list(readers.map(RunFiles.info, self._files))
 
     @property
     def info(self) -> dict[str, Any]:

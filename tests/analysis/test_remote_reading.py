@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import instrument
 from instrument import ConfigError, InstrumentError
+from instrument.analysis.files import RunFiles
 from instrument.analysis.load import NoRunError
 from instrument.capture.tables import TABLES
 from instrument.export import main as export
@@ -79,6 +81,17 @@ def test_every_table_of_a_sweep_is_the_same(there: str, local: Path) -> None:
     for name in {*TABLES, "runs"} - {"tensors"}:
         pd.testing.assert_frame_equal(getattr(remote, name), getattr(here, name))
     assert remote.stats["run"].unique().tolist() == ["0", "1"]
+
+
+def test_what_runs_are_is_asked_of_several_at_once(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, info = threading.Barrier(2), RunFiles.info
+
+    def together(self: RunFiles) -> dict[str, Any]:
+        both.wait(timeout=20)
+        return info(self)
+
+    monkeypatch.setattr(RunFiles, "info", together)
+    assert instrument.load(there).runs["status"].tolist() == ["done", "done"]
 
 
 def test_tensors_are_the_same(there: str, local: Path) -> None:
