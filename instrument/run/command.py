@@ -37,10 +37,14 @@ def command(job: Callable[[DictConfig], object]) -> None:
         with hydra_hands_errors_on():
             app()
     except JobFailedError as failed:
-        if Guard.sweep is not None:
-            tell_sweep(Guard.sweep)
+        _tell_sweep()
         sys.exit(failed.exit_code)
+    except SystemExit as stop:
+        if stop.code:
+            _tell_sweep()
+        raise
     except KeyboardInterrupt:
+        _tell_sweep()
         sys.exit(130)
     except Exception as error:
         # A job tells about its own errors: this one is about what there is to compose.
@@ -50,11 +54,16 @@ def command(job: Callable[[DictConfig], object]) -> None:
         with suppress(InstrumentError), agreed(joined()):  # of several processes one speaks
             raise own
         complain(own)
-        if Guard.sweep is not None and not isinstance(own, ConfigError):
-            tell_sweep(Guard.sweep)
+        if not isinstance(own, ConfigError):
+            _tell_sweep()
         sys.exit(own.exit_code)
     finally:
         Guard.let_go()
+
+
+def _tell_sweep() -> None:
+    if Guard.sweep is not None:
+        tell_sweep(Guard.sweep)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from .launch import complain, show_plan
 from .objective import read_objective
 from .reading import read_config
 from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of
-from .sweep_told import tell_sweep
 from .torchrun import agreed, joined, refuse_for_several
 
 SLURM = "SlurmLauncher"
@@ -38,10 +37,11 @@ class Guard(Callback):
 
     def __init__(self) -> None:
         self.scratch: TemporaryDirectory[str] | None = None
+        self.arguments = sys.argv
 
     def __getstate__(self) -> dict[str, Any]:
         """For the processes of a launcher, which have nothing to clean up."""
-        return {"scratch": None}
+        return {"scratch": None, "arguments": self.arguments}
 
     @classmethod
     def let_go(cls) -> None:
@@ -120,7 +120,6 @@ class Guard(Callback):
             return
         jobs = Sweep(Guard.sweep).jobs()
         if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
-            tell_sweep(Guard.sweep)
             raise SystemExit(1)
         print(f"\n{len(jobs)} jobs in {Guard.sweep}")
         print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
@@ -128,6 +127,7 @@ class Guard(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A job is about to start, perhaps in a process that a launcher started in another folder."""
+        sys.argv = self.arguments  # what run.json says that it was started by
         here = config.hydra.runtime.cwd
         if here not in sys.path:
             sys.path.insert(0, here)

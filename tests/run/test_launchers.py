@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -72,11 +73,13 @@ def write_own_model(name: str) -> None:
 
 @pytest.mark.parametrize("launcher", [PROCESSES, ("hydra/launcher=slurm_local",)], ids=lambda given: given[0])
 def test_a_job_that_fails_stops_no_other_and_the_exit_code_says_so(cli: Cli, launcher: tuple[str, ...]) -> None:
-    answer = cli("-m", *TINY, *FAILING, "hydra.sweep.dir=out", *launcher)
+    asked = (*TINY, *FAILING, "hydra.sweep.dir=out", *launcher)
+    answer = cli("-m", *asked)
     assert answer.code == 2
     assert "Traceback" not in answer.err
     assert folders("out") == {"0", "1", "2"}
     assert list(instrument.load("out").runs.status) == ["done", "failed", "done"]
+    assert all(info["command"] == ["instrument", "-m", *asked] for info in instrument.load("out").infos)
     assert "3 jobs in out: 2 done, 1 failed" in answer.err
     assert "out/1  failed  hooks.seen.layers=decodr  ConfigError: hooks.seen.layers: this pattern matches" in answer.err
     assert "python -m instrument.sweep out --rerun" in answer.err
@@ -106,6 +109,32 @@ def test_a_job_that_is_killed_is_told_of_and_what_was_done_stays(cli: Cli) -> No
     assert "Traceback" not in answer.err
     assert instrument.load("out/1").info["status"] == "killed"
     assert "1 killed" in answer.err
+
+
+@pytest.mark.parametrize(("launcher", "status"), [("basic", "interrupted"), ("processes", "killed")])
+def test_a_sweep_that_is_interrupted_says_what_is_left(workdir: Path, launcher: str, status: str) -> None:
+    long = ("train.steps=1000000", "seed=1,2", "hydra.sweep.dir=out")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "instrument", "-m", *TINY[:3], *long, f"hydra/launcher={launcher}"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(600):
+        if list(Path("out").glob("0/metrics/*")):
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert f"out/0  {status}  seed=1" in err
+    assert "python -m instrument.sweep out --rerun" in err
+    run = instrument.load("out/0")
+    assert run.info["status"] == status
+    assert len(run.metrics) > 0
 
 
 @pytest.mark.parametrize("launcher", ["processes", "slurm_local", "ray_local"])
