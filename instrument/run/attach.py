@@ -27,11 +27,13 @@ from ..sharded import is_sharded
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
 from ..spec.base import HookBase
+from ..spec.config import SinkConfig
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget, parse_hooks
 from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import JoinedFolder, RunFolder, config_hash
+from .remote_copy import RemoteCopy
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
@@ -44,6 +46,7 @@ def attach(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
     out: str | Path | None = None,
+    remote: str | None = None,
     seed: int = 0,
     steps_by_loop: bool = False,
     budget: Mapping[str, Any] | None = None,
@@ -60,6 +63,7 @@ def attach(
         scaler: The gradient scaler, where the loop uses one: gradients are then recorded and changed in true scale.
         out: The folder of the run, which `instrument.load` reads; it may not hold one yet. Without it rows are kept in
             memory: `probe.sink.frame("stats")`.
+        remote: An address such as `s3://bucket/prefix`, below which the files of `out` are sent while the loop goes on.
         seed: The seed of what interventions draw at random.
         steps_by_loop: The loop calls `probe.before_optimizer_step()` itself, since its optimizer is given the forward
             and backward pass as a closure.
@@ -72,10 +76,12 @@ def attach(
         The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
 
     Warns:
-        InstrumentWarning: When the block is left: a hook did not fire as often as it should, and why.
+        InstrumentWarning: When the block is left: a hook did not fire as often as it should, and why; what is not in the
+            remote folder, and what sends it.
 
     Raises:
-        ConfigError: A spec cannot be meant, or matches nothing; or the folder holds a run already.
+        ConfigError: A spec cannot be meant, or matches nothing; the folder holds a run already, or the remote one cannot be
+            written.
         HookError: A hook failed; the message names it, its kind, the layer and the step.
     """
     hooks = read_specs(specs)
@@ -93,19 +99,43 @@ def attach(
         budget=parse_budget(budget),
         ranks=_ranks(model, reduce),
     )
+    copy = _copy(out, remote)
     # The folder is made once nothing can be refused any more.
-    place = contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed).recording()
+    place = (
+        contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed, copy.address).recording()
+    )
     try:
-        with place, attached as probe:
+        with copy, place, attached as probe:
+            copy.begin()
             if notice is not None:
                 probe.event("compiled", notice, severity="info")
             breaks = graph_breaks()
             yield probe
             if message := broken_graphs(breaks):
                 probe.event("graph_break", message, severity="info")
+            for message in copy.messages():
+                probe.event("remote", message)
     finally:
         for message in attached.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=3)
+
+
+class _Warnings:
+    """Tells what is missing in a remote folder, and nothing where all is there."""
+
+    def warn(self, message: str) -> None:
+        warnings.warn(message, InstrumentWarning, stacklevel=2)
+
+    def sent(self, address: str, size: int) -> None:
+        pass
+
+
+def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
+    if out is None and remote is not None:
+        raise ConfigError(
+            Mistake("remote", "rows are kept in memory, and there are no files to send", allowed="out=FOLDER")
+        )
+    return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), _Warnings(), where="remote")
 
 
 def _ranks(model: nn.Module, reduce: str) -> Ranks | None:
@@ -120,7 +150,9 @@ def _ranks(model: nn.Module, reduce: str) -> Ranks | None:
     return Ranks(parallel, reduces=reduce == "global")
 
 
-def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int) -> RunFolder | JoinedFolder:
+def _folder(
+    path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int, remote: str | None
+) -> RunFolder | JoinedFolder:
     if own_rank():
         return JoinedFolder(path, own_rank())
     told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
@@ -135,6 +167,7 @@ def _folder(path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int)
         device=_device(model),
         data=None,
         statistics=KERNEL,
+        remote=remote,
         ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     )
 

@@ -7,14 +7,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from ..capture.ranks import own_rank
 from ..errors import ConfigError, Mistake
-from ..plan.printed import human_bytes
 from ..sinks.remote import REMOTE, RemoteFolder, check_remote, folder_at, place_of, told
 from ..sinks.upload import Sent, Upload, send_all, take_back
 from ..spec.config import SinkConfig
-from .terminal import Terminal
+
+
+class Voice(Protocol):
+    """Who tells the user: a terminal, or warnings."""
+
+    def warn(self, message: str) -> None:
+        """Something went wrong."""
+
+    def sent(self, address: str, size: int) -> None:
+        """All is there, and so many bytes were sent."""
 
 
 class RemoteCopy:
@@ -23,7 +32,8 @@ class RemoteCopy:
     Args:
         folder: The run's folder.
         sink: What is asked for: the address that runs lie below, and whether parts stay here too.
-        terminal: Where it is told what was sent, and what was not.
+        voice: Who tells what was sent, and what was not.
+        where: What the user says the address by.
 
     Attributes:
         address: Of the run's own folder there.
@@ -32,13 +42,13 @@ class RemoteCopy:
         ConfigError: The address is none, or a package is missing.
     """
 
-    def __init__(self, folder: Path, sink: SinkConfig, terminal: Terminal) -> None:
+    def __init__(self, folder: Path, sink: SinkConfig, voice: Voice, *, where: str = REMOTE) -> None:
         self.folder = folder
         self.keep_local = sink.keep_local
-        self.terminal = terminal
-        check_remote(sink.remote)
+        self.voice = voice
+        check_remote(sink.remote, where)
         self.address = None if sink.remote is None else place_of(folder, sink.remote)
-        self._remote = None if self.address is None else RemoteFolder(self.address, REMOTE)
+        self._remote = None if self.address is None else RemoteFolder(self.address, where)
         self._upload: Upload | None = None
         self._ended = False
 
@@ -57,7 +67,7 @@ class RemoteCopy:
             take_back(self._remote, own_rank(), parts)
         except Exception as error:  # of many kinds: whatever a client raises
             problem = f"rows of steps that are done again cannot be taken back there: {told(error)}"
-            raise ConfigError(Mistake(REMOTE, problem, written=self.address)) from None
+            raise ConfigError(Mistake(self._remote.where, problem, written=self.address)) from None
 
     def begin(self) -> None:
         """The run is about to make its first step.
@@ -114,8 +124,6 @@ class RemoteCopy:
             first = f"{name}: {problem}" if name else problem
             more = f", and {len(sent.missing) - 1} more" if len(sent.missing) > 1 else ""
             command = f"python -m instrument.upload {shlex.quote(str(self.folder))}"
-            self.terminal.warn(f"not all is in {self.address} ({first}{more}); what is missing is sent by: {command}")
-        elif own_rank() == 0 and not (self.terminal.quiet or self.terminal.brief):
-            self.terminal.console.print(
-                f"remote      {self.address}  ({human_bytes(sent.bytes)} sent)", soft_wrap=True, markup=False
-            )
+            self.voice.warn(f"not all is in {self.address} ({first}{more}); what is missing is sent by: {command}")
+        elif own_rank() == 0:
+            self.voice.sent(str(self.address), sent.bytes)

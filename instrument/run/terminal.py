@@ -156,6 +156,11 @@ class Terminal:
             self.console.print(f"in Python   instrument.load({str(folder)!r})", soft_wrap=True, markup=False)
             self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
 
+    def sent(self, address: str, size: int) -> None:
+        """Where the run is besides, and how many bytes it took."""
+        if not (self.quiet or self.brief):
+            self.console.print(f"remote      {address}  ({human_bytes(size)} sent)", soft_wrap=True, markup=False)
+
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
         """The end of a training that went on without recording."""
         self.alarm(failure)

@@ -109,14 +109,14 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
         raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
 
 
-def check_remote(remote: str | None) -> None:
-    """Make sure that `sink.remote`, where it is asked for, can be meant: before anything of it is written down.
+def check_remote(remote: str | None, where: str = REMOTE) -> None:
+    """Make sure that a remote folder, where one is asked for, can be meant: before anything of it is written down.
 
     Raises:
         ConfigError: The address is none or has credentials in it, or a package is missing.
     """
     if remote is not None:
-        filesystem(remote, REMOTE)
+        filesystem(remote, where)
 
 
 def _options(protocol: str) -> dict[str, Any]:

@@ -256,13 +256,23 @@ class Upload:
 
     def _work(self) -> None:
         self._follow()
-        if self.rank == 0 and self._refused is None:
-            try:
+        if self._refused is not None:
+            return
+        try:
+            if self.rank == 0:
                 send_all(self.folder, self.remote, self.sent)
-                if not self.keep_local:
-                    remove_sent(self.folder, self.remote)
-            except Exception as error:
-                self.sent.missing[""] = told(error)
+            else:
+                self._send_own()
+            if not self.keep_local:
+                remove_sent(self.folder, self.remote, self.rank or None)
+        except Exception as error:
+            self.sent.missing[""] = told(error)
+
+    def _send_own(self) -> None:
+        """Send what this process has closed at the end; the first one may have been there before."""
+        for file in closed_parts(self.folder, self.rank):
+            if self._there is None or file not in self._there:
+                _put(self.folder, self.remote, file.relative_to(self.folder).as_posix())
 
     def _follow(self) -> None:
         """Send what is closed, again and again, until the run is over or something else is found there."""

@@ -17,7 +17,7 @@ import torch
 from buckets import KEY, SECRET
 
 import instrument
-from instrument import InstrumentWarning
+from instrument import ConfigError, InstrumentWarning
 from instrument.run.checkpoint import Checkpoints
 from instrument.sinks import upload
 from instrument.sinks.remote import RemoteFolder
@@ -286,3 +286,40 @@ def test_ctrl_c_ends_the_sending_too(cli: Cli, bucket: str, monkeypatch: pytest.
     assert json.loads(Path("out/run.json").read_text())["status"] == "done"
     assert main(["out"]) == 0
     assert json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")["status"] == "done"
+
+
+def own_loop(out: Path | None, remote: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    with instrument.attach(
+        model, {"out": {"layers": "**", "kind": "forward", "action": "record"}}, out=out, remote=remote
+    ) as probe:
+        for _ in range(3):
+            probe.end_step(loss=model(torch.randn(4, 3)).sum())
+
+
+def test_a_loop_of_one_s_own_sends_its_rows_too(bucket: str, tmp_path: Path) -> None:
+    own_loop(tmp_path / "runs" / "mine", bucket)
+    run = instrument.load(f"{bucket}/mine")
+    assert (run.info["status"], len(run.stats)) == ("done", 3)
+    assert run.info["remote"] == f"{bucket}/mine"
+
+
+def test_a_loop_of_one_s_own_goes_on_where_nobody_answers(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.warns(InstrumentWarning, match="what is missing is sent by: python -m instrument.upload"):
+        own_loop(tmp_path / "mine", bucket)
+    run = instrument.load(tmp_path / "mine")
+    assert (len(run.stats), run.events.rule.tolist()) == (3, ["remote"])
+
+
+def test_a_loop_of_one_s_own_is_told_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no files to send"):
+        own_loop(None, "s3://bucket")
+    with pytest.raises(ConfigError, match="remote: an address is written into") as refused:
+        own_loop(tmp_path / "mine", "s3://key:hushhush@bucket")
+    assert "hushhush" not in str(refused.value)
+    assert not (tmp_path / "mine").exists()
