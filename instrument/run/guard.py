@@ -23,8 +23,9 @@ from .reading import read_config
 from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of
 from .torchrun import agreed, joined, refuse_for_several
 
-SLURM = "SlurmLauncher"
+SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
 RAY = "RayLauncher"
+THREADS = "OMP_NUM_THREADS"
 
 
 class Guard(Callback):
@@ -85,6 +86,7 @@ class Guard(Callback):
         try:
             _refuse_what_cannot_be_swept(config)
             _refuse_secrets(config)
+            _prepare_launcher(config)
             if config.get("plan"):
                 self.scratch = TemporaryDirectory(prefix="instrument-plan-")
                 _put(config, Path(self.scratch.name))
@@ -157,10 +159,6 @@ def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
                 allowed="on a machine that submits to Slurm; slurm_local tries the same with processes of this one",
             )
         )
-    if launcher == RAY:
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two jobs that are much alike are two lines
-        if not sys.stdout.isatty():
-            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if config.hydra.sweeper["_target_"] == BASIC and not composed(config.hydra):
         raise ConfigError(
             Mistake(
@@ -169,6 +167,18 @@ def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
                 written=overrides_of(config.hydra, "task"),
             )
         )
+
+
+def _prepare_launcher(config: DictConfig) -> None:
+    """What a launcher leaves open: who has which cores, and how lines of several jobs look on one terminal."""
+    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
+    if launcher == RAY:
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two jobs that are much alike are two lines
+        if not sys.stdout.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC and THREADS not in os.environ:
+        share = max((os.cpu_count() or 1) // len(composed(config.hydra)), 1)  # all jobs run at once
+        config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")
 
 
 def _refuse_secrets(config: DictConfig) -> None:

@@ -46,15 +46,20 @@ def in_a_process(*arguments: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
-def test_processes_run_every_job_with_its_share_of_the_cores(cli: Cli) -> None:
+@pytest.mark.parametrize("launcher", ["processes", "slurm_local"])
+def test_every_job_has_its_share_of_the_cores(cli: Cli, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write_own_model("threads.py")
-    answer = cli("-m", *TINY[2:], "+model._target_=threads.Net", "+model.note=0,1,2", "hydra.sweep.dir=out", *PROCESSES)
+    jobs = "+model.note=0,1,2" if launcher == "processes" else "+model.note=0,1"
+    at_once = ("hydra.launcher.n_jobs=2",) if launcher == "processes" else ()
+    where = (f"hydra/launcher={launcher}", *at_once, "hydra.sweep.dir=out")
+    answer = cli("-m", *TINY[2:], "+model._target_=threads.Net", jobs, *where)
     assert answer.code == 0, answer.err
-    noted = [Path(f"note_{number}").read_text().split() for number in range(3)]
+    noted = [file.read_text().split() for file in Path().glob("note_*")]
+    assert f"{len(noted)} jobs in out" in answer.out
     share = max((os.cpu_count() or 1) // 2, 1)
-    assert [int(threads) for threads, _ in noted] == [share] * 3
+    assert [int(threads) for threads, _ in noted] == [share] * len(noted)
     assert str(os.getpid()) not in {process for _, process in noted}
-    assert "3 jobs in out" in answer.out
 
 
 PROCESSES = ("hydra/launcher=processes", "hydra.launcher.n_jobs=2")
