@@ -125,6 +125,9 @@ def reserves_of(folder: Path) -> list[Path]:
 
 def foreign_files(folder: Path, place: str) -> list[Path]:
     """Files in the folder of a table, or in that of the journals, that no run has put there, and that nothing here reads."""
+    names = _names_in(folder / place)
+    if not names or (place != JOURNALS and all(_PART.fullmatch(name) for name in names)):
+        return []  # at once: there may be thousands of runs
     ours = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
     known = {*ours.values(), *reserves_of(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)

@@ -277,9 +277,19 @@ def test_mistakes_are_told_by_duckdb_and_nothing_of_ours_is_a_table(tmp_path: Pa
 
 def test_numbers_beyond_the_usual_and_texts_with_quotes_are_overrides_too(tmp_path: Path) -> None:
     values: list[Any] = [float("inf"), float("-inf"), 1e-300, None]
+    others = ["", " blanks ", "\u00e4", None]
     for job, value in enumerate(values):
-        make_run(tmp_path / "s" / str(job), overrides={"x": value, "text": f'it\'s "{job}" \\n'})
+        overrides = {
+            "x": value,
+            "text": f'it\'s "{job}" \\n',
+            "other": others[job],
+            "wide": "w" * (job + 1),
+            "none": None,
+        }
+        make_run(tmp_path / "s" / str(job), overrides=overrides)
     sweep = instrument.load(tmp_path / "s")
+    asked = "select other, wide, any_value(none), count(*) from stats group by all order by wide"
+    assert tuples(sweep.sql(asked)) == [(other, "w" * (job + 1), None, 12) for job, other in enumerate(others)]
     answer = sweep.sql("select run, any_value(x), any_value(text) from stats group by 1 order by 1")
     assert [(x, text) for _, x, text in tuples(answer)] == [
         (value, f'it\'s "{job}" \\n') for job, value in enumerate(values)
