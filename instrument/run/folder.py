@@ -20,6 +20,7 @@ from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote import refuse_address
 
 Status = Literal["running", "done", "failed", "interrupted", "killed"]
+ASIDE = ".aside"  # beside a sweep's jobs: what is left of those that are done again, as 3.1, 3.2, ... of job 3
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 
 

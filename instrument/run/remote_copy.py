@@ -12,8 +12,9 @@ from typing import Protocol
 from ..capture.ranks import own_rank
 from ..errors import ConfigError, Mistake
 from ..sinks.remote import REMOTE, RemoteFolder, check_remote, folder_at, place_of, told
-from ..sinks.upload import Sent, Upload, send_all, take_back
+from ..sinks.upload import Sent, Upload, is_of, send_all, take_back
 from ..spec.config import SinkConfig
+from .folder import ASIDE
 
 
 class Voice(Protocol):
@@ -76,8 +77,17 @@ class RemoteCopy:
             ConfigError: The place cannot be written, or holds another run.
         """
         if self._remote is not None:
+            if own_rank() == 0:
+                self._put_aside(self._remote)
             self._upload = Upload(self.folder, self._remote, rank=own_rank(), keep_local=self.keep_local)
             self._upload.begin()
+
+    def _put_aside(self, remote: RemoteFolder) -> None:
+        """Of a sweep's job that is done again, put aside there too what it left."""
+        for aside in sorted((self.folder.parent / ASIDE).glob(f"{self.folder.name}.*")):
+            with suppress(Exception):  # of many kinds: who cannot be reached is met again when the upload begins
+                if is_of(aside, remote):
+                    remote.move(f"{ASIDE}/{aside.name}")
 
     def messages(self) -> list[str]:
         """What has gone wrong, or right again, since this was asked last."""

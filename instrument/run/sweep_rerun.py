@@ -19,12 +19,12 @@ from omegaconf import DictConfig, flag_override
 
 from ..errors import ConfigError, Mistake
 from ..sinks.lock import FolderLock
+from .folder import ASIDE
 from .launch import job
 from .search_path import config_loader
 from .sweep_jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 
 WHERE = "--rerun"
-ASIDE = ".aside"
 STILL_TOLD = ("quiet", "report")  # what a run that goes on is told, besides where it is
 
 

@@ -276,6 +276,15 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
+    def move(self, place: str) -> None:
+        """Move all files to another folder beside this one, file by file."""
+        above = self._root.rpartition("/")[0]
+        self._files.invalidate_cache()
+        for path in self._files.find(self._root):
+            target = f"{above}/{place}/{path[len(self._root) + 1 :]}"
+            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._files.mv(path, target)
+
     def remove(self, name: str) -> None:
         """Take a file away."""
         self._files.rm_file(f"{self._root}/{name}")

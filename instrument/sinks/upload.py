@@ -76,20 +76,25 @@ def closed_parts(folder: Path, rank: int | None = None) -> Iterator[Path]:
         yield from (file for part, file in parts_of(folder, table).items() if rank in (None, part.rank))
 
 
+def is_of(folder: Path, remote: RemoteFolder) -> bool | None:
+    """Whether a remote folder holds the very run that a folder holds; None where it holds none."""
+    found = remote.read(RECORD)
+    if found is None:
+        return None
+    with suppress(OSError, ValueError, AttributeError):
+        ours, theirs = json.loads((folder / RECORD).read_text()), json.loads(found)
+        return all(ours.get(key) == theirs.get(key) for key in ("started", "config_hash", "seed"))
+    return False
+
+
 def refuse_other_run(folder: Path, remote: RemoteFolder) -> None:
     """Make sure that a remote folder is empty, or holds this very run.
 
     Raises:
         UploadError: It holds another one.
     """
-    found = remote.read(RECORD)
-    if found is None:
-        return
-    with suppress(ValueError, AttributeError):
-        ours, theirs = json.loads((folder / RECORD).read_text()), json.loads(found)
-        if all(ours.get(key) == theirs.get(key) for key in ("started", "config_hash", "seed")):
-            return
-    raise UploadError(f"{remote.address} holds another run already, and none is ever overwritten")
+    if is_of(folder, remote) is False:
+        raise UploadError(f"{remote.address} holds another run already, and none is ever overwritten")
 
 
 def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Sent:

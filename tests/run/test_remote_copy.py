@@ -323,3 +323,16 @@ def test_a_loop_of_one_s_own_is_told_what_cannot_be(tmp_path: Path) -> None:
         own_loop(tmp_path / "mine", "s3://key:hushhush@bucket")
     assert "hushhush" not in str(refused.value)
     assert not (tmp_path / "mine").exists()
+
+
+def test_what_a_job_left_that_is_done_again_is_put_aside_there_too(cli: Cli, bucket: str) -> None:
+    again = [*TINY, f"sink.remote={bucket}", "hydra.run.dir=runs/sweep/3"]
+    assert cli(*again).code == 0
+    before = names(f"{bucket}/sweep/3")
+    Path("runs/sweep/.aside").mkdir()
+    Path("runs/sweep/3").rename("runs/sweep/.aside/3.1")
+    answer = cli(*again, "train.steps=2")
+    assert answer.code == 0, answer.err
+    assert names(f"{bucket}/sweep/.aside/3.1") == before
+    run = instrument.load(f"{bucket}/sweep")
+    assert (len(run.folders), run.metrics.step.max()) == (1, 2)

@@ -140,6 +140,9 @@ def test_files_are_sent_listed_read_and_removed(remote: RemoteFolder, tmp_path: 
     assert remote.read("run.json") == b"{ }"
     remote.remove("stats/a.parquet")
     assert remote.sizes() == {"run.json": 3}
+    remote.move(".aside/a.1")
+    assert remote.sizes() == {}
+    assert RemoteFolder(f"{remote.address}/../.aside/a.1".replace("/a/../", "/"), "").sizes() == {"run.json": 3}
 
 
 def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
