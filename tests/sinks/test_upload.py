@@ -119,6 +119,17 @@ def test_a_part_is_sent_once(begun: Upload, folder: Path, remote: Fragile) -> No
     assert (again.files, again.missing) == (0, {})
 
 
+def test_tables_in_which_nothing_changes_are_not_listed_again(
+    begun: Upload, remote: Fragile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    listed: list[str] = []
+    until(lambda: begun._looked)
+    monkeypatch.setattr(upload, "parts_of", lambda folder, table: listed.append(table) or {})
+    threading.Event().wait(20 * upload.LOOK)
+    assert listed == []
+
+
 def test_a_process_that_is_not_the_first_sends_its_own_parts_alone(folder: Path, remote: Fragile) -> None:
     going = Upload(folder, remote, rank=1)
     going.begin()
