@@ -5,7 +5,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers check format docs clean
+.PHONY: help demo test test-all bench bench-peers bench-scale check format docs clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -29,6 +29,9 @@ bench: $(DEV_STAMP)  ## measure what hooks cost a step, budgets, forecasts, tens
 
 bench-peers: $(DEV_STAMP)  ## the same job through other tools, each in an environment of its own
 	$(BIN)/python -W ignore benchmarks/peers/compare.py
+
+bench-scale: $(DEV_STAMP)  ## a hundred million rows of a thousand runs, asked four questions; 7 GB of disk for a while
+	$(BIN)/python -W ignore benchmarks/scale.py
 
 check: $(DEV_STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .

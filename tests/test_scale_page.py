@@ -1,0 +1,54 @@
+"""docs/scale.md: its Python is run on a sweep, and the numbers that it takes from the code are the code's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from instrument import compact
+from instrument.capture.tables import TABLES
+from instrument.sinks import compaction, parts
+from instrument.sinks.parquet import ParquetSink
+
+PAGE = (REPOSITORY / "docs" / "scale.md").read_text()
+SWEEP = "runs/mnist_hooks/sweep_..."
+
+
+def test_its_python_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in range(18):
+        folder = tmp_path / SWEEP / str(job)
+        folder.mkdir(parents=True)
+        info = {"status": "done", "seed": job, "overrides": {"hooks.tame.norm": job / 10}, "metrics": {}}
+        (folder / "run.json").write_text(json.dumps(info))
+        sink = ParquetSink(folder)
+        cells = {
+            "step": 3,
+            "rank": 0,
+            "phase": "train",
+            "layer": "decoder.1",
+            "kind": "parameter_grad",
+            "l2": float(job),
+        }
+        sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
+        sink.close()
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    *lines, by_norm, curve, states, lazy = code.strip().split("\n")
+    known: dict[str, object] = {}
+    exec("\n".join(lines), known)
+    answers = [eval(line, known) for line in (by_norm, curve, states, lazy)]
+    assert [len(answer) for answer in answers] == [18, 1, 1, 18]
+    assert answers[1].iloc[0].tolist() == [3, 17.0]
+    assert f"python -m instrument.compact {Path(SWEEP).parent}" in PAGE
+    assert compact.main([str(Path(SWEEP).parent)]) == 0
+
+
+def test_its_numbers_are_those_of_the_code() -> None:
+    assert f"row groups of {parts.ROW_GROUP_ROWS:,} rows ({compaction.ROW_GROUP_ROWS:,} when merged)" in " ".join(
+        PAGE.split()
+    )
+    assert f"Files of {compaction.LARGEST // 2**21} MB and more stay as they are" in PAGE
