@@ -41,7 +41,19 @@ def test_generated_tables_have_every_kind_action_and_statistic() -> None:
         *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"),
         *(
             f"docs/{name}.md"
-            for name in ("architecture", "export", "hooks", "performance", "remote", "report", "scale", "security", "sweeps", "tables")
+            for name in (
+                "architecture",
+                "export",
+                "hooks",
+                "performance",
+                "ranks",
+                "remote",
+                "report",
+                "scale",
+                "security",
+                "sweeps",
+                "tables",
+            )
         ),
     ],
 )
