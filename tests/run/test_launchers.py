@@ -223,6 +223,17 @@ def test_optuna_looks_for_the_smallest_or_the_largest(cli: Cli, direction: str, 
     assert found["best_value"] == numbers[getattr(numbers, best)()]
 
 
+def test_a_study_with_a_name_and_a_place_goes_on(cli: Cli) -> None:
+    study = ("hydra.sweeper.study_name=mine", "hydra.sweeper.storage=sqlite:///mine.db", "hydra.sweeper.n_trials=2")
+    for place in ("first", "second"):
+        swept = ("hydra/sweeper=search", *study, "optimizer.lr=interval(0.01,2.0)", f"hydra.sweep.dir={place}")
+        answer = cli("-m", *TINY, *swept)
+        assert answer.code == 0, answer.err
+    import optuna
+
+    assert len(optuna.load_study("mine", "sqlite:///mine.db").trials) == 4
+
+
 def test_a_trial_without_a_finite_number_is_passed_over(cli: Cli) -> None:
     swept = ("optimizer.lr=choice(0.1,1e38)", *GRID, "hydra.sweep.dir=out", "hydra.sweeper.n_trials=2")
     answer = cli("-m", *TINY, *swept)
