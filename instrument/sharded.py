@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -36,3 +36,10 @@ def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def module_type(module: nn.Module) -> str:
+    """The short name of a module's class: of one that `fully_shard` has given a class of its own, that of the class before."""
+    cls = type(module)
+    first, *others = cls.__bases__
+    return others[0].__name__ if first.__name__ == "FSDPModule" and others else cls.__name__

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from ..actions.base import Context, Effect
+from ..sharded import module_type
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.kernel import positions
 from .sink import Row
@@ -22,7 +23,7 @@ def identity(context: Context) -> Row:
         context.rank,
         context.hook,
         context.layer,
-        type(context.module).__name__,
+        module_type(context.module),
         context.kind,
         context.role,
         context.path,

@@ -10,6 +10,8 @@ from functools import cached_property
 from torch import nn
 from torch.nn.parameter import Parameter
 
+from ..sharded import module_type
+
 # A wrapper's attribute that holds the wrapped module, and the class names that own it. The attribute's name does
 # not count in a layer's name; a module of one's own that is called `module` keeps it.
 _WRAPPED = {
@@ -43,7 +45,7 @@ class Layer:
     @property
     def type(self) -> str:
         """The short name of its class."""
-        return type(self.module).__name__
+        return module_type(self.module)
 
     @property
     def label(self) -> str:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.ranks import Ranks
 from ..errors import ConfigError, Mistake
+from ..kinds.scope import Parallel
 from ..spec.config import RunConfig
 from ..spec.functions import PenaltySpec
 from .data import Share
@@ -79,12 +80,12 @@ class DataParallel(Strategy):
         reduces: Whether there is one row for all of them.
     """
 
-    name = "ddp"
+    name: Parallel = "ddp"
 
     def __init__(self, processes: Processes, *, reduces: bool) -> None:
         self.processes = processes
         self.share = Share(processes.rank, processes.size)
-        self.ranks = Ranks("ddp", reduces=reduces, merged_metrics=True)
+        self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True)
 
     def refuse(self, config: RunConfig) -> None:
         """Stop at what several processes cannot do yet."""
@@ -141,11 +142,7 @@ class FullySharded(DataParallel):
     other one, and the model with what is left.
     """
 
-    name = "fsdp2"
-
-    def __init__(self, processes: Processes, *, reduces: bool) -> None:
-        super().__init__(processes, reduces=reduces)
-        self.ranks = Ranks("fsdp2", reduces=reduces, merged_metrics=True)
+    name: Parallel = "fsdp2"
 
     def refuse(self, config: RunConfig) -> None:
         """Stop at what cannot be done with sharded parameters, and at hooks that would never fire."""
@@ -167,10 +164,13 @@ class FullySharded(DataParallel):
                         "optimizer boundary",
                     )
                 )
-            if isinstance(spec, PenaltySpec):
+            if isinstance(spec, PenaltySpec) and spec.kind == "loss":
                 mistakes.append(
                     Mistake(
-                        f"hooks.{name}.fn", "a penalty does not reach parameters that fsdp2 shards", spec.fn, "with ddp"
+                        f"hooks.{name}.kind",
+                        "a penalty on the loss does not reach parameters that fsdp2 shards",
+                        written=spec.kind,
+                        allowed="parameter_grad",
                     )
                 )
         if mistakes:

@@ -129,6 +129,7 @@ def test_merged_statistics_are_those_of_one_process(runs: dict[str, instrument.R
 def test_counts_and_extremes_are_exact(runs: dict[str, instrument.Run], way: str) -> None:
     both = side_by_side(runs, way, "stats", KEYS)
     assert (both["numel"] == both["numel_there"]).all()
+    assert (both["module_type"] == both["module_type_there"]).all()
     first = both[(both["step"] == 0) & (both["micro_step"] == 0) & (both["hook"] == "seen")]
     assert len(first) > 5
     for name in ("numel", "nan_count", "inf_count", "dead_fraction", "min", "max", "abs_max"):
@@ -333,7 +334,10 @@ def hook(**fields: Any) -> dict[str, Any]:
             hook(kind="parameter_grad_micro", action="record"),
             r"hooks.h.kind: Tensor.register_hook never fires[\s\S]*post_accumulate_grad",
         ),
-        (hook(kind="loss", action="modify", fn="l2", coefficient=0.1), r"hooks.h.fn: a penalty does not reach"),
+        (
+            hook(kind="loss", action="modify", fn="l2", coefficient=0.1),
+            r"hooks.h.kind: a penalty on the loss does not reach[\s\S]*parameter_grad",
+        ),
         ({"train": {"steps": 1, "precision": "fp16"}}, "train.precision: fp16's gradient scaler"),
         ({"train": {"steps": 1, "compile": True}}, "train.compile: a sharded model"),
     ],
