@@ -33,7 +33,9 @@ def certify(config: DictConfig) -> None:
     with told() as place:
         parsed, _ = read_config(config)
         if joined() is not None:
-            raise ConfigError(Mistake("", "a proof is made by one process", allowed="the same command without torchrun"))
+            raise ConfigError(
+                Mistake("", "a proof is made by one process", allowed="the same command without torchrun")
+            )
         from .run.verification import verify
 
         certificate = verify(parsed)

@@ -19,8 +19,9 @@ from ..errors import InstrumentWarning
 from ..sinks.journal import Reading
 from ..sinks.lock import is_locked
 from ..sinks.parts import JOURNALS, Part, as_written, foreign_files, journals_of, parts_of
-from ..sinks.remote import arrow_files, arrow_name, moved_to
+from ..sinks.remote import arrow_name, moved_to
 from ..spec.statistics import STATISTICS
+from .remote_files import arrow_files
 
 ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
 """Columns that runs of earlier versions may lack; they are null there."""

@@ -183,7 +183,9 @@ def _not_fired(run: Run) -> Iterator[Finding]:
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     for (hook, kind, cause), group in groups.items():
         fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
-        names = list(dict.fromkeys(place_of(row["layer"], row["path"], row["kind"]) for row in group))  # once for all ranks
+        names = list(
+            dict.fromkeys(place_of(row["layer"], row["path"], row["kind"]) for row in group)
+        )  # once for all ranks
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         where = f"{', '.join(names[:MOST_NAMES])}{more} ({hook}, {kind})"
         what = "fired too seldom" if fired else "never fired"

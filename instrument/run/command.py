@@ -52,7 +52,7 @@ def command(job: Callable[[DictConfig], object]) -> None:
             raise
         own = refused(error, sys.argv[1:])
         with suppress(InstrumentError), agreed(joined()):  # of several processes one speaks
-            raise own
+            raise own from error
         complain(own)
         if not isinstance(own, ConfigError):
             _tell_sweep()

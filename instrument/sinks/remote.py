@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from pyarrow import PythonFile
-from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
-
 from ..errors import ConfigError, InstrumentError, Mistake
 
 # Where a file is there as a whole or not at all; elsewhere it is sent aside and moved.
@@ -177,24 +174,9 @@ def opened(path: str | Path) -> Path:
     return folder
 
 
-def arrow_files(folder: Path) -> FileSystem | None:
-    """What Arrow reads a folder's files with; None for those of this machine."""
-    if not is_address(folder):
-        return None
-    return PyFileSystem(_Handler(cast(Any, folder).fs))
-
-
 def arrow_name(file: Path) -> str:
-    """What a file is called in the file system of `arrow_files`."""
+    """What a file is called in the file system that it lies in."""
     return str(cast(Any, file).path) if is_address(file) else str(file)
-
-
-class _Handler(FSSpecHandler):  # type: ignore[misc]
-    """Reads what Arrow asks for and nothing ahead: Arrow knows which columns it needs, and asks for what lies together at once."""
-
-    def open_input_file(self, path: str) -> PythonFile:
-        """Open a file to read from any place in it."""
-        return PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
 def place_of(folder: Path, remote: str) -> str:
