@@ -7,6 +7,7 @@ InstrumentError                     exit code 1
 ├── SinkError                   rows cannot be written any more
 ├── RankError                       another process of the run failed
 ├── AlreadyAttachedError            one probe, entered twice
+├── UploadError                     a remote folder holds something else (in instrument.sinks.remote)
 └── NoRunError                      nothing to load (in instrument.analysis.load)
 """
 

@@ -157,23 +157,25 @@ class _Sums:
         """The pairs of the present seed are one number from now on."""
         counts = self.of_seed > 0
         self.seeds += counts
-        off = self.means_of_seed[2] - self.means[2]
+        before = self.means[2].copy()
         self.means += _step(self.means_of_seed, self.means, self.seeds, counts)
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # what overflows has no interval
+            off = self.means_of_seed[2] - before
             self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
         self.of_seed[:], self.means_of_seed[:] = 0, 0.0
 
     def told(self, confidence: float) -> dict[str, np.ndarray]:
         """The columns of numbers; null where there are too few."""
-        width = half_width(self.squares, self.seeds, confidence)
+        with np.errstate(over="ignore"):
+            width = half_width(self.squares, self.seeds, confidence)
         before, after, difference = np.where(self.seeds > 0, self.means, np.nan)
         return {
             "n": self.seeds,
             "mean_baseline": before,
             "mean_value": after,
             "difference": difference,
-            "ci_low": difference - width,
-            "ci_high": difference + width,
+            "ci_low": _finite(difference - width),
+            "ci_high": _finite(difference + width),
             "confidence": np.full(width.shape, confidence),
             "pairs": self.pairs,
             "not_finite": self.not_finite,
@@ -189,7 +191,10 @@ class _Sums:
 
 
 def _step(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """By how much means change with one more number each, where it counts."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        changes: np.ndarray = np.where(counts, numbers - means, 0.0) / np.maximum(count, 1)
-    return changes
+    """By how much means change with one more number each, where it counts; divided first, so that nothing overflows."""
+    share = 1.0 / np.maximum(count, 1)
+    return np.where(counts, np.where(counts, numbers, 0.0) * share - means * share, 0.0)
+
+
+def _finite(bounds: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(bounds), bounds, np.nan)

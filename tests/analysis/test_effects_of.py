@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 from swept import CLIP, job
@@ -102,6 +102,8 @@ def test_where_no_pair_is_finite_there_is_no_number_but_a_row(tmp_path: Path) ->
 
 
 @settings(deadline=None, max_examples=30)
+@example(numbers=[0.0, 1.1984620899082105e308, 0.0, 0.0, 0.0, 1.1984620899082105e308])
+@example(numbers=[1.7e308, -1.7e308, 1.7e308, -1.7e308, 1.7e308, -1.7e308, 0.0, 0.0])
 @given(numbers=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=2, max_size=12))
 def test_no_bound_is_ever_infinite(tmp_path_factory: pytest.TempPathFactory, numbers: list[float]) -> None:
     half = len(numbers) // 2
