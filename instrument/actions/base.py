@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 
 from ..errors import ConfigError, Mistake
 from ..stats.kernel import Values
+from ..stats.merge import Part
 
 UNKNOWN_CALL = -1
 """The `call` of a forward pass that is computed again where nothing tells which one it was."""
@@ -119,8 +120,8 @@ class Rows(Protocol):
     def merges(self, context: Context) -> bool:
         """Whether a tensor is the part of one that several processes have, of which there is to be one row."""
 
-    def add_part(self, context: Context, names: tuple[str, ...], part: Tensor, dead: Tensor | None) -> None:
-        """Of such a tensor what `instrument.stats.merge` makes statistics of these names of, float64 [PART]; and which units
+    def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
+        """Of such a tensor what `instrument.stats.merge` makes statistics of these names of; and which units
         are dead, bool [units], where that is asked for and has a meaning."""
 
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:

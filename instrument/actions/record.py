@@ -17,7 +17,7 @@ from ..spec.record import RecordSpec
 from ..spec.statistics import OF_VALUES
 from ..stats.distribution import distribution
 from ..stats.kernel import Values, measure
-from ..stats.merge import MEASURED, part_of, sketch
+from ..stats.merge import MEASURED, Part, part_of, sketch
 from ..stats.units import dead_fraction, dead_units, range_of, ratio_of_norms, saturated_fraction, unit_dim
 from .base import Context, Rows
 from .intervention import describe
@@ -147,8 +147,8 @@ class Record:
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
             self.rows.add_tensor(context, plain.shape, kept, self.dtype)
 
-    def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """What other processes' parts are merged with: float64 [PART]; which units are dead, bool [units], if that is asked."""
+    def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Part, Tensor | None]:
+        """What other processes' parts are merged with; which units are dead, bool [units], if that is asked."""
         saturated = more_of("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.more else None
         weight: float | Tensor | None = None
         if "update_ratio" in self.more and context.value is not None:

@@ -1,7 +1,7 @@
 """The processes that train together, and how they come to one row of what each has a part of.
 
 Where `reduce` is `global`, each process brings what it has measured of its part of a tensor, and the first one writes the row:
-two sums and a maximum over all tensors of a step, and one gathering for quantiles, histograms and dead units, when the step has
+a maximum and a sum over all tensors of a step, and one gathering for quantiles, histograms and dead units, when the step has
 ended. No tensor that was hooked is ever sent.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from math import nan
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..actions.base import Context
 from ..kinds.scope import Parallel
 from ..spec.kinds import KINDS
+from ..stats.merge import Part
 from .sink import Row
 
 
@@ -36,14 +38,14 @@ class Piece(NamedTuple):
         table: Whose row it is.
         key: The row's columns of identity, without the rank and the scope: the same in all processes.
         shape: What decides how many numbers there are: the same in all processes.
-        part: Numbers that are merged by sums and maxima; float64.
+        part: Numbers that are merged by sums and maxima; a float64 tensor where they are on a device.
         gathered: Numbers that are gathered from all; float64, perhaps none.
     """
 
     table: str
     key: Row
     shape: tuple[Any, ...]
-    part: Tensor
+    part: Part
     gathered: Tensor
 
 
@@ -53,6 +55,10 @@ class Over(Protocol):
     @property
     def leads(self) -> bool:
         """Whether this is the process that writes what is the same in all of them."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
 
     def sum(self, numbers: Tensor) -> Tensor:
         """The sum of these numbers, in every process."""
@@ -67,7 +73,7 @@ class Over(Protocol):
 class Alone:
     """One process for itself."""
 
-    leads = True
+    leads, size = True, 1
 
     def sum(self, numbers: Tensor) -> Tensor:
         """The numbers."""
@@ -92,7 +98,6 @@ class Ranks:
 
     Attributes:
         rank: Which one this is, from 0.
-        size: How many there are.
         bytes_sent: For statistics, by this process, so far; what is summed up counts twice, as in a ring.
         differences: Where processes have not seen the same tensors, in words, by hook, layer and rank.
     """
@@ -102,7 +107,7 @@ class Ranks:
         self.reduces = reduces
         self.merged_metrics = merged_metrics
         self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self._size = dist.get_world_size()
         self.bytes_sent = 0
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = dist.new_group(backend="gloo")
@@ -112,6 +117,11 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is the process that writes what is the same in all of them."""
         return self.rank == 0
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._size
 
     def merges(self, context: Context) -> bool:
         """Whether there is to be one row of what all processes have a part of.
@@ -136,7 +146,7 @@ class Ranks:
 
     def gather(self, numbers: Tensor) -> Tensor | None:
         """[ranks, numbers] in the first process, None in the others."""
-        parts = [torch.empty_like(numbers) for _ in range(self.size)] if self.leads else None
+        parts = [torch.empty_like(numbers) for _ in range(self._size)] if self.leads else None
         dist.gather(numbers, parts, group=self._group(numbers))
         self.bytes_sent += numbers.nbytes
         return None if parts is None else torch.stack(parts)
@@ -160,16 +170,18 @@ class Ranks:
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
         if told[0] == -told[1]:
             return list(pieces)
-        blank = [piece._replace(part=_blank(piece.part), gathered=_blank(piece.gathered)) for piece in pieces]
-        of_all: list[list[Piece]] = [[] for _ in range(self.size)]
+        blank = [
+            piece._replace(part=(nan,) * len(piece.part), gathered=torch.full_like(piece.gathered, nan, device="cpu"))
+            for piece in pieces
+        ]
+        of_all: list[list[Piece]] = [[] for _ in range(self._size)]
         dist.all_gather_object(of_all, blank, group=self._control)
         union = {_name(piece): piece for seen_by_one in of_all for piece in seen_by_one}
         for rank, names in enumerate({_name(piece) for piece in seen_by_one} for seen_by_one in of_all):
             for piece in (piece for name, piece in union.items() if name not in names):
                 self._note(piece, rank)
         own = {_name(piece): piece for piece in pieces}
-        device = pieces[0].part.device if pieces else torch.device("cpu")
-        return [own.get(name) or _moved(piece, device) for name, piece in union.items()]
+        return [own.get(name, piece) for name, piece in union.items()]
 
     def _note(self, piece: Piece, rank: int) -> None:
         step, hook, layer = piece.key[0], piece.key[4], piece.key[5] or "."
@@ -188,11 +200,3 @@ class Ranks:
 
 def _name(piece: Piece) -> tuple[Any, ...]:
     return piece.table, piece.key, piece.shape
-
-
-def _blank(numbers: Tensor) -> Tensor:
-    return torch.full(numbers.shape, torch.nan, dtype=torch.float64)
-
-
-def _moved(piece: Piece, device: torch.device) -> Piece:
-    return piece._replace(part=piece.part.to(device), gathered=piece.gathered.to(device))

@@ -17,8 +17,9 @@ from ..actions.base import Context, Effect
 from ..kinds.live import LiveSite
 from ..stats.distribution import cells
 from ..stats.kernel import Values
+from ..stats.merge import Part
 from .cells import effect_cells, fetched_statistics, identity, statistics
-from .merging import MergedRow, distribution_piece, effect_piece, merge, statistics_piece
+from .merging import MergedRows, distribution_piece, effect_piece, merge, statistics_piece
 from .ranks import Alone, Piece, Ranks
 from .sink import Row, Sink
 from .transfer import Transfer
@@ -58,7 +59,7 @@ class Recorder:
     def _repeats(self, context: Context) -> bool:
         return self.ranks is not None and self.ranks.repeats(context)
 
-    def add_part(self, context: Context, names: tuple[str, ...], part: Tensor, dead: Tensor | None) -> None:
+    def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
         """This process's part of a row of statistics."""
         self._pieces.append(statistics_piece(context, names, part, dead))
 
@@ -140,17 +141,16 @@ class Recorder:
         on_device += [values for *_, values in distributions if isinstance(values, Tensor)]
         for _, effect in effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
-        for row in merged:
-            on_device += row.numbers
+        on_device += [] if merged is None else merged.numbers
         late, self._late = self._late, []
         self._under_way = _Step(stats, distributions, effects, merged, late, Transfer(on_device))
         if self._under_way.transfer.is_here and not late:
             self.flush()
 
-    def _merge(self, alone: bool) -> list[MergedRow]:
-        """The rows of what each process has a part of; none where another process writes them."""
+    def _merge(self, alone: bool) -> MergedRows | None:
+        """The rows of what each process has a part of; None where another process writes them."""
         if self.ranks is None or not self.ranks.reduces:
-            return []
+            return None
         pieces, self._pieces = self._pieces, []
         if alone:
             return merge(pieces, Alone())
@@ -189,8 +189,9 @@ class Recorder:
         ]
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
         tables = {"stats": stats, "distributions": distributions, "effects": effects}
-        for merged in step.merged:
-            tables[merged.table].append(merged.cells(*(next(fetched) for _ in merged.numbers)))
+        if step.merged is not None:
+            for table, merged in step.merged.made(*(next(fetched) for _ in step.merged.numbers)):
+                tables[table].append(merged)
         for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
@@ -207,7 +208,7 @@ class _Step(NamedTuple):
     stats: list[tuple[Row, tuple[str, ...], Values]]
     distributions: list[tuple[Row, tuple[float, ...], int, Values]]
     effects: list[tuple[Row, Effect]]
-    merged: list[MergedRow]
+    merged: MergedRows | None
     late: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
 

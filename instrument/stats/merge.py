@@ -1,9 +1,10 @@
 """Statistics of one tensor from those of its parts, which several processes have measured.
 
-Each process brings a row of numbers for each tensor. They are combined by a maximum and two sums, which is what processes can
+Each process brings a row of numbers for each tensor. They are combined by a maximum and a sum, which is what processes can
 form together without any of them seeing the others' rows: first the extremes, then sums of values over the largest magnitude
-(so that no square overflows), then the squares of what is left of them about the mean. The variance is that of Chan, Golub
-and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances", for any number of parts.
+(so that no square overflows), and of their squares about the middle between the extremes. No element is further from the mean
+than sqrt(n - 1) standard deviations (Samuelson 1968, "How deviant can you be?"), so that the variance, from which the square of
+the middle's distance is taken, is off by at most some n * 1e-16 of itself: 1e-6 for a tensor of 1e10 elements.
 
 Quantiles come from sketches: `LEVELS` quantiles of each part, at equal distances. The distribution of all is taken to have each
 part's elements spread evenly between its quantiles, so that a rank is off by at most 1 / (LEVELS - 1) = 0.4%, beside what a
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..spec.statistics import ALL
 from .distribution import distribution
 from .kernel import Values, measure
 
@@ -27,15 +29,19 @@ MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_co
 """What is measured of each part; `l1` beside it where it is asked for."""
 PART = (*MEASURED, "l1", "saturated", "weight")
 """The numbers of one part: those, the share of saturated elements, and the norm of the parameter that an update belongs to."""
+MERGED = tuple(name for name in ALL if name != "dead_fraction")
+"""What becomes of the parts' numbers; which units are dead is gathered."""
 LEVELS = 257
 PACKED = 48  # units in a number: a float64 holds integers up to 2^53
 
 _SKETCHED = tuple(i / (LEVELS - 1) for i in range(LEVELS))
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+Part = Sequence[float] | Tensor
+"""The numbers of one part, in the order of PART; a float64 tensor where they are on a device."""
 
 
-def part_of(values: Values, saturated: float | Tensor | None, weight: float | Tensor | None) -> Tensor:
+def part_of(values: Values, saturated: float | Tensor | None, weight: float | Tensor | None) -> Part:
     """The numbers of one part.
 
     Args:
@@ -44,12 +50,13 @@ def part_of(values: Values, saturated: float | Tensor | None, weight: float | Te
         weight: The norm of the parameter that an update belongs to; None likewise.
 
     Returns:
-        float64 [PART] on the device of the values, NaN where there is no number.
+        As many numbers as PART has, NaN where there is none; a float64 tensor where the values are on a device.
     """
-    device = values.device if isinstance(values, Tensor) else None
-    part = torch.full((len(PART),), math.nan, dtype=torch.float64, device=device)
-    numbers = values if isinstance(values, Tensor) else _numbers(values)
-    part[: len(numbers)] = numbers
+    if not isinstance(values, Tensor):
+        numbers = [*values, *[None] * (len(PART) - 2 - len(values)), saturated, weight]
+        return [math.nan if number is None else float(number) for number in numbers]
+    part = values.new_full((len(PART),), math.nan)
+    part[: len(values)] = values
     for place, number in ((-2, saturated), (-1, weight)):
         if number is not None:
             part[place] = number
@@ -99,8 +106,8 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
         most: float64 [rows, 5], the maximum of all parts' `extremes`.
 
     Returns:
-        float64 [rows, 9]: numel, finite, sum, sum of squares, sum of magnitudes, zeros, NaN, infinite and saturated elements,
-        with values over the largest magnitude; [rows, 1] more: the square of the parameter's norm over the largest.
+        float64 [rows, 11]: numel, finite, sum, sum of squares, sum of magnitudes, zeros, NaN, infinite and saturated elements,
+        with values over the largest magnitude; the square of the parameter's norm over the largest; squares about the middle.
     """
     of, unit, weight = _columns(parts), _unit(most), _norm_unit(most)
     n = _finite(of)
@@ -108,34 +115,23 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
         *(of["numel"], n, n * (of["mean"] / unit), (of["l2"] / unit).square(), of["l1"] / unit),
         *(n * of["zero_fraction"], of["nan_count"], of["inf_count"], n * of["saturated"]),
         (of["weight"] / weight).square(),
+        n * ((of["std"] / unit).square() + (of["mean"] / unit - _middle(most)).square()),
     ]
     return torch.stack(found, dim=1).nan_to_num(nan=0.0)
 
 
-def squares(parts: Tensor, most: Tensor, total: Tensor) -> Tensor:
-    """What to form the second sum of: squares of the values about the mean of all of them.
-
-    Returns:
-        float64 [rows].
-    """
-    of, unit = _columns(parts), _unit(most)
-    n = _finite(of)
-    apart = of["mean"] / unit - total[:, 2] / total[:, 1]
-    return (n * ((of["std"] / unit).square() + apart.square())).nan_to_num(nan=0.0)
-
-
-def merged(most: Tensor, total: Tensor, centred: Tensor) -> dict[str, Tensor]:
-    """The statistics of all parts together, float64 [rows] each; NaN where there is no value."""
+def merged(most: Tensor, total: Tensor) -> Tensor:
+    """The statistics of all parts together, float64 [rows, MERGED]; NaN where there is no value."""
     unit = _unit(most)
-    numel, n, summed, squared, magnitudes, zeros, nans, infinities, saturated, weights = total.unbind(dim=1)
+    numel, n, summed, squared, magnitudes, zeros, nans, infinities, saturated, weights, squares = total.unbind(dim=1)
     none = torch.where(n > 0, 0.0, math.nan)
     high, low = most[:, 0] + none, -most[:, 1] + none
     l2 = squared.sqrt() * unit + none
     weight = weights.sqrt() * _norm_unit(most)
-    return {
+    found = {
         "numel": numel,
         "mean": summed / n * unit,
-        "std": (centred / n).sqrt() * unit,
+        "std": (squares / n - (summed / n - _middle(most)).square()).clamp(min=0.0).sqrt() * unit,
         "rms": (squared / n).sqrt() * unit,
         "min": low,
         "max": high,
@@ -148,6 +144,7 @@ def merged(most: Tensor, total: Tensor, centred: Tensor) -> dict[str, Tensor]:
         "saturated_fraction": saturated / n + torch.where(most[:, 3].isinf(), math.nan, 0.0),
         "update_ratio": torch.where(weight > 0, l2 / weight, math.nan),
     }
+    return torch.stack([found[name] for name in MERGED], dim=1)
 
 
 def _columns(parts: Tensor) -> dict[str, Tensor]:
@@ -162,6 +159,13 @@ def _unit(most: Tensor) -> Tensor:
     """The largest magnitude of each row, 1 where that is no number to divide by."""
     largest = most[:, :2].abs().amax(dim=1)
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+
+
+def _middle(most: Tensor) -> Tensor:
+    """The middle between the smallest and the largest value, over the unit; 0 where there is none."""
+    unit = _unit(most)
+    middle = most[:, 0] / unit / 2.0 - most[:, 1] / unit / 2.0
+    return torch.where(middle.isfinite(), middle, 0.0)
 
 
 def _norm_unit(most: Tensor) -> Tensor:

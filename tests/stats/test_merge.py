@@ -17,6 +17,7 @@ from instrument.stats.distribution import SAMPLE, distribution
 from instrument.stats.kernel import measure
 from instrument.stats.merge import (
     MEASURED,
+    MERGED,
     extremes,
     merge_distributions,
     merge_units,
@@ -24,7 +25,6 @@ from instrument.stats.merge import (
     pack_units,
     part_of,
     sketch,
-    squares,
     sums,
 )
 from instrument.stats.units import dead_fraction, dead_units, saturated_fraction
@@ -37,11 +37,11 @@ def together(parts: list[Tensor], **more: list[float | None]) -> dict[str, float
     """The statistics of parts, as processes form them."""
     none: list[float | None] = [None] * len(parts)
     saturated, weights = more.get("saturated", none), more.get("weights", none)
-    rows = [part_of(measure(p, NAMES), s, w)[None] for p, s, w in zip(parts, saturated, weights, strict=True)]
+    measured = [part_of(measure(p, NAMES), s, w) for p, s, w in zip(parts, saturated, weights, strict=True)]
+    rows = [torch.tensor(part, dtype=torch.float64)[None] for part in measured]
     most = torch.stack([extremes(row) for row in rows]).amax(dim=0)
     total = torch.stack([sums(row, most) for row in rows]).sum(dim=0)
-    centred = torch.stack([squares(row, most, total) for row in rows]).sum(dim=0)
-    return {name: value.item() for name, value in merged(most, total, centred).items()}
+    return dict(zip(MERGED, merged(most, total)[0].tolist(), strict=True))
 
 
 def agree(parts: list[Tensor]) -> None:
