@@ -18,7 +18,7 @@ from .analysis.load import NoRunError, load
 from .errors import ConfigError
 from .run.checkpoint import Checkpoints
 from .sinks.compaction import compact
-from .sinks.lock import LOCK, FolderLock, is_locked
+from .sinks.lock import FolderLock, is_written
 from .sinks.remote import refuse_address
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compact(folder: Path) -> int:
     lock = FolderLock(folder)
-    if _is_written(folder) or not lock.acquire():
+    if is_written(folder) or not lock.acquire():
         print(f"{folder}: still running; left as it is", file=sys.stderr)
         return 1
     try:
@@ -62,12 +62,6 @@ def _compact(folder: Path) -> int:
     for problem in found.problems:
         print(f"{folder}: {problem}", file=sys.stderr)
     return 1 if found.problems else 0
-
-
-def _is_written(folder: Path) -> bool:
-    """Whether any of the processes that train together still writes."""
-    ranks = (path.name.removeprefix(f"{LOCK}-") for path in folder.glob(f"{LOCK}-*"))
-    return any(is_locked(folder, int(rank)) for rank in ["0", *ranks] if rank.isdigit())
 
 
 def _ends(folder: Path) -> dict[str, int]:

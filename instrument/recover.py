@@ -16,7 +16,7 @@ from pathlib import Path
 from .analysis.load import NoRunError, load
 from .errors import ConfigError
 from .run.folder import mark_killed
-from .sinks.lock import is_locked
+from .sinks.lock import is_written
 from .sinks.recovery import recover
 from .sinks.remote import refuse_address
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recover(folder: Path) -> int:
-    if is_locked(folder):
+    if is_written(folder):
         print(f"{folder}: still running; left as it is", file=sys.stderr)
         return 1
     try:

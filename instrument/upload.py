@@ -17,7 +17,7 @@ from .analysis.load import NoRunError, load
 from .errors import ConfigError, InstrumentError, Mistake
 from .plan.printed import human_bytes
 from .run.folder import mark_killed, read_record
-from .sinks.lock import is_locked
+from .sinks.lock import is_written
 from .sinks.recovery import recover
 from .sinks.remote import RemoteFolder, place_of, refuse_address, told
 from .sinks.upload import send_all
@@ -57,7 +57,7 @@ def _remote(folder: Path, remote: str | None) -> RemoteFolder:
 
 
 def _send(folder: Path, remote: RemoteFolder) -> int:
-    running = is_locked(folder)
+    running = is_written(folder)
     try:
         if not running:
             recover(folder)

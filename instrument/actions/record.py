@@ -156,7 +156,9 @@ class Record:
         names = (*MEASURED, "l1") if "l1" in self.statistics else MEASURED
         along = _along(tensor, context, self.spec.unit_dim) if "dead_fraction" in self.more else None
         dead = None if along is None else dead_units(as_plain(tensor.detach()), along)
-        return part_of(measure(tensor, names), saturated, weight), dead
+        # Shards are along dimension 0, as fully_shard makes them: each has other units.
+        apart = dead if context.scope == "shard" and along == 0 else None
+        return part_of(measure(tensor, names), saturated, weight, apart), None if apart is not None else dead
 
     def _measure(self, tensor: Tensor, context: Context) -> Values:
         if not self.more:

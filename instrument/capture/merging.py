@@ -64,8 +64,10 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
     """What it brings to a row of effects: elements, changed ones, the norms before and after, the factor."""
     measures, factor = effect.measures, math.nan if effect.factor is None else effect.factor
     if isinstance(measures, Tensor):
-        ends = [torch.as_tensor(end, dtype=torch.float64, device=measures.device) for end in (effect.numel, factor)]
-        return Piece("effects", key_of(context), (), torch.cat([ends[0].view(1), measures, ends[1].view(1)]), _NOTHING)
+        part = measures.new_full((5,), effect.numel)  # which waits for no device, as a copy would
+        part[1:4] = measures
+        part[4] = factor
+        return Piece("effects", key_of(context), (), part, _NOTHING)
     numbers = [math.nan if number is None else number for number in measures]
     return Piece("effects", key_of(context), (), (effect.numel, *numbers, float(factor)), _NOTHING)
 
@@ -89,14 +91,14 @@ def merge(pieces: Sequence[Piece], over: Over) -> MergedRows | None:
 
 def _statistics(pieces: Sequence[Piece], over: Over) -> Tensor:
     """float64 [rows, MERGED]."""
-    parts = _stacked(pieces)
+    parts = _stacked(pieces, over.device)
     most = over.maximum(extremes(parts))
     return merged(most, over.sum(sums(parts, most)))
 
 
 def _changes(pieces: Sequence[Piece], over: Over) -> Tensor:
     """float64 [rows, 5]: elements, changed ones, the norms before and after, the factor where it is the same everywhere."""
-    parts = _stacked(pieces)
+    parts = _stacked(pieces, over.device)
     factors = parts[:, 4:].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
     ends = over.maximum(torch.cat([factors, torch.where(factors.isinf(), factors, -factors)], dim=1))
     total = over.sum(torch.cat([parts[:, :2], parts[:, 2:4].square()], dim=1).nan_to_num(nan=0.0))
@@ -104,12 +106,15 @@ def _changes(pieces: Sequence[Piece], over: Over) -> Tensor:
     return torch.cat([total[:, :2], total[:, 2:4].sqrt(), factor[:, None]], dim=1)
 
 
-def _stacked(pieces: Sequence[Piece]) -> Tensor:
-    """float64 [rows, numbers], on the device that any of them is on."""
-    device = next((p.part.device for p in pieces if isinstance(p.part, Tensor) and not p.part.is_cpu), None)
-    if device is None and not any(isinstance(piece.part, Tensor) for piece in pieces):
-        return torch.tensor([piece.part for piece in pieces], dtype=torch.float64)
-    return torch.stack([torch.as_tensor(piece.part, dtype=torch.float64, device=device) for piece in pieces])
+def _stacked(pieces: Sequence[Piece], device: torch.device | None) -> Tensor:
+    """float64 [rows, numbers]; what is not on the device goes there in one copy."""
+    there = [piece.part for piece in pieces if isinstance(piece.part, Tensor)]
+    here = torch.tensor([piece.part for piece in pieces if not isinstance(piece.part, Tensor)], dtype=torch.float64)
+    device = device or (there[0].device if there else None)
+    if not there:
+        return here.to(device)
+    rows, others = iter(there), iter(here.to(device))
+    return torch.stack([next(rows) if isinstance(piece.part, Tensor) else next(others) for piece in pieces])
 
 
 def _gathered(pieces: Sequence[Piece], over: Over) -> Tensor:
@@ -117,7 +122,7 @@ def _gathered(pieces: Sequence[Piece], over: Over) -> Tensor:
     parts = [piece.gathered for piece in pieces if len(piece.gathered)]
     if not parts:
         return _NOTHING
-    device = next((part.device for part in parts if not part.is_cpu), parts[0].device)
+    device = over.device or parts[0].device
     found = over.gather(torch.cat([part.to(device) for part in parts]))
     return _NOTHING if found is None else found
 

@@ -200,11 +200,12 @@ class Probe:
         """The phase is `eval` inside; its rows are written when it ends."""
         began = time.perf_counter()
         self.phase = "eval"
+        due = bool(self._due)
         try:
             yield
         finally:
             self.phase = "train"
-        self.recorder.end_step()
+        self.recorder.end_step(due=due)
         self._step_began += time.perf_counter() - began  # it is no part of the step that it stands in
 
     @property
@@ -301,7 +302,7 @@ class Probe:
             if live.due and live.rhythm == "step":
                 live.settle(SKIPPED_STEP if self._scaling is not None and row["skipped"] else None)
         self._notice_replacements()
-        self.recorder.end_step()
+        self.recorder.end_step(due=bool(self._due))
         return row
 
     def write_metrics(

@@ -60,6 +60,10 @@ class Over(Protocol):
     def size(self) -> int:
         """How many there are."""
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where numbers are merged; where they are without it."""
+
     def sum(self, numbers: Tensor) -> Tensor:
         """The sum of these numbers, in every process."""
 
@@ -73,7 +77,7 @@ class Over(Protocol):
 class Alone:
     """One process for itself."""
 
-    leads, size = True, 1
+    leads, size, device = True, 1, None
 
     def sum(self, numbers: Tensor) -> Tensor:
         """The numbers."""
@@ -94,6 +98,7 @@ class Ranks:
     Args:
         parallel: How they train together.
         reduces: Whether the first one writes rows for all of them.
+        control: A group for messages between the CPUs of all of them; one is made where it is needed.
         merged_metrics: Whether the loop gives each of them the metrics of all, of which one row is enough.
 
     Attributes:
@@ -102,15 +107,18 @@ class Ranks:
         differences: Where processes have not seen the same tensors, in words, by hook, layer and rank.
     """
 
-    def __init__(self, parallel: Parallel, *, reduces: bool, merged_metrics: bool = False) -> None:
+    def __init__(self, parallel: Parallel, *, reduces: bool, merged_metrics: bool = False, control: Any = None) -> None:
         self.parallel = parallel
         self.reduces = reduces
         self.merged_metrics = merged_metrics
         self.rank = dist.get_rank()
         self._size = dist.get_world_size()
         self.bytes_sent = 0
+        self._device = torch.device("cpu")
         self.differences: dict[tuple[str, str, int], str] = {}
-        self._control: Any = dist.new_group(backend="gloo")
+        self._control: Any = None
+        if reduces:
+            self._control = dist.new_group(backend="gloo") if control is None else control
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -122,6 +130,11 @@ class Ranks:
     def size(self) -> int:
         """How many there are."""
         return self._size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers of this step are merged."""
+        return self._device
 
     def merges(self, context: Context) -> bool:
         """Whether there is to be one row of what all processes have a part of.
@@ -164,10 +177,13 @@ class Ranks:
 
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
         """A step's pieces in an order that is the same in all processes; of what this one has not seen one without numbers."""
-        seen = repr([self._number(piece) for piece in pieces])
+        moment = pieces[0].key[:4] if pieces else ()
+        seen = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces]))
         digest = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "little")
-        told = torch.tensor([digest, -digest])
+        on_device = any(isinstance(part, Tensor) and not part.is_cpu for piece in pieces for part in piece[-2:])
+        told = torch.tensor([digest, -digest, on_device])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if told[2] else torch.device("cpu")
         if told[0] == -told[1]:
             return list(pieces)
         blank = [
@@ -190,7 +206,7 @@ class Ranks:
 
     def _number(self, piece: Piece) -> int:
         """What stands for a piece whatever its moment; the same in all processes."""
-        of = (piece.table, piece.key[1], *piece.key[3:], piece.shape)
+        of = (piece.table, *piece.key[3:], piece.shape)
         found = self._numbers.get(of)
         if found is None:
             found = int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")

@@ -126,14 +126,15 @@ class Recorder:
         self.sink.write(table, rows)
         self.rows_written += len(rows)
 
-    def end_step(self, *, alone: bool = False) -> None:
+    def end_step(self, *, due: bool = True, alone: bool = False) -> None:
         """Hand the step's rows to the sink; of one whose numbers are on a GPU when the next step ends.
 
         Args:
+            due: Whether any hook was due, which is the same in all processes.
             alone: The other processes are not there any more: rows are of this one's parts.
         """
         self.flush()
-        merged = self._merge(alone)
+        merged = self._merge(due, alone)
         stats, self._stats = self._stats, []
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
@@ -147,14 +148,14 @@ class Recorder:
         if self._under_way.transfer.is_here and not late:
             self.flush()
 
-    def _merge(self, alone: bool) -> MergedRows | None:
+    def _merge(self, due: bool, alone: bool) -> MergedRows | None:
         """The rows of what each process has a part of; None where another process writes them."""
-        if self.ranks is None or not self.ranks.reduces:
+        if self.ranks is None or not self.ranks.reduces or not (due or self._pieces):
             return None
-        pieces, self._pieces = self._pieces, []
-        if alone:
-            return merge(pieces, Alone())
-        return merge(self.ranks.align(pieces), self.ranks)
+        pieces = self._pieces if alone else self.ranks.align(self._pieces)
+        merged = merge(pieces, Alone() if alone else self.ranks)
+        self._pieces = []  # they are kept as long as other processes may fail
+        return merged
 
     @property
     def is_owing(self) -> bool:

@@ -27,6 +27,7 @@ from ..sharded import is_sharded
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
 from ..spec.base import HookBase
+from ..spec.budget import BudgetConfig
 from ..spec.config import SinkConfig
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget, parse_hooks
@@ -34,6 +35,7 @@ from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import JoinedFolder, RunFolder, config_hash
 from .remote_copy import RemoteCopy
+from .strategies import budget_mistakes, shard_mistakes
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
@@ -87,6 +89,7 @@ def attach(
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
     notice = meet_compiled(model, plan)
+    limits = parse_budget(budget)
     sink: Sink = MemorySink() if out is None else ParquetSink(Path(out))
     attached = Probe(
         plan,
@@ -96,8 +99,8 @@ def attach(
         seed=seed,
         archive=RunArchive(),
         steps_by_loop=steps_by_loop,
-        budget=parse_budget(budget),
-        ranks=_ranks(model, reduce),
+        budget=limits,
+        ranks=_ranks(model, hooks, limits, reduce),
     )
     copy = _copy(out, remote)
     # The folder is made once nothing can be refused any more.
@@ -138,15 +141,28 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
     return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), _Warnings(), where="remote")
 
 
-def _ranks(model: nn.Module, reduce: str) -> Ranks | None:
-    """The processes that train the model together, as far as that can be seen; None for a single one."""
+def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:
+    """The processes that train the model together, as far as that can be seen; None for a single one.
+
+    Raises:
+        ConfigError: What is asked for cannot be had of several processes, or of shards.
+    """
+    if reduce not in ("none", "global"):
+        raise ConfigError(Mistake("reduce", "has to be one of two", written=reduce, allowed=("none", "global")))
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     parallel: Parallel = "own"
+    mistakes = budget_mistakes(budget) if reduce == "global" else []
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         parallel = "ddp"
-    elif any(is_sharded(parameter) for parameter in model.parameters()):
+    elif sharded := [parameter for parameter in model.parameters() if is_sharded(parameter)]:
         parallel = "fsdp2"
+        mistakes += shard_mistakes(hooks)
+        if reduce == "global" and not all(place.is_shard() for parameter in sharded for place in parameter.placements):
+            problem = "some parameters are the same in several processes, and would count as often"
+            mistakes.append(Mistake("reduce", problem, written=reduce, allowed="none"))
+    if mistakes:
+        raise ConfigError(*mistakes)
     return Ranks(parallel, reduces=reduce == "global")
 
 
@@ -154,7 +170,7 @@ def _folder(
     path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int, remote: str | None
 ) -> RunFolder | JoinedFolder:
     if own_rank():
-        return JoinedFolder(path, own_rank())
+        return JoinedFolder(path, own_rank(), where="out")
     told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     return RunFolder(
         path,

@@ -121,7 +121,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
     refuse_idle_paths(plan, trials)
     refuse_misfit_slices(plan, trials)
-    strategy.shard(model)
+    if strategy.shard(model):
+        plan = make_plan(config.hooks, model)  # nobody holds on to the whole parameters
     optimizer = _build_optimizer(config.optimizer, [p for p in model.parameters() if p.requires_grad])
     require_optimizer(plan, optimizer)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)

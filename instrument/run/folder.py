@@ -8,8 +8,9 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..errors import ConfigError, Mistake, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote import refuse_address
 
+PATIENCE = 60.0  # seconds that the processes of a run wait for the first one
 Status = Literal["running", "done", "failed", "interrupted", "killed"]
 ASIDE = ".aside"  # beside a sweep's jobs: what is left of those that are done again, as 3.1, 3.2, ... of job 3
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
@@ -147,8 +149,6 @@ class RunFolder:
         """The run is over. That an error cannot be written down does not take the error's place."""
         try:
             self.update(**ending(status, error))
-            if status == "failed" and self.record.get("ranks", 1) > 1:
-                self.update(failed_rank=error.rank if isinstance(error, RankError) else 0)
         except SinkError:
             if error is None:
                 raise
@@ -169,13 +169,23 @@ class JoinedFolder:
     Args:
         path: The folder.
         rank: Which of the processes this is.
+        where: What the user says the folder by.
+
+    Raises:
+        ConfigError: The first process does not begin a run there.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, *, where: str = "hydra.run.dir") -> None:
         self.path = path
         self._lock = FolderLock(path, rank)
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
+        deadline = time.monotonic() + PATIENCE
+        while not is_locked(path):  # by the first process, which refuses a folder that holds another run
+            if time.monotonic() > deadline:
+                problem = f"the first process has begun no run in this folder within {PATIENCE:.0f} seconds"
+                raise ConfigError(Mistake(where, problem, written=str(path)))
+            time.sleep(0.05)
+        if not self._lock.acquire():
+            raise ConfigError(Mistake(where, "another process of this rank writes to this folder", written=str(path)))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -195,7 +205,8 @@ class JoinedFolder:
     def _record_failure(self, error: RankError) -> None:
         record = json.loads((self.path / "run.json").read_text())
         if record["status"] == "running":
-            write_json(self.path / "run.json", {**record, **ending("failed", error), "failed_rank": error.rank})
+            with suppress(FileNotFoundError):  # another survivor was faster
+                write_json(self.path / "run.json", {**record, **ending("failed", error), "failed_rank": error.rank})
 
 
 def ending(status: Status, error: BaseException | None) -> dict[str, Any]:

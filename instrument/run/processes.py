@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,8 @@ class Processes:
         return cls(rank, local_rank, size, store, dist.new_group(backend="gloo"))
 
     def close(self) -> None:
-        """Part from the others."""
+        """Part from the others, once all of them are here."""
+        self.wait()
         dist.destroy_process_group()
 
     @property
@@ -107,11 +108,12 @@ class Processes:
         raise RankError(f"rank {rank}: {told}", rank, code)
 
     @contextmanager
-    def failing_together(self, folder: Path) -> Iterator[None]:
+    def failing_together(self, folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
         """When one process fails inside, or is killed, the others end too, and say because of which.
 
         Args:
             folder: The run's folder, whose locks tell which processes are alive.
+            failed: Called with the rank of the one that failed first.
 
         Raises:
             RankError: Another process failed first.
@@ -123,13 +125,19 @@ class Processes:
         except BaseException as error:
             _ignore_termination()  # torchrun sends it to all when one has ended; what is to be said and written comes first
             first = self._first_failure(error, folder)
+            if first is None:
+                raise
+            failed(first.rank)
             if first.rank == self.rank:
                 raise
             message = f"rank {first.rank} {first.told}; rank {self.rank} cannot go on without it, and stops"
             raise RankError(message, first.rank) from error
 
-    def _first_failure(self, error: BaseException, folder: Path) -> Failure:
+    def _first_failure(self, error: BaseException, folder: Path) -> Failure | None:
+        """Who failed first; None where this process was interrupted, and no other one has failed."""
         own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if type(error) is KeyboardInterrupt:  # Ctrl-C, which all of them get
+            return None
         if not _is_lost_connection(error):
             return self._claim(own)
         deadline = time.monotonic() + PATIENCE
@@ -140,7 +148,7 @@ class Processes:
             if gone:
                 return self._claim(Failure(gone[0], "was killed"))
             time.sleep(0.05)
-        return self._claim(own)
+        return None if isinstance(error, KeyboardInterrupt) else self._claim(own)
 
     def _claim(self, failure: Failure) -> Failure:
         """The first failure that any process has put down, which may be this one."""

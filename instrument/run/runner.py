@@ -68,24 +68,29 @@ def run(
         copy = RemoteCopy(folder, config.sink, terminal)
         if config.report:
             _require_report()
-        place = _place(config, folder, raw, overrides, processes)
+        kept = _place(config, folder, raw, overrides, processes) if processes is None or processes.leads else None
+    place = kept or JoinedFolder(folder, own_rank())
     with copy:
         with (
             place.recording(),
-            failing_together(processes, folder),
+            failing_together(processes, folder, lambda rank: place.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
             with agreed(processes):
                 experiment = prepare(config, strategy)
-            place.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
-            training = _Training(experiment, folder, terminal, raw, copy)
+                place.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
+                training = _Training(experiment, folder, terminal, raw, copy)
+                training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()
+            if processes is not None:  # all rows are on disk
+                failures = enumerate(processes.exchange(failure))
+                failure = next((f"rank {rank}: {told}" for rank, told in failures if told), None)
             place.update(metrics=dict(metrics), recording_stopped=failure)
-            if processes is not None:
-                processes.wait()  # until all rows are on disk
-        if processes is not None and not processes.leads:
-            return Result(folder, metrics)
+        if processes is not None:
+            processes.close()
+            if not processes.leads:
+                return Result(folder, metrics)
         if failure is None:
             readable = copy.readable()
             page = make(readable).save(folder / FILE) if config.report else None
@@ -101,9 +106,7 @@ def _place(
     raw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     processes: Processes | None,
-) -> RunFolder | JoinedFolder:
-    if processes is not None and not processes.leads:
-        return JoinedFolder(folder, processes.rank)
+) -> RunFolder:
     if config.resume is not None:
         return RunFolder.again(folder, on_error=config.sink.on_error)
     return RunFolder(
@@ -168,7 +171,6 @@ class _Training:
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Train to the end; gives the metrics of the last evaluation, and why recording stopped where it did."""
         experiment, probe = self.experiment, self.probe
-        self._begin()
         with probe, self.terminal.progress(experiment.steps) as show:
             breaks = graph_breaks()
             last = None
@@ -183,7 +185,7 @@ class _Training:
                 probe.event("graph_break", message, severity="info")
         return metrics, self.sink.failure
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Open the trackers. Of a run that goes on, take back the rows of the steps that are done again, and show the
         trackers what is left of the first of them: the evaluation before it."""
         since = None if self.state is None else self.state["step"]

@@ -7,7 +7,7 @@ gradient inside the model is on the scale that it has where one process trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..capture.ranks import Ranks
 from ..errors import ConfigError, Mistake
 from ..kinds.scope import Parallel
+from ..spec.budget import BudgetConfig
 from ..spec.config import RunConfig
 from ..spec.functions import PenaltySpec
+from ..spec.hooks import HookSpec
 from .data import Share
 
 if TYPE_CHECKING:
@@ -45,8 +47,9 @@ class Strategy:
             ConfigError: With all of it.
         """
 
-    def shard(self, model: nn.Module) -> None:
-        """Give each process its shard of the parameters, before there is an optimizer."""
+    def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Give each process its shard of the parameters, before there is an optimizer; whether parameters were replaced."""
+        return False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What training calls in place of the model."""
@@ -85,7 +88,7 @@ class DataParallel(Strategy):
     def __init__(self, processes: Processes, *, reduces: bool) -> None:
         self.processes = processes
         self.share = Share(processes.rank, processes.size)
-        self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True)
+        self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
 
     def refuse(self, config: RunConfig) -> None:
         """Stop at what several processes cannot do yet."""
@@ -153,30 +156,11 @@ class FullySharded(DataParallel):
             )
         if config.train.compile:
             mistakes.append(Mistake("train.compile", "a sharded model is not compiled", True, "false, or ddp"))
-        for name, spec in config.hooks.items():
-            if spec.kind == "parameter_grad_micro":
-                mistakes.append(
-                    Mistake(
-                        f"hooks.{name}.kind",
-                        "Tensor.register_hook never fires on parameters that fsdp2 shards",
-                        written=spec.kind,
-                        allowed="post_accumulate_grad: the averaged gradient, in this rank's shard; parameter_grad: at the "
-                        "optimizer boundary",
-                    )
-                )
-            if isinstance(spec, PenaltySpec) and spec.kind == "loss":
-                mistakes.append(
-                    Mistake(
-                        f"hooks.{name}.kind",
-                        "a penalty on the loss does not reach parameters that fsdp2 shards",
-                        written=spec.kind,
-                        allowed="parameter_grad",
-                    )
-                )
+        mistakes += shard_mistakes(config.hooks)
         if mistakes:
             raise ConfigError(*mistakes)
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> bool:
         """Replace the parameters by this process's shards."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -187,6 +171,7 @@ class FullySharded(DataParallel):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+        return True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model itself."""
@@ -229,16 +214,7 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
 
 
 def _refused(config: RunConfig) -> list[Mistake]:
-    mistakes = []
-    if config.reduce == "global" and (config.budget.time is not None or config.budget.bytes is not None):
-        mistakes.append(
-            Mistake(
-                "budget",
-                "each rank would look away at other times, and rows of all ranks need all of them",
-                None,
-                "reduce=none",
-            )
-        )
+    mistakes = budget_mistakes(config.budget) if config.reduce == "global" else []
     if config.train.checkpoint.every:
         mistakes.append(
             Mistake(
@@ -248,6 +224,40 @@ def _refused(config: RunConfig) -> list[Mistake]:
                 allowed="0",
             )
         )
+    return mistakes
+
+
+def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:
+    """A budget, where rows are of all ranks."""
+    if budget is None or (budget.time is None and budget.bytes is None):
+        return []
+    problem = "each rank would look away at other times, and rows of all ranks need all of them"
+    return [Mistake("budget", problem, allowed="reduce=none")]
+
+
+def shard_mistakes(hooks: Mapping[str, HookSpec]) -> list[Mistake]:
+    """Hooks that would never fire on parameters that are sharded, with those that do."""
+    mistakes = []
+    for name, spec in hooks.items():
+        if spec.kind == "parameter_grad_micro":
+            mistakes.append(
+                Mistake(
+                    f"hooks.{name}.kind",
+                    "Tensor.register_hook never fires on parameters that fsdp2 shards",
+                    written=spec.kind,
+                    allowed="post_accumulate_grad: the averaged gradient, in this rank's shard; parameter_grad: at the "
+                    "optimizer boundary",
+                )
+            )
+        if isinstance(spec, PenaltySpec) and spec.kind == "loss":
+            mistakes.append(
+                Mistake(
+                    f"hooks.{name}.kind",
+                    "a penalty on the loss does not reach parameters that fsdp2 shards",
+                    written=spec.kind,
+                    allowed="parameter_grad",
+                )
+            )
     return mistakes
 
 
@@ -262,11 +272,14 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            found.extend(child for child in module if any(True for _ in child.parameters()))
-            return
         for child in module.children():
-            look(child)
+            is_block = (
+                isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward
+            )
+            if is_block and any(True for _ in child.parameters()):
+                found.append(child)
+            else:
+                look(child)
 
     look(model)
     owners: dict[int, int] = {}

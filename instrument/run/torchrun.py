@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -30,9 +31,11 @@ def agreed(processes: Processes | None) -> AbstractContextManager[None]:
     return nullcontext() if processes is None else processes.agreed()
 
 
-def failing_together(processes: Processes | None, folder: Path) -> AbstractContextManager[None]:
+def failing_together(
+    processes: Processes | None, folder: Path, failed: Callable[[int], None]
+) -> AbstractContextManager[None]:
     """`Processes.failing_together`, where there are several."""
-    return nullcontext() if processes is None else processes.failing_together(folder)
+    return nullcontext() if processes is None else processes.failing_together(folder, failed)
 
 
 def refuse_for_several(config: RunConfig) -> None:

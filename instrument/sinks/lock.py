@@ -53,3 +53,9 @@ def is_locked(folder: Path, rank: int = 0) -> bool:
         return True
     lock.release()
     return False
+
+
+def is_written(folder: Path) -> bool:
+    """Whether any of the processes of a run still writes to its folder."""
+    ranks = (path.name.removeprefix(f"{LOCK}-") for path in folder.glob(f"{LOCK}-*"))
+    return any(is_locked(folder, int(rank)) for rank in ["0", *ranks] if rank.isdigit())

@@ -27,10 +27,11 @@ from .kernel import Values, measure
 
 MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
 """What is measured of each part; `l1` beside it where it is asked for."""
-PART = (*MEASURED, "l1", "saturated", "weight")
-"""The numbers of one part: those, the share of saturated elements, and the norm of the parameter that an update belongs to."""
-MERGED = tuple(name for name in ALL if name != "dead_fraction")
-"""What becomes of the parts' numbers; which units are dead is gathered."""
+PART = (*MEASURED, "l1", "saturated", "weight", "dead", "units")
+"""The numbers of one part: those, the share of saturated elements, the norm of the parameter that an update belongs to, and how
+many units are dead of how many, where no two parts have the same ones."""
+MERGED = ALL
+"""What becomes of the parts' numbers. Of units that all parts have, which ones are dead is gathered."""
 LEVELS = 257
 PACKED = 48  # units in a number: a float64 holds integers up to 2^53
 
@@ -41,23 +42,28 @@ Part = Sequence[float] | Tensor
 """The numbers of one part, in the order of PART; a float64 tensor where they are on a device."""
 
 
-def part_of(values: Values, saturated: float | Tensor | None, weight: float | Tensor | None) -> Part:
+def part_of(
+    values: Values, saturated: float | Tensor | None, weight: float | Tensor | None, dead: Tensor | None = None
+) -> Part:
     """The numbers of one part.
 
     Args:
         values: Of MEASURED, and `l1` where it is asked for, as `instrument.stats.kernel.measure` gives them.
         saturated: The share of saturated elements; None where that has no meaning or is not asked for.
         weight: The norm of the parameter that an update belongs to; None likewise.
+        dead: Which units are dead, bool [units], where these are in no other part; None likewise.
 
     Returns:
         As many numbers as PART has, NaN where there is none; a float64 tensor where the values are on a device.
     """
     if not isinstance(values, Tensor):
-        numbers = [*values, *[None] * (len(PART) - 2 - len(values)), saturated, weight]
+        units = (None, None) if dead is None else (int(dead.sum()), len(dead))
+        numbers = [*values, *[None] * (len(PART) - 4 - len(values)), saturated, weight, *units]
         return [math.nan if number is None else float(number) for number in numbers]
     part = values.new_full((len(PART),), math.nan)
     part[: len(values)] = values
-    for place, number in ((-2, saturated), (-1, weight)):
+    counts = (None, None) if dead is None else (dead.sum(), len(dead))
+    for place, number in zip((-4, -3, -2, -1), (saturated, weight, *counts), strict=True):
         if number is not None:
             part[place] = number
     return part
@@ -106,8 +112,9 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
         most: float64 [rows, 5], the maximum of all parts' `extremes`.
 
     Returns:
-        float64 [rows, 11]: numel, finite, sum, sum of squares, sum of magnitudes, zeros, NaN, infinite and saturated elements,
-        with values over the largest magnitude; the square of the parameter's norm over the largest; squares about the middle.
+        float64 [rows, 13]: numel, finite, sum, sum of squares, sum of magnitudes, zeros, NaN, infinite and saturated elements,
+        with values over the largest magnitude; the square of the parameter's norm over the largest; squares about the
+        middle; dead units, units.
     """
     of, unit, weight = _columns(parts), _unit(most), _norm_unit(most)
     n = _finite(of)
@@ -116,6 +123,8 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
         *(n * of["zero_fraction"], of["nan_count"], of["inf_count"], n * of["saturated"]),
         (of["weight"] / weight).square(),
         n * ((of["std"] / unit).square() + (of["mean"] / unit - _middle(most)).square()),
+        of["dead"],
+        of["units"],
     ]
     return torch.stack(found, dim=1).nan_to_num(nan=0.0)
 
@@ -123,7 +132,9 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
 def merged(most: Tensor, total: Tensor) -> Tensor:
     """The statistics of all parts together, float64 [rows, MERGED]; NaN where there is no value."""
     unit = _unit(most)
-    numel, n, summed, squared, magnitudes, zeros, nans, infinities, saturated, weights, squares = total.unbind(dim=1)
+    numel, n, summed, squared, magnitudes, zeros, nans, infinities, saturated, weights, squares, dead, units = (
+        total.unbind(dim=1)
+    )
     none = torch.where(n > 0, 0.0, math.nan)
     high, low = most[:, 0] + none, -most[:, 1] + none
     l2 = squared.sqrt() * unit + none
@@ -141,6 +152,7 @@ def merged(most: Tensor, total: Tensor) -> Tensor:
         "zero_fraction": zeros / n,
         "nan_count": nans,
         "inf_count": infinities,
+        "dead_fraction": torch.where(units > 0, dead / units, math.nan),
         "saturated_fraction": saturated / n + torch.where(most[:, 3].isinf(), math.nan, 0.0),
         "update_ratio": torch.where(weight > 0, l2 / weight, math.nan),
     }

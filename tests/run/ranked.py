@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instrument
+import instrument.run.folder
 
 HOOKS = {
     "seen": {
@@ -25,14 +28,31 @@ HOOKS = {
     },
     "grads": {"layers": "**", "kind": "parameter_grad", "action": "record"},
     "sums": {"layers": "**", "kind": "post_accumulate_grad", "action": "record"},
+    "units": {"layers": "**", "kind": "step_post", "role": "param", "action": "record", "stats": ["dead_fraction"]},
     "kept": {"layers": "2", "kind": "forward", "action": "record", "stats": "none", "tensors": True},
 }
 STEPS = 3
+OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
 
 
 def net() -> nn.Sequential:
+    """Five units of its first layer are dead; its last one has no equal shards."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4))
+    made = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+    with torch.no_grad():
+        made[0].weight[:5] = made[0].bias[:5] = 0.0  # type: ignore[index,operator]
+    return made
+
+
+def refused(model: nn.Module, place: Path | None = None, **asked: Any) -> bool:
+    """Whether this is a mistake, in this process too."""
+    try:
+        with instrument.attach(
+            model, asked.pop("hooks", HOOKS), optimizer=OPTIMIZER(model.parameters()), out=place, **asked
+        ):
+            return False
+    except instrument.ConfigError:
+        return True
 
 
 class Uneven(nn.Module):
@@ -55,7 +75,7 @@ def data(step: int) -> Tensor:
 
 def train(model: nn.Module, place: Path, reduce: str, fail_at: int = -1) -> dict[str, float]:
     hooks = {name: spec for name, spec in HOOKS.items() if name == "seen" or not isinstance(model, Uneven)}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = OPTIMIZER(model.parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
     with instrument.attach(model, hooks, optimizer=optimizer, out=place, reduce=reduce) as probe:  # type: ignore[arg-type]
         for step in range(STEPS):
@@ -85,6 +105,17 @@ if __name__ == "__main__":
         train(DistributedDataParallel(net()), folder / "failed", "global", fail_at=1)
     except ValueError:
         told["failed"] = {}
+    instrument.run.folder.PATIENCE = 2.0
+    micro = {"h": {"layers": "0", "kind": "parameter_grad_micro", "action": "record"}}
+    mistakes = {
+        "taken": refused(DistributedDataParallel(net()), folder / "none"),
+        "budget": refused(DistributedDataParallel(net()), reduce="global", budget={"time": "5%"}),
+        "reduce": refused(net(), reduce="globl"),
+        "micro": refused(sharded, hooks=micro),
+    }
+    everywhere: list[dict[str, bool]] = [{}, {}]
+    dist.all_gather_object(everywhere, mistakes)
+    told["refused"] = everywhere  # type: ignore[assignment]
     if dist.get_rank() == 0:
         print(json.dumps(told), flush=True)
     dist.destroy_process_group()

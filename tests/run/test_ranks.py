@@ -42,7 +42,7 @@ hooks:
   used:     {layers: "**", kind: parameter_grad, action: record}
   sums:     {layers: "**", kind: post_accumulate_grad, action: record, stats: [l2]}
   moved:    {layers: "**", kind: step_post, role: update, action: record, stats: [default, update_ratio]}
-  weights:  {layers: "**", kind: step_post, role: param, action: record}
+  weights:  {layers: "**", kind: step_post, role: param, action: record, stats: [default, dead_fraction]}
   tame:     {layers: "layers.1.**", kind: parameter_grad, action: clip, norm: 0.05}
   each:     {layers: "layers.2", kind: parameter_grad, action: clip, quantile: 0.9}
   quiet:    {layers: "layers.1", kind: full_backward, action: scale, factor: 0.5}
@@ -229,6 +229,8 @@ def test_loops_of_ones_own(tmp_path: Path) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["none"]["bytes"] == 0
     assert told["global"]["bytes"] / told["global"]["tensors"] < 4096
+    assert told["refused"] == [{"taken": True, "budget": True, "reduce": True, "micro": True}] * 2
+    assert len(list((tmp_path / "none" / "stats").iterdir())) == 2
 
     none, merged = instrument.load(tmp_path / "none"), instrument.load(tmp_path / "global")
     apart = none.stats[none.stats["hook"] == "seen"]
@@ -243,7 +245,13 @@ def test_loops_of_ones_own(tmp_path: Path) -> None:
     assert sorted(merged.stats.query("hook == 'sums'")["rank"].unique()) == [0, 1]
     assert sorted(merged.tensors()["rank"].unique()) == [0, 1]
 
+    assert sorted(none.tensors()["rank"].unique()) == [0, 1]  # another run in its folder was refused
+
     sharded = instrument.load(tmp_path / "sharded").stats
+    units = sharded[sharded["hook"] == "units"].set_index(["step", "layer", "path"])["dead_fraction"]
+    assert units.index.is_unique
+    assert units.loc[:, "0", "weight"].tolist() == [5 / 32] * 3
+    assert units.loc[:, "2", "weight"].tolist() == [0.0] * 3
     assert set(sharded["scope"]) == {"global"}
     exact = merged.stats[merged.stats["hook"] == "grads"].set_index(["step", "layer", "path"])["l2"]
     found = sharded[sharded["hook"] == "grads"].set_index(["step", "layer", "path"])["l2"].reindex(exact.index)
@@ -263,12 +271,17 @@ def test_loops_of_ones_own(tmp_path: Path) -> None:
     assert sorted(broken[broken["step"] == 1]["rank"].unique()) == [0, 1]
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (1, "kill"), (1, "raise")])
-def test_when_a_process_dies_the_others_say_which(tmp_path: Path, rank: int, how: str) -> None:
+@pytest.mark.parametrize(("rank", "how", "reduce"), [(0, "kill", "none"), (1, "kill", "none"), (1, "raise", "global")])
+def test_when_a_process_dies_the_others_say_which(tmp_path: Path, rank: int, how: str, reduce: str) -> None:
     done = start(
         tmp_path,
         *("data=digits", f"model={{_target_: dying.Dying, rank: {rank}, how: {how}, after: 5}}", "quiet=true"),
-        *("+hooks.seen={layers: '*', kind: forward, action: record}", "train.parallel=ddp", "hydra.run.dir=out"),
+        *(
+            "+hooks.seen={layers: '*', kind: forward, action: record}",
+            "train.parallel=ddp",
+            "hydra.run.dir=out",
+            f"reduce={reduce}",
+        ),
         processes=3,
     )
     assert done.returncode != 0
@@ -281,14 +294,31 @@ def test_when_a_process_dies_the_others_say_which(tmp_path: Path, rank: int, how
     assert run.info["failed_rank"] == rank
     assert not run.problems
     last = run.stats.groupby("rank")["step"].max()
-    assert last[rank] == 4
-    assert (last[others] >= 4).all()
+    if reduce == "none":
+        assert last[rank] == 4
+        assert (last[others] >= 4).all()
+    else:
+        assert set(run.stats.query("scope == 'global'")["step"]) == {0, 1, 2, 3, 4}
+        assert set(run.stats.query("scope == 'local'")["step"]) <= {5}
 
 
-def test_a_mistake_is_told_once(tmp_path: Path) -> None:
-    done = start(tmp_path, "+exp=ranked", "train.parallel=ddp", "hooks.seen.layers=nowhere", processes=2)
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("hooks.seen.layers=nowhere", "matches no"),  # found when the model is there
+        (
+            "+hooks.own={layers: '*', kind: forward, action: modify, fn: {_target_: nowhere.at_all}}",
+            "nowhere",
+        ),  # and the hooks
+        ("train.parallel=dpd", "dpd"),  # and before any process knows of the others
+    ],
+)
+def test_a_mistake_is_told_once(tmp_path: Path, mistake: str, told: str) -> None:
+    done = start(tmp_path, "+exp=ranked", "train.parallel=ddp", mistake, processes=2)
     assert done.returncode != 0
-    assert done.stderr.count("matches no") == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if told in line and "torchrun" not in line]
+    assert len({*lines}) == len(lines) >= 1, done.stderr
+    assert "cannot go on" not in done.stderr
     assert not list(tmp_path.glob("runs/**/stats"))
 
 
