@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -116,8 +117,12 @@ def test_a_job_that_is_killed_is_told_of_and_what_was_done_stays(cli: Cli) -> No
     assert "1 killed" in answer.err
 
 
-@pytest.mark.parametrize(("launcher", "status"), [("basic", "interrupted"), ("processes", "killed")])
-def test_a_sweep_that_is_interrupted_says_what_is_left(workdir: Path, launcher: str, status: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "ends"),
+    # joblib kills its processes, some of which are faster: they get Ctrl-C too
+    [("basic", {"interrupted"}), ("processes", {"killed", "interrupted"})],
+)
+def test_a_sweep_that_is_interrupted_says_what_is_left(workdir: Path, launcher: str, ends: set[str]) -> None:
     long = ("train.steps=1000000", "seed=1,2", "hydra.sweep.dir=out")
     process = subprocess.Popen(
         [sys.executable, "-m", "instrument", "-m", *TINY[:3], *long, f"hydra/launcher={launcher}"],
@@ -135,10 +140,10 @@ def test_a_sweep_that_is_interrupted_says_what_is_left(workdir: Path, launcher: 
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert f"out/0  {status}  seed=1" in err
     assert "python -m instrument.sweep out --rerun" in err
     run = instrument.load("out/0")
-    assert run.info["status"] == status
+    assert run.info["status"] in ends
+    assert re.search(rf"out/0 +{run.info['status']} +seed=1", err), err
     assert len(run.metrics) > 0
 
 
