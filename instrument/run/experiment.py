@@ -26,8 +26,9 @@ from ..spec.fields import Target
 from ..spec.schedule import Evaluations
 from ..targets import build, takes
 from .apply import apply_specs, build_module
-from .data import Batches, Data, in_order, load_data, refuse_small_batches
+from .data import Batches, Data, load_data
 from .device import choose_device
+from .shares import in_order, refuse_small_batches
 from .strategies import Strategy
 from .tasks import Task, check_outcome
 

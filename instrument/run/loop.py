@@ -14,8 +14,8 @@ from ..capture.probe import Probe
 from ..nested import to_device
 from ..sharded import whole
 from ..spec.schedule import Evaluations
-from .data import Group
 from .experiment import Experiment
+from .shares import Group
 from .tasks import Outcome, accuracy, mean_loss
 
 

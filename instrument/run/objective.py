@@ -125,7 +125,7 @@ def _try(query: str, table: str, condition: str) -> None:
         import duckdb
     except ImportError:
         raise ConfigError(
-            Mistake(KEY, "numbers of tables need DuckDB: pip install 'instrument[sql]'", condition, METRICS)
+            Mistake(KEY, "numbers of tables need DuckDB: pip install 'instrument[sql]'", condition or None, METRICS)
         ) from None
     from ..capture.tables import TABLES
 

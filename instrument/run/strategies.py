@@ -23,7 +23,7 @@ from ..spec.budget import BudgetConfig
 from ..spec.config import RunConfig
 from ..spec.functions import PenaltySpec
 from ..spec.hooks import HookSpec
-from .data import Share
+from .shares import WHOLE, Share
 
 if TYPE_CHECKING:
     from .processes import Processes
@@ -37,7 +37,7 @@ class Strategy:
         ranks: The processes, for the probe; None for a single one.
     """
 
-    share = Share()
+    share = WHOLE
     ranks: Ranks | None = None
 
     def refuse(self, config: RunConfig) -> None:

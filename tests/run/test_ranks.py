@@ -17,7 +17,7 @@ import torch
 
 import instrument
 from instrument.errors import ConfigError
-from instrument.run.data import Share, in_order, refuse_small_batches
+from instrument.run.shares import Share, in_order, refuse_small_batches
 from instrument.run.strategies import DataParallel, FullySharded, choose_strategy
 from instrument.spec.parse import parse_config
 
