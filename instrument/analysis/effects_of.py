@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def effects_of(
     """What a key changes; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(str(Mistake("confidence", "has to lie between 0 and 1", confidence)))
+    _refuse_no_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     matching = match(run, key, baseline, others)
     _warn_of(run, matching)
@@ -53,6 +55,17 @@ def effects_of(
         "left_out": {run_name(run, place): why for place, why in matching.left_out.items()},
     }
     return frame
+
+
+def _refuse_no_steps(steps: Any) -> None:
+    """Stop where there is no step between the two."""
+    is_pair = isinstance(steps, tuple | list) and len(steps) == 2
+    if is_pair and all(step is None or (isinstance(step, Integral) and step >= 0) for step in steps):
+        start, stop = steps
+        if stop is None or (start or 0) < stop:
+            return
+    allowed = "(start, stop), half-open, such as (50, None)"
+    raise InstrumentError(str(Mistake("steps", "there are no steps between these", steps, allowed)))
 
 
 def _means_at(run: Run, place: int, steps: Steps) -> dict[str, Means]:

@@ -23,7 +23,7 @@ class Match:
         place: Its place among the runs.
         baseline: The place of the one that it is compared with.
         seed: Of both.
-        by: What it has at the keys that comparisons are told apart by.
+        by: What it has at the keys that comparisons are told apart by; what its partner has, where it is without the hook.
     """
 
     value: Any
@@ -87,19 +87,12 @@ def match(run: Run, key: str, baseline: Any = None, by: Sequence[str] = ()) -> M
     matches = []
     for group in sorted((group for group in groups if group is not base), key=_order):
         for training in group.members:
-            partner = partners.of(training)
-            if partner is None:
+            found = partners.of(training)
+            if not found:
                 left_out[training.place] = _why_alone(training, base.members, key, base_told)
-            else:
-                matches.append(
-                    Match(
-                        group.told,
-                        training.place,
-                        partner.place,
-                        training.seed,
-                        tuple(told[training.place] for told in apart),
-                    )
-                )
+            for partner in found:
+                at = tuple(_first_known(told[training.place], told[partner.place]) for told in apart)
+                matches.append(Match(group.told, training.place, partner.place, training.seed, at))
     used = {found.baseline for found in matches}
     alone = "no run with another value has its seed and the rest of its configuration"
     left_out |= {control.place: alone for control in base.members if control.place not in used}
@@ -125,26 +118,34 @@ class _Group:
 
 
 class _Partners:
-    """Finds a run's partner among those with the baseline's value."""
+    """Finds a run's partners among those with the baseline's value: several of a run without the hook, where more than the
+    key differs in it."""
 
     def __init__(self, controls: Sequence[Training], path: Sequence[str]) -> None:
         self.path = path
         self.outer = outer_of(path)
         bare = [control for control in controls if control.at(self.outer) is None]
         self.alike = {control.without(path): control for control in reversed(controls)}
-        self.around = {control.without(self.outer): control for control in reversed(controls)}
+        self.around: dict[str, list[Training]] = {}
+        for control in controls:
+            self.around.setdefault(control.without(self.outer), []).append(control)
         self.bare = {control.without(self.outer): control for control in reversed(bare)}
 
-    def of(self, training: Training) -> Training | None:
-        """The one that is the same but for the key, or else but for the hook, where one of the two has none."""
+    def of(self, training: Training) -> list[Training]:
+        """Those that are the same but for the key, or else but for the hook, where one of the two has none."""
         if training.at(self.outer) is None:
-            return self.around.get(training.without(self.outer))
-        return self.alike.get(training.without(self.path)) or self.bare.get(training.without(self.outer))
+            return self.around.get(training.without(self.outer), [])
+        found = self.alike.get(training.without(self.path)) or self.bare.get(training.without(self.outer))
+        return [] if found is None else [found]
 
 
 def outer_of(path: Sequence[str]) -> Sequence[str]:
     """The whole hook that a path leads into; of anything else the path itself."""
     return path[:2] if path[0] == HOOKS else path
+
+
+def _first_known(one: Any, other: Any) -> Any:
+    return other if one is None else one
 
 
 def _newest(run: Run, known: Sequence[Training], path: Sequence[str], left_out: dict[int, str]) -> list[Training]:

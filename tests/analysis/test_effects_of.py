@@ -174,6 +174,27 @@ def test_other_keys_tell_comparisons_apart(tmp_path: Path) -> None:
         sweep.effects_of("hooks.tame.norm", by="model")
 
 
+def test_runs_without_the_hook_are_compared_with_all_that_have_it(tmp_path: Path) -> None:
+    """Whichever side is called the baseline: the differences are the same with the other sign."""
+    for seed in (1, 2, 3):
+        tames = {f"{norm}-{by}": (norm, by) for norm, by in product((0.1, 1.0), ("tensor", "all"))}
+        for name, tame in {"none": None, **tames}.items():
+            spec = None if tame is None else {**CLIP, "norm": tame[0], "scope": tame[1]}
+            loss = seed if tame is None else seed**2 * (1 + tame[0]) * (3 if tame[1] == "all" else 1)
+            rows = {"metrics": [{"loss": float(loss)}]}
+            job(tmp_path / f"{seed}-{name}", config={"hooks": {"tame": spec}}, seed=seed, rows=rows)
+    sweep = instrument.load(tmp_path)
+    for by in ([], ["hooks.tame.scope"]):
+        forth = sweep.effects_of("hooks.tame.norm", by=by)
+        back = sweep.effects_of("hooks.tame.norm", by=by, baseline=0.1)
+        forth, back = forth[forth["value"] == 0.1], back[back["value"].isna()]
+        names = ["n", "pairs", *by]
+        assert forth[names].to_numpy().tolist() == back[names].to_numpy().tolist()
+        assert forth["difference"].tolist() == pytest.approx((-back["difference"]).tolist())
+        assert forth["ci_low"].tolist() == pytest.approx((-back["ci_high"]).tolist())
+        assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (6, [3])
+
+
 def test_runs_of_one_seed_are_no_more_proof_than_one_of_them(tmp_path: Path) -> None:
     """An override that changes nothing leaves the interval as it is."""
     for copies, folder in ((1, tmp_path / "once"), (4, tmp_path / "again")):
@@ -193,8 +214,15 @@ def test_only_the_steps_that_are_asked_for_count(tmp_path: Path) -> None:
         job(tmp_path / f"{norm}-{seed}", config=clipped(norm), seed=seed, rows=rows)
     sweep = instrument.load(tmp_path)
     assert only(sweep.effects_of("hooks.tame.norm", steps=(2, 4)))["mean_value"] == 2.5
-    assert only(sweep.effects_of("hooks.tame.norm", steps=(4, None)))["mean_value"] == 4.5
+    assert only(sweep.effects_of("hooks.tame.norm", steps=(np.int64(4), None)))["mean_value"] == 4.5
     assert sweep.effects_of("hooks.tame.norm", steps=(9, None)).empty
+
+
+@pytest.mark.parametrize("steps", [5, (5, 3), (3, 3), (0, None, 1), ("a", None), (-1, None)])
+def test_steps_that_are_none_are_told(tmp_path: Path, steps: Any) -> None:
+    run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
+    with pytest.raises(instrument.InstrumentError, match=r"steps: there are no steps between these\n    written "):
+        run.effects_of("hooks.tame.norm", steps=steps)
 
 
 def test_runs_in_no_pair_are_told_in_a_warning_and_listed(tmp_path: Path) -> None:
