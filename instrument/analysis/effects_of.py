@@ -60,7 +60,7 @@ def effects_of(
 def _refuse_no_steps(steps: Any) -> None:
     """Stop where there is no step between the two."""
     is_pair = isinstance(steps, tuple | list) and len(steps) == 2
-    if is_pair and all(step is None or (isinstance(step, Integral) and step >= 0) for step in steps):
+    if is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps):
         start, stop = steps
         if stop is None or (start or 0) < stop:
             return

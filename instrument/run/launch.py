@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from .composition import composition_mistake
-from .folder import read_record, write_json
-from .objective import DEFAULT, KEY, Objective, read_objective
+from .judgement import judge
+from .objective import read_objective
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
-from .sweep_jobs import REFUSED, Sweep
+from .sweep_jobs import BASIC, REFUSED, Sweep
 
 
 class JobFailedError(Exception):
@@ -65,24 +65,13 @@ def job(config: DictConfig) -> float | None:
         label = swept_overrides(Sweep(place.sweep).swept, overrides) if place.sweep else ""
         terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=label)
         result = run(parsed, place.folder, terminal, raw=raw, overrides=overrides)
-        return _judged(objective, place, result.metrics) if place.swept else None
+        searched = HydraConfig.get().sweeper["_target_"] != BASIC
+        return judge(objective, place.folder, result.metrics, searched=searched) if place.swept else None
 
 
 def _is_own(resume: str, place: Place) -> bool:
     """Whether a job of a sweep goes on with what it left itself."""
     return Path(resume).resolve() == place.folder.resolve()
-
-
-def _judged(objective: Objective, place: Place, metrics: Mapping[str, float | None]) -> float | None:
-    """What a sweeper is given. What the metrics do not have is told, and kept in run.json beside them."""
-    value, reason = objective.of(place.folder, metrics)
-    if objective.query is not None:
-        write_json(place.folder / "run.json", {**read_record(place.folder, KEY), KEY: value})
-    if value is not None and objective.query is not None:
-        print(f"{place.folder}  {objective.written} = {value:.6g}")
-    if value is None and objective.written != DEFAULT:
-        print(f"{place.folder}  nothing to go by: {objective.written}: {reason}", file=sys.stderr)
-    return value
 
 
 class Terminated(KeyboardInterrupt):

@@ -51,7 +51,7 @@ class Objective:
         """The number of a run, and why there is none.
 
         Args:
-            folder: The run's, which is over.
+            folder: That of a run that is over, or its address.
             metrics: Of its last evaluation.
 
         Returns:
@@ -89,11 +89,12 @@ def read_objective(written: str) -> Objective:
         word = re.fullmatch(r"\w+", written)
         problem = "no such metric of an evaluation" if word else "this cannot be read"
         raise ConfigError(Mistake(KEY, problem, written, ALLOWED, nearest(written, METRICS) if word else ()))
-    aggregate, table, column, condition = found.groups()
+    aggregate, table, column = (name.lower() for name in found.groups()[:3])
+    condition = found[4]
     _known("aggregate", aggregate, list(AGGREGATES), written)
     _known("table", table, ASKED, written)
     _known(f"column of {table} with numbers", column, _numbers(table), written)
-    where = f"{column} is not null" + (f" and ({condition})" if condition else "")
+    where = f"{column} is not null" + (f" and ({condition}\n)" if condition else "")  # it may end in a comment
     rows = f"select step, {column} as value from {table} where {where}"
     if aggregate in ("first", "last"):
         rows = f"select step, avg(value) as value from ({rows}) group by step"
@@ -132,6 +133,8 @@ def _try(query: str, table: str, condition: str) -> None:
     with duckdb.connect() as connection:
         connection.register(table, TABLES[table].schema.empty_table())
         try:
+            if condition:
+                duckdb.SQLExpression(condition)  # one of its own, with all of its brackets
             connection.execute(query)
         except duckdb.Error as error:
             told = _first_line(error)

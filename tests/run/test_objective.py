@@ -12,6 +12,7 @@ import pytest
 
 import instrument
 from instrument.errors import ConfigError
+from instrument.run.judgement import judge
 from instrument.run.objective import read_objective
 
 Cli = Callable[..., Any]
@@ -31,6 +32,9 @@ RECORDED = (*TINY, "+hooks.seen={layers:layers.0,kind:forward,action:record,stat
         ("max(stats.layer)", ["no column of stats with numbers named layer"]),
         ("max(stats.l2 where layr = 'x')", ["its condition cannot be read", "layr", "nearest  layer"]),
         ("max(stats.l2 where layer = = 'x')", ["its condition cannot be read", "syntax error"]),
+        ("max(stats.l2 where layer = 'x') or (1 = 1)", ["its condition cannot be read", "syntax error"]),
+        ("max(stats.l2 where 1 = 1); select (1)", ["its condition cannot be read", "syntax error"]),
+        ("max(stats.l2 where step > 1 group by step)", ["its condition cannot be read"]),
     ],
 )
 def test_what_is_not_understood_is_told_before_a_folder_is_made(cli: Cli, written: str, told: list[str]) -> None:
@@ -56,6 +60,7 @@ def test_without_duckdb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         ("max(stats.abs_max where layer = 'layers.0')", lambda run: run.stats.abs_max.max()),
         ("min(stats.l2 where step > 0)", lambda run: run.stats[run.stats.step > 0].l2.min()),
         ("mean(metrics.loss where phase = 'train')", lambda run: train(run).loss.mean()),
+        ("MAX(Stats.abs_max WHERE layer = 'layers.0' -- the first)", lambda run: run.stats.abs_max.max()),
         ("median(metrics.loss)", lambda run: run.metrics.loss.median()),
         ("sum(stats.l2)", lambda run: run.stats.l2.sum()),
         ("std(metrics.loss where phase = 'train')", lambda run: train(run).loss.std(ddof=0)),
@@ -110,3 +115,39 @@ def test_a_sweeps_job_tells_its_number_and_keeps_it(cli: Cli) -> None:
         kept = json.loads(Path("out", job, "run.json").read_text())["objective"]
         assert kept == instrument.load(f"out/{job}").stats.abs_max.max()
         assert f"out/{job}  {objective} = {kept:.6g}" in answer.out
+
+
+def test_a_jobs_number_goes_where_its_rows_are_sent(cli: Cli, tmp_path: Path) -> None:
+    """Also where the rows themselves are here no longer."""
+    sent = (f"sink.remote=file://{tmp_path}/there", 'objective="max(stats.abs_max)"')
+    for keep_local, name in (("true", "kept"), ("false", "moved")):
+        place = (f"sink.keep_local={keep_local}", f"hydra.sweep.dir={name}")
+        answer = cli("-m", *RECORDED, *sent, *place, "seed=1,2")
+        assert answer.code == 0, answer.err
+        assert "nothing to go by" not in answer.err
+        for job in ("0", "1"):
+            there = instrument.load(f"file://{tmp_path}/there/{name}/{job}")
+            number = there.stats.abs_max.max()
+            assert f"{name}/{job}  max(stats.abs_max) = {number:.6g}" in answer.out
+            assert json.loads(Path(name, job, "run.json").read_text())["objective"] == number
+            assert there.info["objective"] == number
+
+
+def test_a_part_of_the_rows_has_no_number(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    objective, record = read_objective("max(stats.abs_max)"), json.loads((finished / "run.json").read_text())
+    moved = {"config": {**record["config"], "sink": {"keep_local": False}}, "remote": f"file://{finished}/there"}
+    for more, why in (
+        ({"recording_stopped": "the disk is full"}, "its recording stopped: the disk is full"),
+        (moved, f"not all of its rows are in file://{finished}/there"),
+    ):
+        (finished / "run.json").write_text(json.dumps({**record, **more}))
+        assert judge(objective, finished, {}) is None
+        assert f"nothing to go by: max(stats.abs_max): {why}" in capfd.readouterr().err
+        assert json.loads((finished / "run.json").read_text())["objective"] is None
+
+
+def test_a_search_says_why_a_job_has_no_loss(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where nobody asked for a number, that there is none is no news."""
+    for searched, told in ((False, ""), (True, f"{finished}  nothing to go by: loss: it is nan\n")):
+        assert judge(read_objective("loss"), finished, {"loss": float("nan")}, searched=searched) is None
+        assert capfd.readouterr().err == told
