@@ -126,6 +126,11 @@ class RunFiles:
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
 
+    def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
+        """Parquet files of a table, as Arrow reads them; columns that a file lacks are null."""
+        names = [arrow_name(file) for file in files]
+        return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
+
     def count(self, name: str) -> int:
         """The number of a table's rows, without reading them."""
         count = 0
@@ -144,10 +149,8 @@ class RunFiles:
         self.check(table.name)
         files, journals = self.listed(table.name)
         wanted = None if columns is None else _with_keys(table, columns)
-        names = [arrow_name(file) for file in files]
-        parts = ds.dataset(names, schema=table.schema, format="parquet", filesystem=self._arrow)
         try:
-            read = [parts.to_table(columns=wanted, filter=condition)]
+            read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
         except FileNotFoundError:
             raise
         except UNREADABLE:

@@ -19,7 +19,9 @@ from ..sinks.parts import JOURNALS
 from ..sinks.remote import is_address, opened
 from .arrays import array_of
 from .files import RunFiles
-from .query import Queried, ask, scan
+from .lazy import scan
+from .query import Queried
+from .sql import ask
 from .typed import typed_frame
 
 if TYPE_CHECKING:

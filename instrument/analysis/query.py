@@ -1,33 +1,19 @@
-"""Tables that do not fit into memory: DuckDB and polars on the files themselves, with what the runs were started with.
-
-A column that is one value a run costs nothing: DuckDB knows it for each file before the file is opened, from the file's
-place in the list (`file_index`), and leaves out files that a condition on it rules out. Of two such conditions DuckDB uses
-none to leave out files; the rows are the right ones all the same.
-"""
+"""What is asked by `run.sql` and `run.lazy`: the files of the runs, and the columns that are one value a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from ..capture.tables import TABLES
-from ..errors import InstrumentError
-from ..sinks.remote import is_address
-from .files import TRIES, RunFiles
-
-if TYPE_CHECKING:
-    import duckdb
-    import polars as pl
-
-RUNS = "runs"
-FILE = "file of the run"  # a column while polars joins; no column of ours has blanks in its name
+from .files import RunFiles
 
 Columns = dict[str, pa.Array]
 """One value a run, by the name of the column."""
@@ -36,7 +22,20 @@ _KINDS = (
     (pd.api.types.is_integer_dtype, pa.int64()),
     (pd.api.types.is_float_dtype, pa.float64()),
 )
-_TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
+
+
+class Listed(NamedTuple):
+    """What a table of several runs is read from.
+
+    Attributes:
+        paths: Its Parquet files.
+        owners: The run of each, by its number.
+        unwritten: The rows that are in none yet, with all columns.
+    """
+
+    paths: list[Path]
+    owners: list[int]
+    unwritten: pa.Table
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,28 @@ class Queried:
         """What a table has beside its own columns, before them and behind them."""
         if self.names is None:
             return {}, {}
-        return {"run": pa.array(self.names, pa.string())}, _columns(self.given, ["run", *TABLES[table].schema.names])
+        return {"run": pa.array(self.names, pa.string())}, columns_of_runs(
+            self.given, ["run", *TABLES[table].schema.names]
+        )
 
-    def listed(self, table: str) -> tuple[list[Path], list[int], pa.Table]:
-        """The Parquet files of a table, the run of each, and the rows that are in none yet, with all columns."""
+    def listed(self, table: str, runs: Iterable[int] | None = None) -> Listed:
+        """The files of a table.
+
+        Args:
+            table: Its name.
+            runs: The runs that are asked, by their numbers; None: all.
+        """
         paths: list[Path] = []
         owners: list[int] = []
         journals: list[pa.Table] = []
         writers: list[int] = []
-        for number, files in enumerate(self.files):
-            parts, rows = files.listed(table)
+        for number in range(len(self.files)) if runs is None else runs:
+            parts, rows = self.files[number].listed(table)
             paths += parts
             owners += [number] * len(parts)
             journals += rows
             writers += [number] * len(rows)
-        return paths, owners, self._unwritten(table, journals, writers)
+        return Listed(paths, owners, self._unwritten(table, journals, writers))
 
     def _unwritten(self, table: str, journals: Sequence[pa.Table], writers: Sequence[int]) -> pa.Table:
         whole = pa.concat_tables([TABLES[table].schema.empty_table(), *journals]).unify_dictionaries()
@@ -87,135 +93,7 @@ class Queried:
         return whole
 
 
-def ask(queried: Queried, query: str) -> pd.DataFrame:
-    """Ask DuckDB; only files of the tables that the query names are opened.
-
-    Raises:
-        InstrumentError: DuckDB is not installed.
-        duckdb.Error: It does not understand the query.
-    """
-    try:
-        import duckdb
-    except ImportError:
-        raise InstrumentError("run.sql needs DuckDB: pip install 'instrument[sql]'") from None
-    views = _Views(queried, query)
-    mistakes = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
-    while True:
-        try:
-            with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
-                for files in queried.files[:1]:
-                    if is_address(files.folder):
-                        connection.register_filesystem(files.folder.fs)  # type: ignore[attr-defined]
-                views.make(connection)
-                return connection.execute(query).df()
-        except mistakes:
-            raise
-        except (duckdb.Error, OSError):
-            if not views.mended():
-                raise
-
-
-class _Views:
-    """The tables that a query names, as views of their files.
-
-    Files are trusted until a query fails: then what went is listed again, the heads of all files are looked into, and in the
-    end all that is in them.
-    """
-
-    def __init__(self, queried: Queried, query: str) -> None:
-        self.queried = queried
-        self.query = query
-        self.names: list[str] = []
-        self._listed: list[Path] = []
-        self._tries = 0
-        self._union_by_name = False
-        self._remedies = [RunFiles.check, RunFiles.read_through]
-
-    def make(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Make them."""
-        import duckdb
-
-        try:
-            named = {name.lower() for name in connection.get_table_names(self.query)}
-        except duckdb.Error:  # several statements, or a mistake that is told when the query is made
-            named = {RUNS, *TABLES}
-        self.names = [name for name in TABLES if name in named]
-        self._listed = []
-        if RUNS in named:
-            connection.register(RUNS, pa.table(_columns(self.queried.runs)))
-        for name in self.names:
-            paths, owners, unwritten = self.queried.listed(name)
-            self._listed += paths
-            first = self.queried.files[owners[0]] if paths else None
-            by_name = self._union_by_name or (first is not None and first.lacks_columns(paths[0], name))
-            selections = [self._selection(name, paths, owners, by_name=by_name)] if paths else []
-            if len(unwritten) or not paths or by_name:
-                connection.register(f"rows of {name} that are in no file yet", unwritten)
-                selections.append(f'select * from "rows of {name} that are in no file yet"')
-            connection.execute(f"create view {name} as {' union all by name '.join(selections)}")
-
-    def mended(self) -> bool:
-        """Whether there is something to be done about a query that failed, and it was done."""
-        self._tries += 1
-        if self._tries < TRIES and not all(path.exists() for path in self._listed):
-            return True
-        while self._remedies:
-            remedy = self._remedies.pop(0)
-            self._union_by_name = True
-            for files in self.queried.files:
-                for name in self.names:
-                    remedy(files, name)
-            return True
-        return False
-
-    def _selection(self, table: str, paths: Sequence[Path], owners: Sequence[int], *, by_name: bool) -> str:
-        before, behind = self.queried.columns(table)
-        first, last = (
-            [f"{_looked_up(values, owners)} as {_name(name)}" for name, values in columns.items()]
-            for columns in (before, behind)
-        )
-        listed = ", ".join(_word(_without_glob(str(path))) for path in paths)
-        options = ", union_by_name = true" if by_name else ""
-        return f"select {', '.join([*first, '*', *last])} from read_parquet([{listed}]{options})"
-
-
-def scan(queried: Queried, table: str) -> pl.LazyFrame:
-    """A table as polars reads it from its files when it is collected.
-
-    Raises:
-        InstrumentError: polars is not installed, or the folder is a remote one.
-    """
-    try:
-        import polars as pl
-    except ImportError:
-        raise InstrumentError("run.lazy needs polars: pip install 'instrument[polars]'") from None
-    for files in queried.files:
-        if is_address(files.folder):
-            raise InstrumentError("run.lazy reads folders of this machine; remote ones can be asked by run.sql")
-        files.check(table)
-    paths, owners, unwritten = queried.listed(table)
-    rows = pl.LazyFrame(pl.from_arrow(unwritten))
-    if not paths:
-        return rows
-    schema = pl.DataFrame(pl.from_arrow(TABLES[table].schema.empty_table())).schema
-    before, behind = queried.columns(table)
-    columns = before | behind
-    parts = pl.scan_parquet(
-        [str(path) for path in paths],
-        schema=schema,
-        missing_columns="insert",
-        extra_columns="ignore",
-        glob=False,
-        include_file_paths=FILE if columns else None,
-    )
-    if columns:
-        known = {name: pl.Series(values.take(np.array(owners))) for name, values in columns.items()}
-        of_runs = pl.LazyFrame({FILE: [str(path) for path in paths], **known})
-        parts = parts.join(of_runs, on=FILE, how="left", maintain_order="left").select([*before, *schema, *behind])
-    return pl.concat([parts, rows]) if len(unwritten) else parts
-
-
-def _columns(of_runs: pd.DataFrame, taken: Collection[str] = ()) -> Columns:
+def columns_of_runs(of_runs: pd.DataFrame, taken: Collection[str] = ()) -> Columns:
     """Columns of one value a run as SQL has them: text where values are of several types, JSON of what has parts.
 
     Args:
@@ -239,40 +117,3 @@ def _plain(values: pd.Series) -> pa.Array:
             return pa.array(values, kind)
     cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
     return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
-
-
-def _looked_up(values: pa.Array, owners: Sequence[int]) -> str:
-    """A column as an expression: the value of the file's run, from its place among those of all files.
-
-    They are in one text, in which each has the same room, or in a list where that cannot be. What is done for each file, before
-    it is opened, and for some thousand rows, takes as long as a list is, and no time with a text.
-    """
-    known = values.to_pylist()
-    words = ["" if value is None else _written(value) for value in known]
-    if all(
-        word.isascii() and word == word.strip() and bool(word) != (value is None)
-        for word, value in zip(words, known, strict=True)
-    ):
-        room = max(map(len, words), default=0) or 1
-        text = "".join(words[owner].ljust(room) for owner in owners)
-        word = f"nullif(rtrim(substr({_word(text)}, cast(file_index as bigint) * {room} + 1, {room})), '')"
-        return f"cast({word} as {_TYPES[values.type]})"
-    listed = ", ".join("null" if known[owner] is None else _word(words[owner]) for owner in owners)
-    return f"cast([{listed}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
-
-
-def _written(value: bool | int | float | str) -> str:
-    return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _word(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _name(text: str) -> str:
-    return '"' + text.replace('"', '""') + '"'
-
-
-def _without_glob(path: str) -> str:
-    """A path in which nothing stands for anything else."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)

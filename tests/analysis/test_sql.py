@@ -1,10 +1,9 @@
-"""SQL and polars on the files: whatever state they are in, with the overrides, and nothing opened that is not needed."""
+"""SQL on the files, and polars beside it: whatever state they are in, with the overrides, and nothing opened that is not needed."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,7 @@ def test_tables_that_a_query_does_not_name_are_not_listed(tmp_path: Path, monkey
     listed: list[str] = []
     original = query.Queried.listed
 
-    def noted(queried: query.Queried, table: str) -> Any:
+    def noted(queried: query.Queried, table: str) -> query.Listed:
         listed.append(table)
         return original(queried, table)
 
@@ -248,7 +247,7 @@ def test_files_that_are_merged_while_they_are_listed_are_listed_again(
     run = instrument.load(folder)
     original = query.Queried.listed
 
-    def merged(queried: query.Queried, table: str) -> Any:
+    def merged(queried: query.Queried, table: str) -> query.Listed:
         found = original(queried, table)
         if part(folder, 1).exists():
             pq.write_table(
@@ -294,20 +293,3 @@ def test_numbers_beyond_the_usual_and_texts_with_quotes_are_overrides_too(tmp_pa
     assert [(x, text) for _, x, text in tuples(answer)] == [
         (value, f'it\'s "{job}" \\n') for job, value in enumerate(values)
     ]
-
-
-def test_lazy_names_the_extra_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-    with pytest.raises(KeyError, match=r"no table 'stat'; there are stats, .*events"):
-        run.lazy("stat")
-    monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(instrument.InstrumentError, match=r"pip install 'instrument\[polars\]'"):
-        run.lazy("stats")
-
-
-def test_rows_of_polars_come_file_by_file_and_run_by_run(tmp_path: Path) -> None:
-    for job in range(3):
-        make_run(tmp_path / "s" / str(job), close=job != 1)
-    rows = instrument.load(tmp_path / "s").lazy("stats").filter(pl.col("layer") == "a").select("run", "step").collect()
-    in_files = [("0", 6), ("1", 4), ("2", 6)]
-    assert rows.rows() == [(run, step) for run, steps in in_files for step in range(steps)] + [("1", 4), ("1", 5)]
