@@ -250,19 +250,20 @@ class Run:
         with what has parts as JSON text; files that a condition on these rules out are not opened.
 
         Raises:
-            InstrumentError: DuckDB is not installed.
-            duckdb.Error: It does not understand the query.
+            ConfigError: The query is none, or has no answer.
+            InstrumentError: DuckDB is not installed, or cannot go on.
         """
         return ask(self._queried(), query)
 
     def lazy(self, table: str) -> pl.LazyFrame:
         """A table for polars, which reads of the files what is needed when the frame is collected.
 
-        It has the same columns as in `sql`.
+        It has the same columns as in `sql`, and rows in the order of the runs and of their files, each of which is sorted by
+        step and layer; what is in no file yet comes last. Files of runs that a condition rules out are not opened.
 
         Raises:
             KeyError: There is no such table.
-            InstrumentError: polars is not installed, or the folder is a remote one.
+            InstrumentError: polars is not installed.
         """
         if table not in TABLES:
             raise KeyError(f"there is no table {table!r}; there are {', '.join(TABLES)}")

@@ -100,7 +100,7 @@ def columns_of_runs(of_runs: pd.DataFrame, taken: Collection[str] = ()) -> Colum
         of_runs: A row a run.
         taken: Names that none of them can have, whatever the case of the letters: one that has is `override.<name>`.
     """
-    names = {name.lower() for name in taken}
+    names = {"", *(name.lower() for name in taken)}
     found = {}
     for key, values in of_runs.items():
         name = str(key)

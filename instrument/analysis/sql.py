@@ -7,7 +7,9 @@ none to leave out files; the rows are the right ones all the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,8 @@ import pandas as pd
 import pyarrow as pa
 
 from ..capture.tables import TABLES
-from ..errors import InstrumentError
-from ..sinks.remote import is_address
+from ..errors import ConfigError, InstrumentError, Mistake, nearest
+from ..sinks.remote import is_address, told
 from .files import TRIES, RunFiles
 from .query import Queried, columns_of_runs
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     import duckdb
 
 RUNS = "runs"
+ASKED = "run.sql"
+_UNKNOWN = re.compile(
+    r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
+)
 _TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
 
 
@@ -31,8 +37,8 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
     """Ask DuckDB; only files of the tables that the query names are opened.
 
     Raises:
-        InstrumentError: DuckDB is not installed.
-        duckdb.Error: It does not understand the query.
+        ConfigError: The query is none, or has no answer.
+        InstrumentError: DuckDB is not installed, or cannot go on: no memory, a file of the query's own that is not there.
     """
     try:
         import duckdb
@@ -47,12 +53,17 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
                     if is_address(files.folder):
                         connection.register_filesystem(files.folder.fs)  # type: ignore[attr-defined]
                 views.make(connection)
+                if not connection.extract_statements(query):
+                    raise ConfigError(Mistake(ASKED, "there is no query", query))
                 return connection.execute(query).df()
-        except mistakes:
-            raise
-        except (duckdb.Error, OSError):
-            if not views.mended():
-                raise
+        except mistakes as error:
+            raise views.mistake(error) from None
+        except (duckdb.Error, OSError) as error:
+            if views.mended(only_heads=isinstance(error, duckdb.DataError)):
+                continue
+            if isinstance(error, duckdb.DataError | duckdb.ProgrammingError | duckdb.NotSupportedError):
+                raise views.mistake(error) from None
+            raise InstrumentError(f"{ASKED}: {told(error)}") from None
 
 
 class _Views:
@@ -67,6 +78,7 @@ class _Views:
         self.query = query
         self.names: list[str] = []
         self._listed: list[Path] = []
+        self._asks_runs = False
         self._tries = 0
         self._union_by_name = False
         self._remedies = [RunFiles.check, RunFiles.read_through]
@@ -80,8 +92,9 @@ class _Views:
         except duckdb.Error:  # several statements, or a mistake that is told when the query is made
             named = {RUNS, *TABLES}
         self.names = [name for name in TABLES if name in named]
+        self._asks_runs = RUNS in named
         self._listed = []
-        if RUNS in named:
+        if self._asks_runs:
             connection.register(RUNS, pa.table(columns_of_runs(self.queried.runs)))
         for name in self.names:
             paths, owners, unwritten = self.queried.listed(name)
@@ -94,19 +107,42 @@ class _Views:
                 selections.append(f'select * from "rows of {name} that are in no file yet"')
             connection.execute(f"create view {name} as {' union all by name '.join(selections)}")
 
-    def mended(self) -> bool:
-        """Whether there is something to be done about a query that failed, and it was done."""
+    def mended(self, *, only_heads: bool) -> bool:
+        """Whether there is something to be done about a query that failed, and it was done.
+
+        Args:
+            only_heads: All of the files is not read: what failed is a value, as in a cast.
+        """
         self._tries += 1
         if self._tries < TRIES and not all(path.exists() for path in self._listed):
             return True
-        while self._remedies:
-            remedy = self._remedies.pop(0)
-            self._union_by_name = True
-            for files in self.queried.files:
-                for name in self.names:
+        remedy = self._remedies.pop(0) if self._remedies else None
+        if remedy is None or (only_heads and remedy is RunFiles.read_through):
+            return False
+        self._union_by_name = True
+        for files in self.queried.files:
+            for name in self.names:
+                with suppress(FileNotFoundError):  # it is in a merged one by now, and listed so the next time
                     remedy(files, name)
-            return True
-        return False
+        return True
+
+    def mistake(self, error: Exception) -> ConfigError:
+        """What DuckDB says of a query, and what is nearest to a name that it does not know."""
+        problem = told(error).partition(": ")[2]
+        unknown = _UNKNOWN.search(problem)
+        if unknown is None:
+            return ConfigError(Mistake(ASKED, problem, self.query))
+        if unknown["table"] is not None:
+            names = [*TABLES, RUNS]
+            return ConfigError(Mistake(ASKED, problem, self.query, names, nearest(unknown["table"], names)))
+        columns = [name for table in self.names for name in self._columns(table)]
+        columns += columns_of_runs(self.queried.runs) if self._asks_runs else []
+        columns = list(dict.fromkeys(columns))
+        return ConfigError(Mistake(ASKED, problem, self.query, columns, nearest(unknown["column"], columns)))
+
+    def _columns(self, table: str) -> list[str]:
+        before, behind = self.queried.columns(table)
+        return [*before, *TABLES[table].schema.names, *behind]
 
     def _selection(self, table: str, paths: Sequence[Path], owners: Sequence[int], *, by_name: bool) -> str:
         before, behind = self.queried.columns(table)

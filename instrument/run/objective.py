@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, Mistake, nearest
+from ..errors import ConfigError, InstrumentError, Mistake, nearest
 
 KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # those that an evaluation has
@@ -62,14 +62,12 @@ class Objective:
             if value is None:
                 return None, "the last evaluation has none"
         else:
-            import duckdb
-
             from ..analysis.load import load
 
             try:
                 (found,) = load(folder).sql(self.query).to_dict("records")
-            except duckdb.Error as error:
-                return None, f"its condition failed: {_first_line(error)}"
+            except InstrumentError as error:
+                return None, f"its condition failed: {_first_line(error).removeprefix('run.sql: ')}"
             if not found["rows"]:
                 return None, "no row that meets the condition has a number there"
             value = found["value"]

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import instrument
-from instrument import InstrumentWarning
+from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis import query
+from instrument.analysis.files import RunFiles
 from instrument.capture.tables import TABLES
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
@@ -262,16 +263,58 @@ def test_files_that_are_merged_while_they_are_listed_are_listed_again(
     assert run.problems == []
 
 
-def test_mistakes_are_told_by_duckdb_and_nothing_of_ours_is_a_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("query", "words", "nearest"),
+    [
+        ("select meen from stats", "meen", "mean"),
+        ('select s."hooks.tame.nrom" from stats s', "hooks.tame.nrom", "hooks.tame.norm"),
+        ("select staus from runs", "staus", "status"),
+        ("select * from stat", "does not exist", "stats"),
+        ("selec", "syntax error", None),
+        ("select '", "unterminated", None),
+        ("", "there is no query", None),
+        ("-- nothing", "there is no query", None),
+        ("select max(layer + 1) from stats", "No function matches", None),
+        ("select cast(layer as int) from stats", "Could not convert", None),
+        ("select * from own", "does not exist", None),
+    ],
+)
+def test_a_mistake_in_a_query_is_told_in_a_few_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, nearest: str | None
+) -> None:
+    own = pd.DataFrame({"a": [1]})  # DuckDB by itself would take it for a table
+    for job in range(2):
+        make_run(tmp_path / "s" / str(job), overrides={"hooks.tame.norm": job})
+    sweep = instrument.load(tmp_path / "s")
+    monkeypatch.setattr(RunFiles, "read_through", lambda *_: pytest.fail("all was read"))
+    with pytest.raises(ConfigError, match=r"run\.sql: .*" + words) as told:
+        sweep.sql(query)
+    (mistake,) = told.value.mistakes
+    assert (mistake.nearest[:1] or [None])[0] == nearest
+    assert len(own) == 1
+    assert len(str(mistake)) < 1500
+    assert str(mistake).count("\n") <= 3
+    assert told.value.__cause__ is None
+
+
+def test_what_is_no_mistake_of_the_query_is_told_too(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    for mistake, words in {
-        "select meen from stats": "mean",
-        "select * from stat": "does not exist",
-        "selec": "syntax error",
-        "select * from query": "does not exist",
-    }.items():
-        with pytest.raises(duckdb.Error, match=words):
-            run.sql(mistake)
+    with pytest.raises(InstrumentError, match=r"run\.sql: IOException: .*nowhere\.parquet"):
+        run.sql(f"select * from '{tmp_path}/nowhere.parquet'")
+
+
+def test_overrides_may_be_called_as_anything_is(tmp_path: Path) -> None:
+    names = ["file_index", "filename", "rowid", "stats", "runs", "select", "a\"b'c.\u00fc \u96ea", "x\ny", "%s{}$1", ""]
+    for job in range(3):
+        make_run(tmp_path / "s" / str(job), overrides=dict.fromkeys(names, 7 + job), close=job != 1)
+    sweep = instrument.load(tmp_path / "s")
+    columns = [*names[:-1], "override.", "seed"]
+    quoted = ", ".join('"' + name.replace('"', '""') + '"' for name in columns)
+    answer = sweep.sql(f"select {quoted}, count(*) from stats group by all order by 1")
+    assert tuples(answer) == [(7 + job,) * len(names) + (0, 12) for job in range(3)]
+    assert sweep.lazy("stats").select(columns[:-1]).unique().sort("stats").collect().rows() == [
+        (7 + job,) * len(names) for job in range(3)
+    ]
 
 
 def test_numbers_beyond_the_usual_and_texts_with_quotes_are_overrides_too(tmp_path: Path) -> None:
