@@ -20,7 +20,7 @@ from .run.folder import mark_killed, read_record
 from .sinks.lock import is_written
 from .sinks.recovery import recover
 from .sinks.remote import RemoteFolder, place_of, refuse_address, told
-from .sinks.upload import send_all
+from .sinks.sending import send_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,12 +6,17 @@ Credentials come from the environment and from fsspec's own configuration. An ad
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ConfigError, InstrumentError, Mistake
+
+if TYPE_CHECKING:
+    from fsspec.callbacks import Callback
 
 # Where a file is there as a whole or not at all; elsewhere it is sent aside and moved.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"})
@@ -26,6 +31,14 @@ AHEAD = 2**18  # bytes that are read ahead of what DuckDB asks for: a column of 
 ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
 WRITTEN_HERE = "a run is written to a folder of this machine, from where it can be sent on"
 CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in fsspec's own configuration"
+NO_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+)
+SHORTEST = 6  # letters of a secret: a shorter one would be found in words that are none
+AT_ONCE = 2  # pieces of 50 MB that are in memory of a large file
 
 CLIENTS = (
     "adlfs",
@@ -42,6 +55,9 @@ CLIENTS = (
 )
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # what pathlib makes of an address
+_IS_SECRET = re.compile(
+    r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
+)
 _SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
 
 
@@ -120,7 +136,8 @@ def _options(protocol: str) -> dict[str, Any]:
     """Storage options, where the user's own configuration of fsspec has no others.
 
     botocore draws from Python's random numbers before it tries again, and these are the run's own: it does not try again,
-    since that is done here. Of a file that is read here and there, s3fs fetches 50 MB behind each place: here it is less.
+    since that is done here. Of a file that is read here and there, s3fs fetches 50 MB behind each place, and of a large one that
+    is sent it has ten pieces of 50 MB in memory: here it is less.
     """
     if EXTRAS.get(protocol) != "s3":
         return {}
@@ -130,6 +147,7 @@ def _options(protocol: str) -> dict[str, Any]:
     return {
         "config_kwargs": {**own.get("config_kwargs", {}), "retries": {"max_attempts": 0}},
         "default_block_size": own.get("default_block_size", AHEAD),
+        "max_concurrency": own.get("max_concurrency", AT_ONCE),
     }
 
 
@@ -206,9 +224,39 @@ def moved_to(info: Mapping[str, Any]) -> str | None:
 
 
 def told(error: Exception, most: int = 300) -> str:
-    """What went wrong, in a line, without the credentials that an endpoint's address may hold."""
-    text = str(error).strip().partition("\n")[0]
-    return re.sub(r"//[^/@\s]*@", "//", f"{type(error).__name__}: {text}")[:most]
+    """What went wrong, in a line, without credentials: those of an endpoint's address, what an address asks for, and whatever
+    the environment or fsspec's own configuration calls a secret."""
+    text = without_secrets(str(error).strip().partition("\n")[0])
+    return f"{type(error).__name__}: {text}"[:most]
+
+
+def without_secrets(text: str) -> str:
+    """A text in which none of the known credentials is."""
+    for secret in sorted(_secrets(), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//[^@\s\"']*@", "//", text))
+
+
+def _secrets() -> set[str]:
+    """The values of settings whose names say that they are secret, in the environment and for fsspec."""
+    found = {value for name, value in os.environ.items() if _IS_SECRET.search(name)}
+    if (fsspec := sys.modules.get("fsspec")) is not None:
+        settings = [*fsspec.config.conf.items()]
+        while settings:
+            name, value = settings.pop()
+            if isinstance(value, Mapping):
+                settings += value.items()
+            elif _IS_SECRET.search(str(name)):
+                found.add(str(value))
+    return {secret for secret in found if len(secret) >= SHORTEST}
+
+
+def refusal(error: Exception) -> str | None:
+    """What is allowed in place of an address that is not, whatever one waits for; None of an error that may pass."""
+    name, code = type(error).__name__, str(getattr(error, "code", ""))
+    if name in ("PermissionError", *NO_CREDENTIALS) or code in ("401", "403") or "Forbidden" in str(error):
+        return CREDENTIALS
+    return {"FileNotFoundError": "a bucket, or a container, that exists", "UploadError": "another address"}.get(name)
 
 
 class RemoteFolder:
@@ -218,6 +266,9 @@ class RemoteFolder:
         address: Without credentials.
         where: What the user says it by.
 
+    Attributes:
+        moved: How many bytes were sent, those of files included that are not there yet as a whole.
+
     Raises:
         ConfigError: The address is none, or a package is missing.
         Exception: From the methods, of many kinds: whatever a client raises where it cannot be reached.
@@ -226,6 +277,7 @@ class RemoteFolder:
     def __init__(self, address: str, where: str) -> None:
         self.address = address.rstrip("/")
         self.where = where
+        self.moved = 0
         self._files, root = filesystem(self.address, where)
         self._root = root.rstrip("/")
         self._whole = self.address.partition("://")[0] in OBJECT_STORES
@@ -241,15 +293,24 @@ class RemoteFolder:
 
     def put(self, file: Path, name: str) -> None:
         """Send a file; it is there when all of it is, and in the place of another one of the name."""
-        path = f"{self._root}/{name}"
+        path, before = f"{self._root}/{name}", self.moved
         if self._whole:
-            self._files.put_file(str(file), path)
-            return
-        above, _, last = path.rpartition("/")
-        aside = f"{above}/.{last}.tmp"
-        self._files.makedirs(above, exist_ok=True)
-        self._files.put_file(str(file), aside)
-        self._files.mv(aside, path)
+            self._files.put_file(str(file), path, callback=self._counting(before))
+        else:
+            above, _, last = path.rpartition("/")
+            aside = f"{above}/.{last}.tmp"
+            self._files.makedirs(above, exist_ok=True)
+            self._files.put_file(str(file), aside, callback=self._counting(before))
+            self._files.mv(aside, path)
+        self.moved = before + file.stat().st_size
+
+    def _counting(self, before: int) -> Callback:
+        from fsspec.callbacks import Callback
+
+        def count(_: int | None, value: int) -> None:
+            self.moved = before + value
+
+        return Callback(hooks={"moved": count})
 
     def read(self, name: str) -> bytes | None:
         """What a file holds; None where there is none."""

@@ -21,7 +21,7 @@ from instrument.analysis.query import Listed, Queried
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover
 from instrument.sinks.remote import RemoteFolder
-from instrument.sinks.upload import send_all
+from instrument.sinks.sending import send_all
 
 RUN, LAYER, STEP, ODD, LR, NAME = (pl.col(name) for name in ("run", "layer", "step", "odd", "lr", "name"))
 

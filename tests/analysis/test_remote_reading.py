@@ -24,7 +24,7 @@ from instrument.export import main as export
 from instrument.report.__main__ import main as report
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.remote import RemoteFolder, folder_at
-from instrument.sinks.upload import send_all
+from instrument.sinks.sending import send_all
 
 HOOKS = {
     "acts": {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "samples": 1},

@@ -19,7 +19,7 @@ from buckets import KEY, SECRET
 import instrument
 from instrument import ConfigError, InstrumentWarning
 from instrument.run.checkpoint import Checkpoints
-from instrument.sinks import upload
+from instrument.sinks import sending, upload
 from instrument.sinks.remote import RemoteFolder
 from instrument.upload import main
 
@@ -128,7 +128,7 @@ def test_another_run_s_place_is_refused(cli: Cli, bucket: str) -> None:
 def test_a_run_goes_on_where_nobody_answers_and_is_sent_later(
     cli: Cli, bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    monkeypatch.setattr(sending, "PAUSES", (0.01,))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
@@ -258,7 +258,7 @@ def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str
 def test_a_run_is_the_same_to_the_bit_with_a_remote_folder(
     answers: bool, cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    monkeypatch.setattr(sending, "PAUSES", (0.01,))
     if not answers:
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         fsspec.get_filesystem_class("s3").clear_instance_cache()
@@ -307,7 +307,7 @@ def test_a_loop_of_one_s_own_sends_its_rows_too(bucket: str, tmp_path: Path) -> 
 def test_a_loop_of_one_s_own_goes_on_where_nobody_answers(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    monkeypatch.setattr(sending, "PAUSES", (0.01,))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.warns(InstrumentWarning, match="what is missing is sent by: python -m instrument.upload"):

@@ -12,11 +12,13 @@ from fsspec.registry import _registry
 from instrument import ConfigError
 from instrument.sinks.remote import (
     RemoteFolder,
+    UploadError,
     check_address,
     filesystem,
     folder_at,
     is_address,
     place_of,
+    refusal,
     refuse_address,
     told,
 )
@@ -121,6 +123,65 @@ def test_an_error_is_told_without_the_credentials_of_an_endpoint() -> None:
     assert told(error) == "OSError: Could not connect to http://host:1/bucket"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://me:hu/sh:word@host:1/bucket is away",
+        "http://hushword@host:1/bucket is away",
+        "http://host:1/bucket?X-Amz-Credential=AKIA&X-Amz-Signature=hushword is away",
+        "https://host/container?sv=2024&sig=hushword%3D",
+        "SignatureDoesNotMatch: {'secret': 'shy/secret+of=the:environment'}",
+        "storage_options={'key': 'a', 'client_secret': 'shy-secret-of-the-configuration'}",
+        "cannot connect with shy-account-key-below",
+    ],
+)
+def test_an_error_is_told_without_what_is_secret(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "shy/secret+of=the:environment")
+    own = {
+        "abfs": {"client_secret": "shy-secret-of-the-configuration", "more": {"account_key": "shy-account-key-below"}}
+    }
+    monkeypatch.setattr(fsspec.config, "conf", own)
+    answer = told(OSError(text))
+    assert "hush" not in answer
+    assert "shy" not in answer
+    assert answer.startswith("OSError: ")
+
+
+def test_a_short_or_common_word_of_the_environment_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "s3")
+    assert told(OSError("no s3 there: is it on? yes")) == "OSError: no s3 there: is it on? yes"
+
+
+class HttpError(Exception):
+    """As gcsfs has it."""
+
+    code = 401
+
+
+class DefaultCredentialsError(Exception):
+    """As google.auth has it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed"),
+    [
+        (FileNotFoundError("b"), "a bucket"),
+        (PermissionError("b"), "credentials"),
+        (OSError("Forbidden: https://storage.googleapis.com/upload"), "credentials"),
+        (HttpError("Invalid Credentials, 401"), "credentials"),
+        (DefaultCredentialsError("none"), "credentials"),
+        (UploadError("another run"), "another address"),
+        (ConnectionError("away"), None),
+        (TimeoutError("slow"), None),
+    ],
+)
+def test_what_waiting_does_not_help_against_is_told_from_what_may_pass(error: Exception, allowed: str | None) -> None:
+    found = refusal(error)
+    assert (found is None) if allowed is None else allowed in str(found)
+
+
 @pytest.fixture(params=["memory", "file", "s3"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
     """An empty remote folder of each sort."""
@@ -145,6 +206,43 @@ def test_files_are_sent_listed_read_and_removed(remote: RemoteFolder, tmp_path: 
     assert RemoteFolder(f"{remote.address}/../.aside/a.1".replace("/a/../", "/"), "").sizes() == {"run.json": 3}
 
 
+def test_how_much_was_sent_is_known(remote: RemoteFolder, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    for size in (10, 6_000_000):
+        file.write_bytes(b"x" * size)
+        remote.put(file, "a")
+    assert remote.moved == 6_000_010
+
+
+def test_of_a_large_file_a_few_pieces_are_in_memory_at_once(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    remote = RemoteFolder(f"{bucket}/large", "sink.remote")
+    files = type(remote._files)
+    call, at_once, most, moved = files._call_s3, 0, 0, []
+
+    async def counted(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        nonlocal at_once, most
+        is_piece = method == "upload_part"
+        at_once, most = at_once + is_piece, max(most, at_once + is_piece)
+        moved.append(remote.moved)
+        await asyncio.sleep(0)
+        answer = await call(self, method, *arguments, **options)
+        at_once -= is_piece
+        return answer
+
+    monkeypatch.setattr(files, "_call_s3", counted)
+    file = tmp_path / "file"
+    with file.open("wb") as content:
+        content.truncate(210 * 2**20)
+    remote.put(file, "checkpoints/a")
+    assert most == 2
+    assert len(set(moved)) > 2  # it can be seen to get on
+    assert remote.sizes() == {"checkpoints/a": 210 * 2**20}
+
+
 def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteFolder(f"file://{tmp_path}/there", "sink.remote")
     file = tmp_path / "file"
@@ -152,7 +250,7 @@ def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypa
     remote.put(file, "stats/a")
     file.write_bytes(b"newer")
 
-    def half(self: Any, source: str, target: str) -> None:
+    def half(self: Any, source: str, target: str, **_: Any) -> None:
         Path(target).write_bytes(b"ne")
         raise ConnectionError("gone")
 

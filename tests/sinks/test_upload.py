@@ -11,11 +11,12 @@ import pytest
 
 from instrument import ConfigError
 from instrument.capture.tables import TABLES
-from instrument.sinks import upload
+from instrument.sinks import sending, upload
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.recovery import recover
-from instrument.sinks.remote import RemoteFolder
-from instrument.sinks.upload import Upload, UploadError, remove_sent, send_all, take_back
+from instrument.sinks.remote import RemoteFolder, UploadError
+from instrument.sinks.sending import remove_sent, send_all, take_back
+from instrument.sinks.upload import Upload
 
 WAIT = 20.0  # seconds at most for what takes a few hundredths
 
@@ -24,7 +25,7 @@ WAIT = 20.0  # seconds at most for what takes a few hundredths
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No long pauses."""
     monkeypatch.setattr(upload, "LOOK", 0.01)
-    monkeypatch.setattr(upload, "PAUSES", (0.01,))
+    monkeypatch.setattr(sending, "PAUSES", (0.01,))
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_where_nobody_answers_it_is_told_once_and_tried_again(begun: Upload, fol
     until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
-    until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * upload.ATTEMPTS)
+    until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * sending.ATTEMPTS)
     (message,) = begun.messages()
     assert message.endswith(f"ConnectionError: nobody there; it is tried again, all is in {folder}")
     remote.error = None
@@ -184,7 +185,7 @@ def test_what_is_not_sent_at_the_end_is_told(folder: Path, remote: Fragile) -> N
         "stats/part-0000-000000.parquet",
         "stats/part-0001-000000.parquet",
     }
-    assert len(remote.puts) == upload.ATTEMPTS**2  # after three files it is clear that nobody is there
+    assert len(remote.puts) == sending.ATTEMPTS**2  # after three files it is clear that nobody is there
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no such bucket"), PermissionError("access denied")])
@@ -208,6 +209,81 @@ def test_another_run_is_not_overwritten(folder: Path, remote: Fragile, tmp_path:
     with pytest.raises(UploadError, match="holds another run already"):
         send_all(folder, remote)
     assert set(remote.sizes()) == {"run.json"}
+
+
+def test_two_runs_that_begin_at_one_moment_do_not_share_a_place(
+    folder: Path, remote: Fragile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    record(other, seed=1)
+    original = remote.put
+
+    def overtaken(file: Path, name: str) -> None:
+        original(file, name)
+        if name == "run.json":
+            original(other / "run.json", name)  # as if both had looked, and this one was the last to write
+
+    monkeypatch.setattr(remote, "put", overtaken)
+    going = Upload(folder, remote, rank=0)
+    with pytest.raises(ConfigError, match="holds another run already"):
+        going.begin()
+    assert set(remote.sizes()) == {"run.json"}
+
+
+def test_a_run_that_comes_to_the_same_place_later_ends_the_sending(
+    begun: Upload, folder: Path, remote: Fragile, tmp_path: Path
+) -> None:
+    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    (tmp_path / "other").write_text(json.dumps({"started": "then"}))
+    RemoteFolder(remote.address, "").put(tmp_path / "other", "run.json")
+    add_part(folder, Part(0, 1))
+    until(lambda: not begun._thread.is_alive())
+    (message,) = begun.messages()
+    assert "holds another run already" in message
+    assert "nothing is sent" in message
+    assert "another run" in begun.end().missing[""]
+    assert not begun.is_refused  # so that the end of the run says it again
+    assert json.loads(remote.read("run.json") or b"") == {"started": "then"}
+
+
+def test_the_end_waits_as_long_as_bytes_are_sent(
+    folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STALLED", 0.2)
+    put, pause = RemoteFolder.put, threading.Event()
+
+    def slow(self: RemoteFolder, file: Path, name: str) -> None:
+        if name.startswith("checkpoints/"):
+            for _ in range(10):  # one file, and longer than what is taken for a standstill
+                pause.wait(0.08)
+                self.moved += 1
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", slow)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "step-00000006.pt").write_bytes(b"large")
+    going = Upload(folder, remote, rank=0)
+    going.begin()
+    assert going.end().missing == {}
+    assert "checkpoints/step-00000006.pt" in remote.sizes()
+
+
+def test_the_end_does_not_wait_for_a_standstill(folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "STALLED", 0.05)
+    released = threading.Event()
+    put = RemoteFolder.put
+
+    def stuck(self: RemoteFolder, file: Path, name: str) -> None:
+        if name.startswith("stats/"):
+            released.wait(WAIT)
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", stuck)
+    going = Upload(folder, remote, rank=0)
+    going.begin()
+    assert "nothing could be sent" in going.end().missing[""]
+    released.set()
 
 
 def test_a_part_of_another_size_is_not_overwritten(folder: Path, remote: Fragile, tmp_path: Path) -> None:
