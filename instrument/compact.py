@@ -64,12 +64,12 @@ def _compact(folder: Path) -> int:
     return 1 if found.problems else 0
 
 
-def _ends(folder: Path) -> dict[str, int]:
-    """How many parts each table had at the checkpoint that the run would go on from."""
+def _ends(folder: Path) -> list[dict[str, int]]:
+    """How many parts of each table each process had written at the checkpoint that the run would go on from."""
     with suppress(ConfigError):  # there is none
-        parts: dict[str, int] = Checkpoints(folder, 0).load()["parts"]
+        parts: list[dict[str, int]] = Checkpoints(folder).load()["parts"]
         return parts
-    return {}
+    return []
 
 
 if __name__ == "__main__":

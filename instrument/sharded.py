@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+_SHARD = "instrument/shard"  # where a plain value stands for a sharded tensor
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
@@ -36,6 +40,45 @@ def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def as_plain(value: Any) -> Any:
+    """A state dict with this process's shards in the place of sharded tensors, each as a dictionary of plain values."""
+    if isinstance(value, Tensor) and is_sharded(value):
+        from torch.distributed.tensor import Shard
+
+        placements = [place.dim if isinstance(place, Shard) else None for place in value.placements]
+        return {
+            _SHARD: value.to_local(),
+            "placements": placements,
+            "shape": [*value.shape],
+            "stride": [*value.stride()],
+        }
+    if isinstance(value, Mapping):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_plain, value))
+    return value
+
+
+def from_plain(value: Any, mesh: DeviceMesh) -> Any:
+    """What `as_plain` was given; its tensors are on the devices of the mesh."""
+    if isinstance(value, Mapping) and _SHARD in value:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]
+        local, shape, stride = value[_SHARD].to(mesh.device_type), Size(value["shape"]), tuple(value["stride"])
+        return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+    if isinstance(value, Mapping):
+        return {key: from_plain(item, mesh) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(from_plain(item, mesh) for item in value)
+    return value
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The devices that a model's parameters are sharded over; None where they are whole."""
+    return next((parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)), None)
 
 
 def module_type(module: nn.Module) -> str:

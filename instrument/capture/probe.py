@@ -428,6 +428,7 @@ class Probe:
             "alerts": self.alerts.state_dict(),
             "ledger": [live.state_dict() for live in self.lives],
             "budget": None if self.budget is None else self.budget.state_dict(),
+            "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -441,6 +442,8 @@ class Probe:
             live.load_state_dict(ledger)
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
+        if self.ranks is not None:
+            self.ranks.load_state_dict(state["ranks"])
 
     def _in_place_message(self) -> str:
         sites = [live.site for live in self.lives if live.site.spec.via == "module"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import cache
 from math import nan
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,12 @@ def own_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+@cache
+def _group_of_cpus(world: Any) -> Any:  # noqa: ARG001
+    """A group of all processes for what is on their CPUs: one for each world, whoever needs it."""
+    return dist.new_group(backend="gloo")
 
 
 class Piece(NamedTuple):
@@ -118,7 +125,7 @@ class Ranks:
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
-            self._control = dist.new_group(backend="gloo") if control is None else control
+            self._control = control or _group_of_cpus(dist.group.WORLD)
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -172,6 +179,14 @@ class Ranks:
 
     def _group(self, numbers: Tensor) -> Any:
         return self._control if numbers.is_cpu else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be known to go on between two steps."""
+        return {"differences": [(*key, message) for key, message in self.differences.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
     # ------------------------------------------------------------------------------------------------ agreement
 

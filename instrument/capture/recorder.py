@@ -59,6 +59,12 @@ class Recorder:
     def _repeats(self, context: Context) -> bool:
         return self.ranks is not None and self.ranks.repeats(context)
 
+    def _key(self, context: Context) -> Row:
+        """The columns of identity; of what is the same in all processes, where one row stands for them, the scope is global."""
+        key = identity(context)
+        stands_for_all = self.ranks is not None and self.ranks.reduces and context.scope == "averaged"
+        return (*key[:-1], "global") if stands_for_all else key
+
     def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
         """This process's part of a row of statistics."""
         self._pieces.append(statistics_piece(context, names, part, dead))
@@ -71,12 +77,12 @@ class Recorder:
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """The statistics of one tensor, in the order of `names`."""
         if not self._repeats(context):
-            self._stats.append((identity(context), names, values))
+            self._stats.append((self._key(context), names, values))
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
         if not self._repeats(context):
-            self._distributions.append((identity(context), levels, bins, values))
+            self._distributions.append((self._key(context), levels, bins, values))
             self._count_distribution(context, levels, bins)
 
     def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
@@ -88,7 +94,7 @@ class Recorder:
         """One tensor's values, which the sink copies; one that it has no room for is counted."""
         if self._repeats(context):
             return
-        stored = self.sink.keep(identity(context), source_shape, tensor, dtype)
+        stored = self.sink.keep(self._key(context), source_shape, tensor, dtype)
         if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
         else:
@@ -100,7 +106,7 @@ class Recorder:
         if self.merges(context):
             self._pieces.append(effect_piece(context, effect))
         elif not self._repeats(context):
-            self._effects.append((identity(context), effect))
+            self._effects.append((self._key(context), effect))
 
     def bytes_of(self, live: LiveSite) -> int:
         """Bytes of the tensors that were kept at a site, and about those of its quantiles and histograms."""

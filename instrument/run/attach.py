@@ -34,6 +34,7 @@ from ..spec.parse import parse_budget, parse_hooks
 from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import JoinedFolder, RunFolder, config_hash
+from .processes import told_who_died
 from .remote_copy import RemoteCopy
 from .strategies import budget_mistakes, shard_mistakes
 
@@ -85,6 +86,7 @@ def attach(
         ConfigError: A spec cannot be meant, or matches nothing; the folder holds a run already, or the remote one cannot be
             written.
         HookError: A hook failed; the message names it, its kind, the layer and the step.
+        RankError: Another process has ended, and a collective failed for that; the message names it.
     """
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
@@ -104,11 +106,9 @@ def attach(
     )
     copy = _copy(out, remote)
     # The folder is made once nothing can be refused any more.
-    place = (
-        contextlib.nullcontext() if out is None else _folder(Path(out), hooks, model, seed, copy.address).recording()
-    )
+    place = None if out is None else _folder(Path(out), hooks, model, seed, copy.address)
     try:
-        with copy, place, attached as probe:
+        with copy, contextlib.nullcontext() if place is None else _recording(place), attached as probe:
             copy.begin()
             if notice is not None:
                 probe.event("compiled", notice, severity="info")
@@ -121,6 +121,15 @@ def attach(
     finally:
         for message in attached.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=3)
+
+
+@contextmanager
+def _recording(place: RunFolder | JoinedFolder) -> Iterator[None]:
+    """The record says how the block inside ended, and because of which of several processes."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    told = told_who_died(place.path, lambda rank: place.update(failed_rank=rank))
+    with place.recording(), told if several else contextlib.nullcontext():
+        yield
 
 
 class _Warnings:

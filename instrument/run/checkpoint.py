@@ -1,6 +1,7 @@
 """A training's whole state on disk, from which it goes on as if it had never been stopped.
 
-    checkpoints/step-00000300.pt
+    checkpoints/step-00000300.pt         the first process's, which is there when all others' are
+    checkpoints/step-00000300-0001.pt    that of rank 1: what is its own, such as random states; with fsdp2 its shards
 
 It is written when a step has ended: first all rows become Parquet parts, and their numbers go into the checkpoint; parts
 of a higher number are of steps that are done again. A checkpoint is written aside and renamed, then the one before it is
@@ -15,19 +16,26 @@ import random
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..capture.probe import Probe
+from ..capture.ranks import own_rank
 from ..errors import ConfigError, InstrumentError, Mistake
+from ..sharded import as_plain, from_plain, mesh_of
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
+from .torchrun import agreed
+
+if TYPE_CHECKING:
+    from .processes import Processes
 
 FOLDER = "checkpoints"
 VERSION = 1
+ASIDE = ".tmp"
 
 
 class Checkpoints:
@@ -36,11 +44,13 @@ class Checkpoints:
     Args:
         folder: The run's folder.
         every: A checkpoint every N steps, and after the last one; 0: none.
+        processes: Those that train together, which all save and load at once; None for a single one.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
+    def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None) -> None:
         self.folder = folder
         self.every = every
+        self.processes = processes
 
     def due(self, step: int, steps: int) -> bool:
         """Whether there is one after so many steps of the run's."""
@@ -61,43 +71,37 @@ class Checkpoints:
             InstrumentError: A part of the state cannot be read back, or nothing can be written.
         """
         probe.flush()
+        ends = sink.settle()
         state = {
             "version": VERSION,
             "step": probe.step,
             "metrics": dict(metrics),
-            "parts": sink.settle(),
+            "parts": [ends] if self.processes is None else self.processes.exchange(ends),
             "probe": probe.state_dict(),
             "batches": experiment.batches.state_dict(),
-            **{name: part.state_dict() for name, part in _parts(experiment).items()},
-            "buffers": dict(_unsaved_buffers(experiment.model)),
             "random": _random_state(),
+            **_states(_own(experiment)),
         }
-        path = self.folder / FOLDER / f"step-{probe.step:08d}.pt"
-        aside = path.with_suffix(".tmp")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with open(aside, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            _read(aside)  # what cannot be read back is told now
-            os.replace(aside, path)
-        except OSError as error:
-            raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InstrumentError(f"the checkpoint {path} cannot be written: {error}") from error
-        for older in self._found():
-            if older != path:
-                with suppress(OSError):
-                    older.unlink()
+        if experiment.strategy.keeps_state:
+            state |= as_plain(_states(_shared(experiment))) | {"buffers": dict(_unsaved_buffers(experiment.model))}
+        path = self._file(probe.step, own_rank())
+        with agreed(self.processes):
+            _write(state, path)
+        if own_rank():
+            _put_in_place(path)
+        if self.processes is not None:
+            self.processes.wait()
+        if not own_rank():
+            _put_in_place(path)
+            self._remove_others(probe.step)
 
-    def load(self) -> dict[str, Any]:
-        """The latest checkpoint.
+    def load(self, rank: int = 0) -> dict[str, Any]:
+        """The latest checkpoint, as one of the processes needs it.
 
         Raises:
             ConfigError: There is none, or it is not one of ours.
         """
-        found = self._found()
+        found = sorted((self.folder / FOLDER).glob(f"step-{'[0-9]' * 8}.pt"))
         if not found:
             raise ConfigError(
                 Mistake(
@@ -106,14 +110,53 @@ class Checkpoints:
                     written=str(self.folder),
                 )
             )
-        try:
-            state = _read(found[-1])
-        except InstrumentError as error:
-            raise ConfigError(Mistake("resume", str(error), written=str(found[-1]))) from None
+        step = int(found[-1].stem.partition("-")[2])
+        state: dict[str, Any] = {}
+        for each in (rank,) if rank == 0 else (rank, 0):
+            if "model" not in state:  # all have the same one, which the first process has kept
+                path = self._file(step, each)
+                try:
+                    state = _read(path) | state
+                except InstrumentError as error:
+                    raise ConfigError(Mistake("resume", str(error), written=str(path))) from None
         return state
 
-    def _found(self) -> list[Path]:
-        return sorted((self.folder / FOLDER).glob("step-*.pt"))
+    def _file(self, step: int, rank: int) -> Path:
+        return self.folder / FOLDER / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
+
+    def _remove_others(self, step: int) -> None:
+        """Remove what is of other steps, the last file of each first: the first process's, without which it counts for nothing."""
+        for file in sorted((self.folder / FOLDER).iterdir(), key=lambda file: (len(file.name), file.name)):
+            if not file.name.startswith(f"step-{step:08d}"):
+                with suppress(OSError):
+                    file.unlink()
+
+
+def _write(state: Mapping[str, Any], path: Path) -> None:
+    """Put a state beside the place where it belongs.
+
+    Raises:
+        InstrumentError: It cannot be read back, or not be written.
+    """
+    aside = path.with_suffix(ASIDE)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _read(aside)  # what cannot be read back is told now
+    except OSError as error:
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {error}") from error
+
+
+def _put_in_place(path: Path) -> None:
+    try:
+        os.replace(path.with_suffix(ASIDE), path)
+    except OSError as error:
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -133,9 +176,10 @@ def restore(state: dict[str, Any], experiment: Experiment) -> None:
     Raises:
         ConfigError: It does not fit.
     """
+    mesh = mesh_of(experiment.model)
     try:
-        for name, part in _parts(experiment).items():
-            part.load_state_dict(state[name])
+        for name, part in (_shared(experiment) | _own(experiment)).items():
+            part.load_state_dict(state[name] if mesh is None else from_plain(state[name], mesh))
         for name, buffer in _unsaved_buffers(experiment.model):
             buffer.copy_(state["buffers"][name])
         experiment.batches.load_state_dict(state["batches"])
@@ -166,16 +210,24 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _parts(experiment: Experiment) -> dict[str, Any]:
-    """Whatever has a state of its own, by name: a task of the user's too, where it says what its state is."""
-    parts: dict[str, Any] = {
+def _shared(experiment: Experiment) -> dict[str, Any]:
+    """What has a state that all processes have a copy, or a shard, of."""
+    parts = {
         "model": experiment.model,
         "optimizer": experiment.optimizer,
         "scheduler": experiment.scheduler,
         "scaler": experiment.scaler,
-        "task": experiment.task if hasattr(experiment.task, "state_dict") else None,
     }
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def _own(experiment: Experiment) -> dict[str, Any]:
+    """What has a state of this process's own: a task of the user's, where it says what its state is."""
+    return {"task": experiment.task} if hasattr(experiment.task, "state_dict") else {}
+
+
+def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in parts.items()}
 
 
 def _unsaved_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
@@ -28,6 +29,8 @@ from ..targets import build, takes
 from .apply import apply_specs, build_module
 from .data import Batches, Data, load_data
 from .device import choose_device
+from .forward import Forward
+from .idle import has_idle
 from .shares import in_order, refuse_small_batches
 from .strategies import Strategy
 from .tasks import Task, check_outcome
@@ -49,8 +52,9 @@ class Experiment:
         scheduler: The learning-rate schedule; None where there is none.
         scaler: The gradient scaler; it does nothing but for fp16.
         strategy: How it is trained by one process, or by several.
-        callable: What is called with a batch: the model, or what torch.compile made of it.
-        trained: What is called with a batch to train: the same, or what brings the gradients of several processes together.
+        callable: What the task calls: the model, or what torch.compile made of it.
+        trained: Makes the outcome of a batch and its loss, see `Forward`; or what brings the gradients of several processes
+            together around it.
         plan: The hooks' sites.
         trials: What a trial forward pass saw, for each phase.
     """
@@ -73,9 +77,7 @@ class Experiment:
 
     def autocast(self) -> torch.autocast:
         """The context that forward passes run in."""
-        precision = self.config.train.precision
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype, enabled=precision != "fp32")
+        return _autocast(self.config.train.precision, self.device)
 
     @property
     def steps(self) -> int:
@@ -122,12 +124,17 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
     refuse_idle_paths(plan, trials)
     refuse_misfit_slices(plan, trials)
+    strategy.refuse_parts(called_whole=id(model) in trials["train"])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # nobody holds on to the whole parameters
     optimizer = _build_optimizer(config.optimizer, [p for p in model.parameters() if p.requires_grad])
     require_optimizer(plan, optimizer)
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     called = _compiled(model) if config.train.compile else model
+    trained = strategy.wrap(
+        Forward(called, task, partial(_autocast, config.train.precision, device)),
+        lambda: _finds_unused(config, model, lambda: task(model, first).loss),
+    )
     strategy.draw_apart(config.seed)
     return Experiment(
         config=config,
@@ -142,10 +149,20 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         scaler=GradScaler(device.type, enabled=config.train.precision == "fp16"),
         strategy=strategy,
         callable=called,
-        trained=strategy.wrap(called),
+        trained=trained,
         plan=plan,
         trials=trials,
     )
+
+
+def _finds_unused(config: RunConfig, model: nn.Module, loss: Callable[[], Tensor]) -> bool:
+    asked = config.train.find_unused_parameters
+    return has_idle(model, loss) if asked is None else asked
+
+
+def _autocast(precision: str, device: torch.device) -> torch.autocast:
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
 
 def _compiled(model: nn.Module) -> nn.Module:

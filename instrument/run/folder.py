@@ -61,6 +61,22 @@ def refuse_taken(folder: Path, where: str) -> None:
         ) from None
 
 
+def refuse_other_count(path: Path, ranks: int) -> None:
+    """A run goes on with as many processes as there were.
+
+    Raises:
+        ConfigError: There are more, or fewer; or there is no run.
+    """
+    before = read_record(path, "resume").get("ranks", 1)
+    if before != ranks:
+        many, torchrun = (
+            ("one process", "") if before == 1 else (f"{before} processes", f"torchrun --nproc-per-node {before} ")
+        )
+        problem = f"this run was begun by {many}, and goes on with as many; this time it is {ranks}"
+        allowed = f"{torchrun or 'python '}-m instrument resume={path}"
+        raise ConfigError(Mistake("resume", problem, written=str(path), allowed=allowed))
+
+
 class RunFolder:
     """A new folder for one run.
 
@@ -123,6 +139,7 @@ class RunFolder:
             raise ConfigError(Mistake("resume", "this run is still running, in another process", written=str(path)))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
+        record.pop("failed_rank", None)
         place.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
         place._write()
         return place

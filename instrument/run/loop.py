@@ -104,16 +104,14 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
         The step's metrics, as the watcher has them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
-    strategy, called = experiment.strategy, experiment.trained
+    strategy, trained = experiment.strategy, experiment.trained
     outcomes: list[Outcome] = []
     optimizer.zero_grad()
     for number, batch in enumerate(micro_batches, 1):
-        with strategy.micro_step(called, last=number == len(micro_batches)):
-            with experiment.autocast():
-                outcome = experiment.task(called, to_device(batch, experiment.device))
+        with strategy.micro_step(trained, last=number == len(micro_batches)):
+            outcome, loss = trained(to_device(batch, experiment.device), watcher.loss)
             # The loss is the mean over all samples of the step.
-            loss = watcher.loss(outcome.loss) * (_samples(batch) / micro_batches.samples)
-            scaler.scale(loss).backward()
+            scaler.scale(loss * (_samples(batch) / micro_batches.samples)).backward()
         outcomes.append(outcome)
         watcher.end_micro_step()
     scaler.unscale_(optimizer)

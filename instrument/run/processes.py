@@ -100,6 +100,7 @@ class Processes:
         failed = {rank: told for rank, told in enumerate(said) if told is not None}
         if not failed:
             return
+        dist.destroy_process_group()  # while all are here: threads that are left may abort a process that ends
         if self.leads and error is not None:
             raise error
         if not self.leads:
@@ -120,8 +121,11 @@ class Processes:
         """
         try:
             yield
-        except (RankError, SystemExit):
-            raise  # agreed upon
+        except RankError as error:  # agreed upon
+            failed(error.rank)
+            raise
+        except SystemExit:
+            raise
         except BaseException as error:
             _ignore_termination()  # torchrun sends it to all when one has ended; what is to be said and written comes first
             first = self._first_failure(error, folder)
@@ -140,20 +144,49 @@ class Processes:
             return None
         if not _is_lost_connection(error):
             return self._claim(own)
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
+        for gone in _who_is_gone(folder, self.rank, self.size):
             if self.store.check([FAILURE]):
                 return self._claim(own)
-            gone = [rank for rank in range(self.size) if rank != self.rank and not is_locked(folder, rank)]
-            if gone:
-                return self._claim(Failure(gone[0], "was killed"))
-            time.sleep(0.05)
+            if gone is not None:
+                return self._claim(Failure(gone, "was killed"))
         return None if isinstance(error, KeyboardInterrupt) else self._claim(own)
 
     def _claim(self, failure: Failure) -> Failure:
         """The first failure that any process has put down, which may be this one."""
         put = self.store.compare_set(FAILURE, "", json.dumps(failure))
         return Failure(*json.loads(put))
+
+
+@contextmanager
+def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
+    """Of a loop of one's own: where a collective fails since another process is gone, it is told which.
+
+    Args:
+        folder: The run's folder, whose locks tell which processes are alive.
+        failed: Called with the rank of the one that is gone.
+
+    Raises:
+        RankError: In place of the collective's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_lost_connection(error):
+            raise
+        rank = dist.get_rank()
+        gone = next((gone for gone in _who_is_gone(folder, rank, dist.get_world_size()) if gone is not None), None)
+        if gone is None:
+            raise
+        failed(gone)
+        raise RankError(f"rank {gone} has ended; rank {rank} cannot go on without it", gone) from error
+
+
+def _who_is_gone(folder: Path, own: int, size: int) -> Iterator[int | None]:
+    """Again and again for a while, the first of the other processes that holds no lock on the folder, if there is one."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        yield next((rank for rank in range(size) if rank != own and not is_locked(folder, rank)), None)
+        time.sleep(0.05)
 
 
 def _ignore_termination() -> None:

@@ -25,7 +25,7 @@ from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import broken_graphs, graph_breaks
 from .device import process_state
 from .experiment import Experiment, prepare
-from .folder import JoinedFolder, RunFolder, config_hash
+from .folder import JoinedFolder, RunFolder, config_hash, refuse_other_count
 from .loop import train
 from .processes import Processes
 from .remote_copy import RemoteCopy
@@ -63,6 +63,8 @@ def run(
     if processes is not None and not processes.leads:
         terminal.silence()
     with agreed(processes):
+        if config.resume is not None:
+            refuse_other_count(folder, 1 if processes is None else processes.size)
         strategy = choose_strategy(config, processes)
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal)
@@ -143,14 +145,14 @@ class _Training:
         self.terminal = terminal
         self.raw = raw
         self.copy = copy
-        self.checkpoints = Checkpoints(folder, config.train.checkpoint.every)
-        self.state = None if config.resume is None else self.checkpoints.load()
-        parts = None if self.state is None else self.state["parts"]
+        self.checkpoints = Checkpoints(folder, config.train.checkpoint.every, experiment.strategy.processes)
+        self.state = None if config.resume is None else self.checkpoints.load(own_rank())
+        self.parts = None if self.state is None else self.state["parts"][own_rank()]
         self.sink = ParquetSink(
             folder,
             **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local"}),
             tell=terminal.alarm,
-            parts=parts,
+            parts=self.parts,
         )
         self.several = Several(self.sink, {}, tell=terminal.warn)
         self.probe = Probe(
@@ -194,9 +196,9 @@ class _Training:
             for name in self.experiment.config.sink.trackers if not own_rank() else ():
                 trackers[name] = open_tracker(name, Tracked.of(self.folder, self.raw, since), f"sink.{name}")
                 opened.callback(trackers[name].close)
-            if self.state is not None:
-                self.copy.take_back(self.state["parts"])
-                rewind(self.folder, own_rank(), self.state["parts"])
+            if self.parts is not None:
+                self.copy.take_back(self.parts)
+                rewind(self.folder, own_rank(), self.parts)
                 for tracker in trackers.values():
                     replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since)
             self.copy.begin()

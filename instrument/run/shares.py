@@ -65,15 +65,13 @@ def refuse_small_batches(dataset: Dataset[Any], batch_size: int, share: Share, w
     """
     length = len(dataset)  # type: ignore[arg-type]
     last = length % batch_size or batch_size
-    if min(last, length) < share.size:
-        raise ConfigError(
-            Mistake(
-                where,
-                f"the last of the batches of {batch_size} has {min(last, length)} samples, for {share.size} processes",
-                written=f"{length} samples",
-                allowed=f"a size and a slice that leave it {share.size} samples or more",
-            )
-        )
+    if batch_size < share.size:
+        problem = f"each of the {share.size} processes needs a sample of every batch"
+        raise ConfigError(Mistake(where, problem, written=batch_size, allowed=f"{share.size} or more"))
+    if last < share.size:
+        problem = f"{length} samples leave {last} for the last of the batches, and there are {share.size} processes"
+        allowed = f"a size and a slice that leave it {share.size} or more"
+        raise ConfigError(Mistake(where, problem, written=batch_size, allowed=allowed))
 
 
 class Group(list[Any]):

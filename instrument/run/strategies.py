@@ -7,8 +7,8 @@ gradient inside the model is on the scale that it has where one process trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.ranks import Ranks
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, InstrumentError, Mistake
 from ..kinds.scope import Parallel
 from ..spec.budget import BudgetConfig
 from ..spec.config import RunConfig
 from ..spec.functions import PenaltySpec
 from ..spec.hooks import HookSpec
+from .forward import Forward
 from .shares import WHOLE, Share
 
 if TYPE_CHECKING:
@@ -35,10 +36,17 @@ class Strategy:
     Attributes:
         share: What a process gets of each batch.
         ranks: The processes, for the probe; None for a single one.
+        processes: The processes of this run; None for a single one.
     """
 
     share = WHOLE
     ranks: Ranks | None = None
+    processes: Processes | None = None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint needs this process's parameters, and what the optimizer knows of them."""
+        return True
 
     def refuse(self, config: RunConfig) -> None:
         """Stop at what cannot be done in this way.
@@ -51,15 +59,27 @@ class Strategy:
         """Give each process its shard of the parameters, before there is an optimizer; whether parameters were replaced."""
         return False
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """What training calls in place of the model."""
-        return model
+    def refuse_parts(self, *, called_whole: bool) -> None:
+        """Stop where the task never calls the model as a whole, and that is needed.
+
+        Raises:
+            ConfigError: With what can be done.
+        """
+
+    def wrap(self, forward: Forward, idle: Callable[[], bool]) -> nn.Module:  # noqa: ARG002
+        """What training calls in its place.
+
+        Args:
+            forward: What is done with each batch.
+            idle: Tells whether there may be parameters that get no gradient.
+        """
+        return forward
 
     def draw_apart(self, seed: int) -> None:
         """From here on each process draws random numbers of its own, such as dropout's."""
 
     @contextmanager
-    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
         """A forward and backward pass, of which the last one of a step brings the gradients of all processes together."""
         yield
 
@@ -84,11 +104,17 @@ class DataParallel(Strategy):
     """
 
     name: Parallel = "ddp"
+    processes: Processes
 
     def __init__(self, processes: Processes, *, reduces: bool) -> None:
         self.processes = processes
         self.share = Share(processes.rank, processes.size)
         self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
+
+    @property
+    def keeps_state(self) -> bool:
+        """All have the same: the first one's are enough."""
+        return self.processes.leads
 
     def refuse(self, config: RunConfig) -> None:
         """Stop at what several processes cannot do yet."""
@@ -96,21 +122,25 @@ class DataParallel(Strategy):
         if mistakes:
             raise ConfigError(*mistakes)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model, whose gradients are summed up over all processes while the last backward pass of a step runs."""
-        wrapped = DistributedDataParallel(model)
+    def wrap(self, forward: Forward, idle: Callable[[], bool]) -> nn.Module:
+        """The same, with gradients that are summed up over all processes while the last backward pass of a step runs."""
+        finds = any(self.processes.exchange(idle()))
+        wrapped = DistributedDataParallel(forward, find_unused_parameters=finds)
         wrapped.register_comm_hook(None, lambda _, bucket: _sum(bucket))
         return wrapped
 
     @contextmanager
-    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
         """All micro-steps but the last one of a step keep their gradients to themselves."""
-        assert isinstance(model, DistributedDataParallel)
-        if last:
-            yield
-            return
-        with model.no_sync():
-            yield
+        assert isinstance(trained, DistributedDataParallel)
+        try:
+            with nullcontext() if last else trained.no_sync():
+                yield
+        except RuntimeError as error:
+            if "find_unused_parameters" not in str(error):
+                raise
+            problem = "the loss of a step did not depend on all parameters, and that of the first batch did"
+            raise InstrumentError(f"{problem}: train.find_unused_parameters=true is for models like this") from error
 
     def draw_apart(self, seed: int) -> None:
         """The first process goes on as it would alone; the others are seeded anew."""
@@ -147,6 +177,11 @@ class FullySharded(DataParallel):
 
     name: Parallel = "fsdp2"
 
+    @property
+    def keeps_state(self) -> bool:
+        """Each has a shard."""
+        return True
+
     def refuse(self, config: RunConfig) -> None:
         """Stop at what cannot be done with sharded parameters, and at hooks that would never fire."""
         mistakes = _refused(config)
@@ -173,12 +208,18 @@ class FullySharded(DataParallel):
                 module.set_force_sum_reduction_for_comms(True)
         return True
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
-        return model
+    def refuse_parts(self, *, called_whole: bool) -> None:
+        """Parameters are gathered where the model is called."""
+        if not called_whole:
+            problem = "this task calls parts of the model, and shards are gathered where the whole of it is called"
+            raise ConfigError(Mistake("train.parallel", problem, written=self.name, allowed=DataParallel.name))
+
+    def wrap(self, forward: Forward, idle: Callable[[], bool]) -> nn.Module:  # noqa: ARG002
+        """The same: shards bring their gradients together by themselves."""
+        return forward
 
     @contextmanager
-    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
         """Gradients are brought together after every backward pass: no process keeps a whole one."""
         yield
 
@@ -214,17 +255,7 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
 
 
 def _refused(config: RunConfig) -> list[Mistake]:
-    mistakes = budget_mistakes(config.budget) if config.reduce == "global" else []
-    if config.train.checkpoint.every:
-        mistakes.append(
-            Mistake(
-                "train.checkpoint.every",
-                "checkpoints of several processes are not written",
-                written=config.train.checkpoint.every,
-                allowed="0",
-            )
-        )
-    return mistakes
+    return budget_mistakes(config.budget) if config.reduce == "global" else []
 
 
 def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:

@@ -26,6 +26,11 @@ def joined() -> Processes | None:
     return Processes.open()
 
 
+def leads() -> bool:
+    """Whether this process speaks for all of them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def agreed(processes: Processes | None) -> AbstractContextManager[None]:
     """`Processes.agreed`, where there are several."""
     return nullcontext() if processes is None else processes.agreed()
@@ -47,5 +52,3 @@ def refuse_for_several(config: RunConfig) -> None:
     if config.plan:
         allowed = "the same command without torchrun and train.parallel"
         raise ConfigError(Mistake("plan", "a plan is made by one process", written=True, allowed=allowed))
-    if config.resume is not None:
-        raise ConfigError(Mistake("resume", "runs of several processes are not resumed", written=config.resume))

@@ -42,13 +42,13 @@ class Compacted:
     problems: list[str] = field(default_factory=list)
 
 
-def compact(folder: Path, ends: Mapping[str, int]) -> Compacted:
+def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> Compacted:
     """Merge the parts of a run that nobody writes to.
 
     Args:
         folder: The run's; its lock is ours.
-        ends: By table, the number of a part that no merged one may have together with those before it: a run that goes on
-            from its checkpoint takes away the parts from there on.
+        ends: By rank and table, the number of a part that no merged one may have together with those before it: a run that
+            goes on from its checkpoint takes away the parts from there on.
 
     Raises:
         OSError: It cannot be written; all rows are there all the same.
@@ -59,7 +59,7 @@ def compact(folder: Path, ends: Mapping[str, int]) -> Compacted:
         found.before[name] = len(written_parts(folder, name))
         _remove_merged(folder, name)
         left: set[Path] = set()  # as they are: merged just now, or unreadable
-        while (together := _first_together(folder, table, ends.get(name, 0), left)) is not None:
+        while (together := _first_together(folder, table, [each.get(name, 0) for each in ends], left)) is not None:
             try:
                 left.add(_merge(folder, table, together))
             except _UnreadableError as error:
@@ -77,14 +77,15 @@ class _UnreadableError(Exception):
         self.file = file
 
 
-def _first_together(folder: Path, table: Table, end: int, left: set[Path]) -> dict[Part, Path] | None:
+def _first_together(folder: Path, table: Table, ends: Sequence[int], left: set[Path]) -> dict[Part, Path] | None:
     """The first parts in a row that make one of a sensible size; one that is half as large already stays as it is."""
     together: dict[Part, Path] = {}
     size = 0
     for part, file in parts_of(folder, table.name).items():
         bytes_of = file.stat().st_size
         last = next(reversed(together), None)
-        goes_on = last is not None and (last.rank, last.end) == (part.rank, part.number) and part.number != end
+        is_end = ends and part.number == ends[part.rank]
+        goes_on = last is not None and (last.rank, last.end) == (part.rank, part.number) and not is_end
         stays = file in left or bytes_of > LARGEST / 2
         if stays or not goes_on or size + bytes_of > LARGEST:
             if len(together) > 1:

@@ -175,7 +175,7 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
         if part.rank == rank:
             file.unlink()
     for aside in (folder / JOURNALS).glob("*.tmp"):
-        aside.unlink()
+        aside.unlink(missing_ok=True)  # another process may have
 
 
 def in_order(table: Table, rows: pa.Table) -> pa.Table:

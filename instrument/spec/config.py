@@ -73,6 +73,10 @@ class TrainConfig(Spec):
         None,
         description="How the processes that torchrun starts train together: DistributedDataParallel, or fully_shard (FSDP2).",
     )
+    find_unused_parameters: bool | None = Field(
+        None,
+        description="With ddp: whether a step may not use all parameters; null: as with the first batch.",
+    )
     compile: bool = Field(False, description="Compile the model with torch.compile; hooks stay outside the graph.")
     accumulate: Count = Field(1, description="Micro-batches whose gradients are averaged into one optimizer step.")
     eval_every: Index = Field(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -73,7 +75,7 @@ def data(step: int) -> Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, place: Path, reduce: str, fail_at: int = -1) -> dict[str, float]:
+def train(model: nn.Module, place: Path, reduce: str, fail_at: int = -1, die_at: int = -1) -> dict[str, float]:
     hooks = {name: spec for name, spec in HOOKS.items() if name == "seen" or not isinstance(model, Uneven)}
     optimizer = OPTIMIZER(model.parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -81,6 +83,8 @@ def train(model: nn.Module, place: Path, reduce: str, fail_at: int = -1) -> dict
         for step in range(STEPS):
             optimizer.zero_grad()
             loss = model(data(step).chunk(size)[rank]).square().mean()
+            if step == die_at and rank == size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             if step == fail_at:
                 raise ValueError("enough")
             loss.backward()
@@ -95,6 +99,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     told = {}
+    if len(sys.argv) > 2:
+        train(DistributedDataParallel(net()), folder, "global", die_at=int(sys.argv[2]))
     for reduce in ("none", "global"):
         told[reduce] = train(DistributedDataParallel(net()), folder / reduce, reduce)
     sharded = net()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import several
 import torch
 
 import instrument
@@ -51,19 +52,10 @@ hooks:
 
 
 def start(place: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """`python -m instrument`, or what torchrun makes of it, in a folder with the experiment."""
+    """A run in a folder that has the experiment."""
     (place / "conf" / "exp").mkdir(parents=True, exist_ok=True)
     (place / "conf" / "exp" / "ranked.yaml").write_text(EXPERIMENT.lstrip())
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"] if processes > 1 else []
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "instrument", *arguments],
-        cwd=place,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return several.start(place, *arguments, processes=processes)
 
 
 WAYS = {
@@ -208,23 +200,21 @@ def test_a_shard_has_the_rows_of_a_shard(runs: dict[str, instrument.Run]) -> Non
     assert runs["shards"].coverage.query("hook == 'sums'").eval("fired == expected").all()
 
 
-def test_loops_of_ones_own(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            HERE / "ranked.py",
-            tmp_path,
-        ],
+def loop(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Loops of one's own in two processes."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, HERE / "ranked.py", place, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def test_loops_of_ones_own(tmp_path: Path) -> None:
+    done = loop(tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["none"]["bytes"] == 0
@@ -242,6 +232,7 @@ def test_loops_of_ones_own(tmp_path: Path) -> None:
     assert (total["max"].max() == joined["max"].sort_index()).all()
     assert len(none.metrics) == 6  # a loss of each rank's own
     assert merged.stats.query("hook == 'grads'")["rank"].unique().tolist() == [0]
+    assert set(merged.stats.query("hook == 'grads'")["scope"]) == {"global"}  # one row for what is the same everywhere
     assert sorted(merged.stats.query("hook == 'sums'")["rank"].unique()) == [0, 1]
     assert sorted(merged.tensors()["rank"].unique()) == [0, 1]
 
@@ -269,6 +260,16 @@ def test_loops_of_ones_own(tmp_path: Path) -> None:
     broken = failed.stats[failed.stats["hook"] == "seen"]
     assert broken.groupby("step")["scope"].unique().map(list).to_dict() == {0: ["global"], 1: ["local"]}
     assert sorted(broken[broken["step"] == 1]["rank"].unique()) == [0, 1]
+
+
+def test_in_a_loop_of_ones_own_it_is_told_who_died(tmp_path: Path) -> None:
+    done = loop(tmp_path / "out", "1")
+    assert done.returncode != 0
+    run = instrument.load(tmp_path / "out")
+    assert set(run.stats.query("scope == 'global'")["step"]) == {0}
+    if "SIGTERM" not in done.stderr.partition("rank      : 0")[2].partition("\n---")[0]:  # torchrun was not faster
+        assert "RankError: rank 1 has ended; rank 0 cannot go on without it" in done.stderr
+        assert (run.info["status"], run.info["failed_rank"]) == ("failed", 1)
 
 
 @pytest.mark.parametrize(("rank", "how", "reduce"), [(0, "kill", "none"), (1, "kill", "none"), (1, "raise", "global")])
@@ -344,7 +345,6 @@ def test_processes_and_the_way_they_train_go_together() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"train": {"steps": 1, "checkpoint": {"every": 5}}}, "train.checkpoint.every: checkpoints of several"),
         ({"budget": {"time": "5%"}, "reduce": "global"}, "budget: each rank would look away at other times"),
     ],
 )
@@ -392,6 +392,9 @@ def test_a_batch_too_small_for_all_is_refused() -> None:
     dataset: Any = list(range(22))
     refuse_small_batches(dataset, 10, Share(0, 2), "train.batch_size")
     with pytest.raises(
-        ConfigError, match=r"train\.batch_size: the last of the batches of 10 has 2 samples, for 3 processes"
+        ConfigError,
+        match=r"train\.batch_size: 22 samples leave 2 for the last of the batches, and there are 3 processes",
     ):
         refuse_small_batches(dataset, 10, Share(0, 3), "train.batch_size")
+    with pytest.raises(ConfigError, match=r"each of the 3 processes needs a sample[\s\S]*written +2\n[\s\S]*3 or more"):
+        refuse_small_batches(dataset, 2, Share(0, 3), "train.batch_size")

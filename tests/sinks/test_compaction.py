@@ -90,7 +90,7 @@ def assert_same(folder: Path, wanted: dict[str, pd.DataFrame]) -> None:
 
 def test_parts_become_one_with_the_same_rows_in_the_same_order(folder: Path) -> None:
     wanted = frames(folder)
-    found = compact(folder, {})
+    found = compact(folder)
     assert (found.before["stats"], found.after["stats"]) == (6, 1)
     assert [path.name for path in (folder / "stats").iterdir()] == ["part-0000-000000-000005.parquet"]
     assert_same(folder, wanted)
@@ -98,26 +98,26 @@ def test_parts_become_one_with_the_same_rows_in_the_same_order(folder: Path) -> 
     plain = pd.read_parquet(folder / "stats")
     assert list(zip(plain.step, plain.layer, strict=True)) == sorted(zip(plain.step, plain.layer, strict=True))
     assert pl.read_parquet(folder / "stats" / "*.parquet").height == 54
-    again = compact(folder, {})
+    again = compact(folder)
     assert again.before == again.after
     assert again.problems == []
 
 
 def test_a_merged_part_is_merged_again_with_those_that_came_later(folder: Path) -> None:
     wanted = frames(folder)
-    compact(folder, {"stats": 4})
+    compact(folder, [{"stats": 4}])
     assert [path.stem for path in parts_of(folder, "stats").values()] == [
         "part-0000-000000-000003",
         "part-0000-000004-000005",
     ]
-    compact(folder, {})
+    compact(folder)
     assert [path.stem for path in parts_of(folder, "stats").values()] == ["part-0000-000000-000005"]
     assert_same(folder, wanted)
 
 
 def test_a_run_goes_back_to_its_checkpoint_all_the_same(folder: Path) -> None:
     counts = dict.fromkeys(TABLES, 4)
-    compact(folder, counts)
+    compact(folder, [counts])
     rewind(folder, 0, counts)
     assert list(instrument.load(folder).metrics.step) == list(range(12))
 
@@ -125,7 +125,7 @@ def test_a_run_goes_back_to_its_checkpoint_all_the_same(folder: Path) -> None:
 def test_row_groups_end_with_a_step_and_say_how_they_are_sorted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 20)
     wanted = frames(folder)
-    compact(folder, {})
+    compact(folder)
     (file,) = parts_of(folder, "stats").values()
     about = pq.read_metadata(file)
     assert [about.row_group(number).num_rows for number in range(about.num_row_groups)] == [18, 18, 18]
@@ -136,7 +136,7 @@ def test_row_groups_end_with_a_step_and_say_how_they_are_sorted(folder: Path, mo
 def test_a_step_that_is_larger_than_a_row_group_is_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 2)
     folder = make_run(tmp_path / "run", count=2, steps=1)
-    compact(folder, {})
+    compact(folder)
     (file,) = parts_of(folder, "stats").values()
     groups = [pq.ParquetFile(file).read_row_group(number).column("step").to_pylist() for number in range(4)]
     assert [step for group in groups for step in group] == [0, 0, 0, 1, 1, 1]
@@ -147,7 +147,7 @@ def test_parts_of_a_sensible_size_stay_as_they_are(folder: Path, monkeypatch: py
     size = (folder / "stats" / "part-0000-000000.parquet").stat().st_size
     monkeypatch.setattr(compaction, "LARGEST", 2 * size + 100)
     wanted = frames(folder)
-    compact(folder, {})
+    compact(folder)
     assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == [
         "000000-000001",
         "000002-000003",
@@ -163,7 +163,7 @@ def test_what_a_killed_run_left_in_its_journal_is_merged_too(tmp_path: Path) -> 
     sink.end_step()
     assert list((folder / "journal").glob("stats-*"))
     wanted = frames(folder)["stats"]
-    compact(folder, {})
+    compact(folder)
     assert not list((folder / "journal").glob("stats-*"))
     pd.testing.assert_frame_equal(frames(folder)["stats"], wanted)
 
@@ -195,10 +195,10 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(
     dies("replace")
     dies("unlink")
     with pytest.raises(Killed):
-        compact(folder, {})
+        compact(folder)
     monkeypatch.undo()
     assert_same(folder, wanted)
-    compact(folder, {})
+    compact(folder)
     assert_same(folder, wanted)
     assert len(written_parts(folder, "stats")) == 1
     assert RunFiles(folder).count("stats") == 54
@@ -212,7 +212,7 @@ def test_whoever_reads_meanwhile_meets_every_row_once(tmp_path: Path, monkeypatc
     def merge() -> None:
         try:
             while compaction.LARGEST < 2_000_000:
-                compact(folder, {})
+                compact(folder)
                 compaction.LARGEST *= 2
         finally:
             done.set()
@@ -234,7 +234,7 @@ def test_whoever_reads_meanwhile_meets_every_row_once(tmp_path: Path, monkeypatc
 def test_a_scan_that_has_begun_ends_with_every_row_once(folder: Path) -> None:
     scan = instrument.load(folder).scan("stats", ["step"])
     steps = next(scan)["step"].to_pylist()
-    compact(folder, {})
+    compact(folder)
     steps += [step for batch in scan for step in batch["step"].to_pylist()]
     assert steps == list(np.repeat(range(18), 3))
 
@@ -243,7 +243,7 @@ def test_damaged_files_and_those_of_other_columns_are_left_as_they_are(folder: P
     damaged, other = (folder / "stats" / f"part-0000-00000{number}.parquet" for number in (2, 4))
     damaged.write_bytes(b"no parquet")
     pq.write_table(pq.read_table(other).drop_columns(["mean"]), other)
-    found = compact(folder, {})
+    found = compact(folder)
     assert [problem.partition(":")[0] for problem in found.problems] == [f"stats/{damaged.name}", f"stats/{other.name}"]
     assert "other columns: mean" in found.problems[1]
     assert sorted(path.stem[10:] for path in (folder / "stats").iterdir()) == [
@@ -278,7 +278,7 @@ def test_the_command_takes_a_sweep_and_says_what_it_did(
 
 def test_the_command_keeps_apart_what_a_run_would_take_away_when_it_goes_on(folder: Path) -> None:
     (folder / "checkpoints").mkdir()
-    state = {"version": VERSION, "parts": dict.fromkeys(TABLES, 2)}
+    state = {"version": VERSION, "parts": [dict.fromkeys(TABLES, 2)]}
     torch.save(state, folder / "checkpoints" / "step-00000006.pt")
     assert command.main([str(folder)]) == 0
     assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == ["000000-000001", "000002-000005"]

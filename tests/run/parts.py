@@ -1,0 +1,29 @@
+"""Models of which a step does not use all parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Idle(nn.Module):
+    """An MLP for digits, beside which a layer stands idle: always, or, from a number of steps on, another one.
+
+    Args:
+        after: Training steps after which the last layer but one is left out; 0: never.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 16)
+        self.middle = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 10)
+        self.idle = nn.Linear(16, 10) if not after else nn.Identity()
+        self.after, self.seen = after, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images.flatten(1)).relu()
+        self.seen += self.training and self.after > 0
+        if not self.after or self.seen <= self.after:
+            x = self.middle(x).relu()
+        scores: Tensor = self.last(x)
+        return scores

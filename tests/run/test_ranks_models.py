@@ -1,0 +1,64 @@
+"""Models and tasks that several processes have to be told about: parts without a gradient, parts that a task calls itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from several import start
+
+import instrument
+
+TRAINED = [
+    "data=digits",
+    "train={steps: 6, batch_size: 40, accumulate: 2}",
+    "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
+]
+ABLATED = "+hooks.ablated={layers: middle, kind: forward, action: modify, fn: zero, start: 2}"
+KEYS = ["step", "layer", "path"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("hooks", [[], [ABLATED]], ids=["idle", "ablated"])
+def test_parameters_without_a_gradient_are_left_as_they_are(tmp_path: Path, parallel: str, hooks: list[str]) -> None:
+    common = [*TRAINED, "model={_target_: parts.Idle}", *hooks]
+    one = start(tmp_path, *common, "hydra.run.dir=one")
+    assert one.returncode == 0, one.stderr
+    two = start(tmp_path, *common, "hydra.run.dir=two", f"train.parallel={parallel}", "reduce=global", processes=2)
+    assert two.returncode == 0, two.stderr
+    here, there = (instrument.load(tmp_path / name).stats for name in ("one", "two"))
+    both = here.merge(there, on=KEYS, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
+    assert (both["_merge"] == "both").all()
+    assert "idle" not in set(both["layer"])
+    assert (both.query("layer == 'first' and step >= 2")["l2"] == 0.0).all() == bool(hooks)
+    assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"] + 1e-12).all()
+
+
+def test_what_a_step_does_not_use_is_found_out_or_told(tmp_path: Path) -> None:
+    changing = [*TRAINED, "model={_target_: parts.Idle, after: 6}", "train.parallel=ddp"]
+    stopped = start(tmp_path, *changing, "hydra.run.dir=stopped", processes=2)
+    assert stopped.returncode != 0
+    assert "train.find_unused_parameters=true is for models like this" in stopped.stderr
+    assert instrument.load(tmp_path / "stopped").info["status"] == "failed"
+    found = start(tmp_path, *changing, "train.find_unused_parameters=true", "hydra.run.dir=found", processes=2)
+    assert found.returncode == 0, found.stderr
+    stats = instrument.load(tmp_path / "found").stats
+    assert (stats.query("layer == 'middle'").step.max(), stats.query("layer == 'last'").step.max()) == (2, 5)
+
+
+def test_a_task_that_calls_parts_of_the_model_itself(tmp_path: Path) -> None:
+    gan = ["+exp=wgan_gp", "train.steps=5"]
+    done = start(tmp_path, *gan, "train.parallel=ddp", "hydra.run.dir=out", processes=2)
+    assert done.returncode == 0, done.stderr
+    run = instrument.load(tmp_path / "out")
+    gradients = run.stats.query("kind == 'parameter_grad'").set_index(["rank", "hook", *KEYS]).drop(columns="scope")
+    assert set(gradients.index.get_level_values("hook")) == {"critic_gradients", "generator_gradients"}
+    pd.testing.assert_frame_equal(gradients.loc[0], gradients.loc[1])  # brought together
+    scores = run.stats.query("hook == 'scores'").set_index(["rank", "step", "call"])["mean"]
+    assert (scores.loc[0] != scores.loc[1]).all()  # of samples of their own
+
+    refused = start(tmp_path, *gan, "train.parallel=fsdp2", "hydra.run.dir=shards", processes=2)
+    assert refused.returncode != 0
+    assert "train.parallel: this task calls parts of the model" in refused.stderr
+    assert "instrument/run/" not in refused.stderr  # no traceback of ours

@@ -1,0 +1,120 @@
+"""Checkpoints of several processes: a run that died and goes on leaves what the one leaves that never died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from several import start
+
+import instrument
+from instrument import compact
+from instrument.run.checkpoint import Checkpoints
+
+CLOCK = ["seconds", "samples_per_second"]
+STEPS, EVERY, AFTER = 60, 10, 55
+
+
+def arguments(name: str, parallel: str, reduce: str, dies: int) -> list[str]:
+    return [
+        "data=digits",
+        f"model={{_target_: dying.Dying, rank: {dies}, how: kill, after: {AFTER}}}",
+        "optimizer=adam",
+        f"train={{steps: {STEPS}, batch_size: 30, accumulate: 2, eval_every: 20, checkpoint: {{every: {EVERY}}}}}",
+        "+hooks.seen={layers: '**', kind: forward, action: record}",
+        "+hooks.moved={layers: '**', kind: step_post, role: update, action: record}",
+        "+hooks.kept={layers: '5', kind: forward, action: record, stats: none, tensors: true, every: 7}",
+        "+hooks.noisy={layers: '1', kind: parameter_grad, action: modify, fn: noise, std: 0.01}",
+        "+hooks.tests={layers: '5', kind: forward, action: record, phase: eval}",
+        f"train.parallel={parallel}",
+        f"reduce={reduce}",
+        f"hydra.run.dir={name}",
+    ]
+
+
+@pytest.fixture(scope="module", params=[("ddp", "global"), ("fsdp2", "none")], ids="-".join)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    """A run that nobody stops, one of which a process is killed again and again, and what was told when it was done."""
+    parallel, reduce = request.param
+    place = tmp_path_factory.mktemp("resumed")
+    whole = start(place, *arguments("whole", parallel, reduce, -1), processes=2)
+    assert whole.returncode == 0, whole.stderr
+    steps = []
+    done = start(place, *arguments("killed", parallel, reduce, 1), processes=2)
+    while done.returncode:
+        assert len(steps) < 4, done.stderr
+        assert instrument.load(place / "killed").info["failed_rank"] == 1
+        steps.append(Checkpoints(place / "killed").load()["step"])
+        if len(steps) == 1:
+            assert compact.main([str(place / "killed")]) == 0  # which keeps apart what is taken back
+        done = start(place, "resume=killed", processes=2)
+    assert steps == [20, 40]
+    return place / "whole", place / "killed", done.stdout.splitlines()
+
+
+def test_rows_are_those_of_the_run_that_never_stopped(runs: tuple[Path, Path, list[str]]) -> None:
+    whole, killed = map(instrument.load, runs[:2])
+    assert (whole.info["status"], killed.info["status"]) == ("done", "done")
+    assert "failed_rank" not in killed.info
+    for name in ("stats", "effects", "coverage", "layers"):
+        one, other = (getattr(run, name) for run in (whole, killed))
+        assert len(one)
+        pd.testing.assert_frame_equal(one, other, check_exact=True)
+    pd.testing.assert_frame_equal(whole.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
+    assert len(whole.metrics) == STEPS + STEPS // 20
+    one, other = (run.tensors().sort_values(["rank", "step", "layer", "micro_step"]) for run in (whole, killed))
+    assert set(one["rank"]) == {0, 1}
+    assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
+    assert list(killed.events.query("rule == 'resumed' and rank == 0").message) == [
+        "goes on after 20 steps",
+        "goes on after 40 steps",
+    ]
+    assert any("step 60/60" in line for line in runs[2])
+
+
+def test_checkpoints_are_those_of_the_run_that_never_stopped(runs: tuple[Path, Path, list[str]]) -> None:
+    whole, killed = runs[:2]
+    names = sorted(file.name for file in (killed / "checkpoints").iterdir())
+    assert names == ["step-00000060-0001.pt", "step-00000060.pt"]
+    for rank in (0, 1):
+        one, other = (Checkpoints(folder).load(rank) for folder in (whole, killed))
+        for name in ("model", "optimizer", "random", "batches"):
+            assert identical(one[name], other[name]), name
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(identical(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def test_as_many_processes_go_on_as_there_were(tmp_path: Path) -> None:
+    first = start(tmp_path, *arguments("out", "ddp", "none", 0), processes=2)
+    assert first.returncode != 0
+    before = sorted(tmp_path.glob("out/**/*"))
+    for processes, told in [(1, "this time it is 1"), (3, "this time it is 3")]:
+        done = start(tmp_path, "resume=out", processes=processes)
+        assert done.returncode != 0
+        assert told in done.stderr
+        assert "resume: this run was begun by 2 processes" in done.stderr
+        assert "torchrun --nproc-per-node 2 -m instrument resume=out" in done.stderr
+        assert "instrument/run/" not in done.stderr  # no traceback of ours
+    assert sorted(tmp_path.glob("out/**/*")) == before
+
+
+def test_a_file_of_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
+    assert start(tmp_path, *arguments("out", "ddp", "none", 0), processes=2).returncode != 0
+    (tmp_path / "out" / "checkpoints" / "step-00000020-0001.pt").unlink()
+    done = start(tmp_path, "resume=out", processes=2)
+    assert done.returncode != 0
+    assert "step-00000020-0001.pt" in done.stderr
+    assert "No such file" in done.stderr
+    assert Checkpoints(tmp_path / "out").load()["step"] == 20
