@@ -1,6 +1,6 @@
 """`python -m instrument.sweep FOLDER [--rerun]`: the jobs of a sweep, and what became of each; those not done, done again.
 
-Exit code 0: all are done; 1: some are not; 2: a mistake in what was asked.
+Exit code 0: all are done; 1: some are not; 2: a mistake in what was asked; 130: interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from rich.text import Text
 
 from .errors import InstrumentError
 from .run.launch import complain, refused
+from .run.sweep_found import Runs, jobs_in
 from .run.sweep_jobs import DONE, Sweep, summary
+from .run.sweep_told import tell_sweep, told_together
+from .sinks.remote import refuse_address
 
 WIDTH_IN_A_PIPE = 160
 COLOURS = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "missing": "yellow"}
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m instrument.sweep", description="The jobs of a sweep, and what became of each."
     )
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder of a sweep")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of a sweep, or its address")
     parser.add_argument("--rerun", action="store_true", help="do the jobs that are not done, in the same folder")
     asked = parser.parse_args(arguments)
     try:
@@ -39,20 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(error)
 
 
-def _rerun(folder: Path) -> None:
-    from .run.sweep_rerun import rerun
+def _rerun(written: str) -> None:
+    from .run.sweep_rerun import WHERE, rerun
 
+    refuse_address(written, WHERE, "jobs are done again where they were made", allowed="a folder of this machine")
+    folder = Path(written)
+    sweep = Sweep(Path(os.path.abspath(folder)))
     try:
-        count = rerun(Sweep(Path(os.path.abspath(folder))))
+        count = rerun(sweep)
     except InstrumentError:
         raise
+    except (KeyboardInterrupt, SystemExit) as stop:
+        tell_sweep(folder)
+        raise SystemExit(stop.code if isinstance(stop, SystemExit) else 130) from None
     except Exception as error:
         raise refused(error, []) from error
-    print(f"\n{count} jobs done again" if count else "nothing to do again")
+    print(f"\n{count} jobs tried again" if count else "nothing to do again")
 
 
-def _show(folder: Path) -> int:
-    sweep = Sweep(folder)
+def _show(folder: str) -> int:
+    sweep = jobs_in(folder)
     jobs = sweep.jobs()
     table = Table(box=None, pad_edge=False)
     for name in ("job", "status", "overrides", "error"):
@@ -64,8 +73,11 @@ def _show(folder: Path) -> int:
     if not console.is_terminal:
         console.width = WIDTH_IN_A_PIPE
     console.print(table)
-    print(f"\n{len(jobs)} jobs in {folder}: {summary(jobs)}")
-    return 0 if all(job.status == DONE for job in jobs) else 1
+    left = [job for job in jobs if job.status != DONE]
+    print("", *told_together(left), f"{len(jobs)} jobs in {folder}: {summary(jobs)}", sep="\n")
+    if isinstance(sweep, Runs):
+        print("there is no record of a sweep here: which jobs are missing is not known")
+    return 1 if left or not jobs else 0
 
 
 if __name__ == "__main__":

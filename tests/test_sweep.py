@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from swept import job as made
 
 import instrument
-from instrument.run.sweep_jobs import Sweep
+from instrument.run.sweep_jobs import Sweep, SweepJob
+from instrument.run.sweep_told import tell_sweep, told_together
 from instrument.sinks.lock import FolderLock
 from instrument.sweep import main
 
@@ -41,9 +44,9 @@ def listed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return code, out, err
 
 
-def rows_of(out: str) -> list[list[str]]:
-    table = out[out.index("job  status") :].partition("\n\n")[0]
-    return [line.split() for line in table.splitlines() if line[:1].isdigit()]
+def rows_of(out: str, begins: str = r"\d") -> list[list[str]]:
+    table = out[out.index("job ") :].partition("\n\n")[0]
+    return [line.split() for line in table.splitlines() if re.match(begins, line)]
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_those_not_done_are_done_again_under_their_numbers(
     code, out, err = listed(capfd, str(Path(os.path.relpath(here)) / "out"), "--rerun")
     monkeypatch.chdir(here)
     assert code == 0, err
-    assert "3 jobs done again" in out
+    assert "3 jobs tried again" in out
     assert out.splitlines()[-1].endswith("out: 4 done")
     sweep = instrument.load("out")
     assert sweep.runs.run.tolist() == ["0", "1", "2", "3"]
@@ -222,12 +225,153 @@ def test_jobs_in_folders_of_other_names_are_listed_and_not_done_again(
     assert "hydra.sweep.subdir" in err
 
 
-@pytest.mark.parametrize("text", [None, "", "[", "name: run\n", "hydra: 3\n"])
-def test_what_is_no_sweep_is_told_of(workdir: Path, capfd: pytest.CaptureFixture[str], text: str | None) -> None:
+def test_jobs_in_folders_below_folders_are_listed(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+    place = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
+    assert cli("-m", *TINY, "train.steps=1", "name=a,b", "seed=1,-2", *place).code == 2
+    code, out, _ = listed(capfd, "out")
+    assert code == 1
+    assert [row[:2] for row in rows_of(out, "[ab]/")] == [
+        ["a/seed_1", "done"], ["a/seed_-2", "failed"], ["b/seed_1", "done"], ["b/seed_-2", "failed"],
+    ]  # fmt: skip
+
+
+def test_a_change_since_the_others_were_done_is_told(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("conf/exp").mkdir(parents=True)
+    Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.1}\n")
+    arguments = ("+exp=mine", *TINY, "train.steps=1", "seed=${hydra:job.num}", "deterministic=true,false")
+    assert cli("-m", *arguments, "hydra.sweep.dir=out").code == 0
+    shutil.rmtree("out/1")
+    assert "warning" not in listed(capfd, "out", "--rerun")[2]
+    shutil.rmtree("out/1")
+    Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.2}\nname: other\n")
+    code, _, err = listed(capfd, "out", "--rerun")
+    assert code == 0
+    assert err.splitlines() == [
+        "warning: what these jobs are composed of has changed since others were done: optimizer.lr: 0.1, now 0.2"
+    ]
+    assert [info["config"]["optimizer"]["lr"] for info in instrument.load("out").infos] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(130)])
+def test_an_interrupt_while_jobs_are_done_again_says_what_is_left(
+    swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stop: BaseException
+) -> None:
+    """Raised by a launcher, or by a job that told of it."""
+
+    def interrupted(sweep: Sweep) -> int:
+        raise stop
+
+    monkeypatch.setattr("instrument.run.sweep_rerun.rerun", interrupted)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["out", "--rerun"])
+    assert ended.value.code == 130
+    err = capfd.readouterr().err
+    assert "4 jobs in out: 1 done, 2 failed, 1 missing" in err
+    assert err.splitlines()[-1] == "the rest     python -m instrument.sweep out --rerun"
+
+
+def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, norm, status in (("10", 10, "failed"), ("9", 0.1, "done"), ("a/b", None, "done")):
+        overrides = {"hooks.tame.norm": norm, "model": "mlp"}
+        config = {"sink": {"keep_local": False}}
+        used = {"error": "HookError: broken\nat step 3", "remote": "memory://there"} if status == "failed" else {}
+        made(tmp_path / "by_hand" / name, overrides=overrides, config=config, status=status, used=used)
+    for folder in (str(tmp_path / "by_hand"), f"file://{tmp_path}/by_hand"):
+        code, out, err = listed(capfd, folder)
+        assert (code, err) == (1, "")
+        assert rows_of(out, "[0-9a]") == [
+            ["9", "done", "hooks.tame.norm=0.1"],
+            ["10", "failed", "hooks.tame.norm=10", "HookError:", "broken"],
+            ["a/b", "done", "hooks.tame.norm=null"],
+        ]
+        assert out.splitlines()[-2:] == [
+            f"3 jobs in {folder}: 2 done, 1 failed",
+            "there is no record of a sweep here: which jobs are missing is not known",
+        ]
+        code, _, err = listed(capfd, folder, "--rerun")
+        assert code == 2
+        assert ("multirun.yaml" in err) == ("://" not in folder)
+
+
+def test_a_run_is_told_from_a_sweep(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = listed(capfd, "out/2")
+    assert code == 2
+    assert "this is one run, and no sweep" in err
+    assert "nearest  out\n" in err
+
+
+def test_what_ended_alike_is_told_of_together() -> None:
+    errors = {3: "HookError: a", 7: "HookError: a", 8: "HookError: a", 9: "HookError: b", 20: "HookError: a"}
+    left = [
+        SweepJob(str(number), Path(str(number)), (), "failed" if number in errors else "missing", errors.get(number))
+        for number in (*errors, *range(100, 120))
+    ]
+    assert told_together(left) == [
+        "20 missing  100-119",
+        "4 failed  3, 7-8, 20  HookError: a",
+        "1 failed  9  HookError: b",
+    ]
+    assert told_together(left[:20]) == []
+    scattered = [SweepJob(f"job_{number}", Path(), (), "killed", None) for number in range(30)]
+    assert told_together(scattered) == [f"30 killed  {', '.join(f'job_{number}' for number in range(8))}, ..."]
+    unlike = [SweepJob(str(number), Path(), (), "failed", str(number)) for number in range(30)]
+    assert told_together(unlike)[-1] == "and 10 more"
+    assert len(told_together(unlike)) == 21
+
+
+def test_of_many_jobs_the_list_ends_with_what_is_left_in_a_few_lines(
+    cli: Cli, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer = cli("-m", *TINY, "train.steps=1", "seed=1,-1", "hydra.sweep.dir=out")
+    assert answer.code == 2
+    record = Path("out/multirun.yaml")
+    record.write_text(record.read_text().replace("seed=1,-1", "seed=range(1,61)"))
+    code, out, _ = listed(capfd, "out")
+    assert code == 1
+    assert len(rows_of(out)) == 60
+    assert out.splitlines()[-4:] == [
+        "",
+        "58 missing  2-59",
+        "1 failed  1  seed: Input should be greater than or equal to 0",
+        "60 jobs in out: 1 done, 1 failed, 58 missing",
+    ]
+    tell_sweep(Path("out"))
+    err = capfd.readouterr().err
+    assert "58 missing  2-59" in err
+    assert "out/2  missing" not in err
+
+
+def test_a_record_that_cannot_be_read_is_told_as_the_jobs_error(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (swept / "2" / "run.json").write_text("{")
+    _, out, err = listed(capfd, "out")
+    assert rows_of(out)[2][:4] == ["2", "unknown", "hooks.mine.fn.at=99", "run.json:"]
+    assert err == ""
+
+
+@pytest.mark.parametrize("text", ["", "[", "name: run\n", "hydra: 3\n", b"\xff\xfe\x00"])
+def test_a_record_of_no_sweep_is_told_of(workdir: Path, capfd: pytest.CaptureFixture[str], text: str | bytes) -> None:
     Path("out").mkdir()
-    if text is not None:
-        Path("out/multirun.yaml").write_text(text)
+    Path("out/multirun.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     code, _, err = listed(capfd, "out")
     assert code == 2
     assert "multirun.yaml cannot be read" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("out", "no run.json in out or below it"),
+        ("file", "there is no folder file"),
+        ("away", "there is no folder away"),
+    ],
+)
+def test_what_is_no_sweep_is_told_of(workdir: Path, capfd: pytest.CaptureFixture[str], folder: str, told: str) -> None:
+    Path("out").mkdir()
+    Path("file").touch()
+    code, _, err = listed(capfd, folder)
+    assert code == 2
+    assert f"there is no sweep: {told}" in err

@@ -69,7 +69,7 @@ class Training:
     @cached_property
     def leaves(self) -> dict[str, str]:
         """All that makes the training but its seed: each value, as a word, by its key, such as `optimizer.lr`."""
-        return dict(_leaves({**self.rest, HOOKS: self.interventions}, ""))
+        return leaves_of({**self.rest, HOOKS: self.interventions})
 
 
 def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
@@ -154,6 +154,11 @@ def _whole(value: Any) -> Any:
         return [_whole(item) for item in value]
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
     return int(value) if is_whole else value
+
+
+def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Each value of a configuration, as a word, by its key, such as `optimizer.lr`."""
+    return dict(_leaves(config, ""))
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..sinks.lock import FolderLock
 from ..sinks.remote import REMOTE, check_remote, refuse_address, refuse_secret
 from .claims import claim, is_named_by_clock
 from .folder import refuse_taken
-from .launch import complain, show_plan
+from .launch import complain, refused, show_plan
 from .objective import read_objective
 from .reading import read_config
 from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of
-from .torchrun import agreed, joined, refuse_for_several
+from .torchrun import agreed, check_processes, joined
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
 RAY = "RayLauncher"
@@ -54,14 +58,13 @@ class Guard(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A single run is about to start; it may be one process of several."""
         processes = joined()
-        folder = Path(config.hydra.run.dir)
-        try:
+        with _stopping():
+            folder = Path(config.hydra.run.dir)
             with agreed(processes):
                 parsed, _ = read_config(config)
                 read_objective(parsed.objective)
                 check_remote(parsed.sink.remote)
-                if processes is not None:
-                    refuse_for_several(parsed)
+                check_processes(parsed, processes)
                 if parsed.plan:
                     show_plan(parsed, Path(parsed.resume) if parsed.resume else folder)
                     raise SystemExit(0)
@@ -70,8 +73,6 @@ class Guard(Callback):
                     if is_named_by_clock(config.hydra.run):
                         folder = claim(folder)
                     refuse_taken(folder, "hydra.run.dir")
-        except InstrumentError as error:
-            raise SystemExit(complain(error)) from None
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
             if parsed.resume is not None:
@@ -83,7 +84,7 @@ class Guard(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A sweep is about to start; where only the plans are asked for, Hydra gets a folder that will not stay."""
-        try:
+        with _stopping():
             _refuse_what_cannot_be_swept(config)
             _refuse_secrets(config)
             _prepare_launcher(config)
@@ -92,8 +93,6 @@ class Guard(Callback):
                 _put(config, Path(self.scratch.name))
             else:
                 Guard.sweep = self._begin(config)
-        except InstrumentError as error:
-            raise SystemExit(complain(error)) from None
 
     def _begin(self, config: DictConfig) -> Path:
         """Take a folder for the sweep, and hold it as long as this process lives."""
@@ -125,7 +124,8 @@ class Guard(Callback):
             raise SystemExit(1)
         print(f"\n{len(jobs)} jobs in {Guard.sweep}")
         print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
-        print(f"report      {_sweep_report(config, Guard.sweep)}")
+        with _stopping():
+            print(f"report      {_sweep_report(config, Guard.sweep)}")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A job is about to start, perhaps in a process that a launcher started in another folder."""
@@ -135,6 +135,19 @@ class Guard(Callback):
             sys.path.insert(0, here)
         if not config.hydra.job.chdir and os.getcwd() != here:
             os.chdir(here)
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """What goes wrong inside is told, and ends the process: Hydra would warn of it, and go on."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SystemExit(complain(refused(error, sys.argv[1:]))) from None
+    except OSError as error:
+        raise SystemExit(complain(InstrumentError(f"{error.filename}: {error.strerror}"))) from None
+    except Exception as error:
+        raise SystemExit(complain(error)) from None
 
 
 def _refuse_what_cannot_be_swept(config: DictConfig) -> None:

@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from .composition import composition_mistake
-from .judgement import judge
 from .objective import read_objective
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
@@ -58,6 +57,7 @@ def job(config: DictConfig) -> float | None:
         if parsed.plan:
             show_plan(parsed, None)
             return None
+        from .judgement import judge
         from .runner import run
         from .terminal import Terminal
 
@@ -116,7 +116,8 @@ def told() -> Iterator[Place]:
         JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    folder = Path(os.path.relpath(folder)) if folder.is_relative_to(Path.cwd()) else folder
+    if Path.cwd() in folder.parents:
+        folder = Path(os.path.relpath(folder))
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     place = Place(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
     try:
@@ -133,7 +134,7 @@ def told() -> Iterator[Place]:
             print(f"what was recorded so far is in {folder}", file=sys.stderr)
         if place.swept:
             if not (folder / "run.json").exists():
-                (folder / REFUSED).write_text(f"{error}\n")
+                (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
             print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None

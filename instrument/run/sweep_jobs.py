@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, InstrumentWarning, Mistake
 from .search_path import config_loader
 
 RECORD = "multirun.yaml"  # Hydra's record of a sweep
@@ -25,7 +29,7 @@ READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 REFUSED = "refused.txt"  # in a job's folder: why it was not begun
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 BY_NUMBER = "${hydra.job.num}"
-DONE, RUNNING, MISSING = "done", "running", "missing"
+DONE, RUNNING, MISSING, UNKNOWN = "done", "running", "missing", "unknown"
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,10 @@ class SweepJob:
     """One job of a sweep.
 
     Attributes:
-        name: Its folder's name: its number.
+        name: Its folder below that of the sweep: its number.
         folder: Where it is, or is to be.
         overrides: What it is composed of, as on the command line.
-        status: That of its run.json. Where there is none: `failed` where the job was refused, else `missing`: never begun.
+        status: That of its run.json. Where there is none: `failed` where the job was refused, else `missing`.
         error: What ended it, in a line; None where nothing did.
     """
 
@@ -47,7 +51,30 @@ class SweepJob:
     error: str | None
 
 
-class Sweep:
+class Jobs(ABC):
+    """Jobs in a folder, and what tells them from each other.
+
+    Attributes:
+        is_laid_out: Whether all jobs are known before the first one begins, each in a folder called by its number.
+    """
+
+    is_laid_out: bool
+
+    @property
+    @abstractmethod
+    def swept(self) -> frozenset[str]:
+        """The keys that tell the jobs from each other."""
+
+    @abstractmethod
+    def jobs(self) -> list[SweepJob]:
+        """All jobs, in the order of their numbers."""
+
+    def label(self, job: SweepJob) -> str:
+        """What tells a job from the others: `hooks.tame.norm=0.1 seed=1`."""
+        return " ".join(override for override in job.overrides if override.partition("=")[0] in self.swept)
+
+
+class Sweep(Jobs):
     """A sweep, as it is found in its folder.
 
     Args:
@@ -62,12 +89,14 @@ class Sweep:
         try:
             record = OmegaConf.load(folder / RECORD)
             reason = "" if all(OmegaConf.select(record, key) for key in READ) else "it is not one of Hydra's"
-        except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
+        except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
             reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
         if reason:
             problem = f"its {RECORD} cannot be read: {reason}"
             raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
         self.hydra: DictConfig = record.hydra
+        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+        self.is_laid_out = self.hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER
 
     @property
     def arguments(self) -> list[str]:
@@ -84,22 +113,13 @@ class Sweep:
         parsed = OverridesParser.create().parse_overrides(self.arguments)
         return [override for override in parsed if override.is_sweep_override()]
 
-    @property
-    def is_laid_out(self) -> bool:
-        """Whether all jobs are known before the first one begins, each in a folder called by its number."""
-        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        return self.hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER
-
     def jobs(self) -> list[SweepJob]:
         """All jobs, in the order of their numbers; those that are there alone where they are not laid out."""
-        there = {folder.name: _recorded(folder) for folder in self.folder.iterdir() if _is_job(folder)}
+        there = {str(folder.relative_to(self.folder)): _recorded(folder) for folder in _jobs_below(self.folder)}
         planned = self._planned(there) if self.is_laid_out else {}
         names = sorted({**there, **planned}, key=_natural)
-        return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
-
-    def label(self, job: SweepJob) -> str:
-        """What tells a job from the others: `hooks.tame.norm=0.1 seed=1`."""
-        return " ".join(override for override in job.overrides if override.partition("=")[0] in self.swept)
+        with unwarned():
+            return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
 
     def _planned(self, there: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         shuffled = any(getattr(override.value(), "shuffle", False) for override in self._swept)
@@ -112,9 +132,27 @@ class Sweep:
         if not (folder / "run.json").exists():
             refused = _first_line_of(folder / REFUSED)
             return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
-        info = RunFiles(folder).info()
-        error = str(info["error"]).partition("\n")[0] if info.get("error") else None
-        return SweepJob(name, folder, overrides, info["status"], error)
+        files = RunFiles(folder)
+        info = files.info()
+        unreadable = files.problems if info["status"] == UNKNOWN else []
+        return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Inside, nobody is warned of where a run's rows are: none is read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstrumentWarning)
+        yield
+
+
+def error_of(info: Mapping[str, Any]) -> str | None:
+    """What ended a run, in a line; None where nothing did.
+
+    Args:
+        info: Its run.json.
+    """
+    return str(info["error"]).partition("\n")[0] if info.get("error") else None
 
 
 def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
@@ -130,6 +168,8 @@ def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
 
 def summary(jobs: Sequence[SweepJob]) -> str:
     """How many jobs there are of each status: `5 done, 1 failed`."""
+    if not jobs:
+        return "none was begun"
     counts = Counter(job.status for job in jobs)
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda item: item[0] != DONE))
 
@@ -151,8 +191,13 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _is_job(folder: Path) -> bool:
-    return (folder / "run.json").exists() or (not folder.name.startswith(".") and (folder / ".hydra").is_dir())
+def _jobs_below(sweep: Path) -> Iterator[Path]:
+    """The folders of jobs: with a run, or with Hydra's record of one; without a look into them, or into what is put aside."""
+    for above, folders, files in os.walk(sweep):
+        if "run.json" in files or ".hydra" in folders:
+            folders.clear()
+            yield Path(above)
+        folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 def _recorded(folder: Path) -> tuple[str, ...]:

@@ -8,23 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.callbacks import Callbacks
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override
 
+from ..analysis.trainings import INERT, leaves_of
 from ..errors import ConfigError, Mistake
 from ..sinks.lock import FolderLock
-from .folder import ASIDE
+from .folder import ASIDE, git_revision, read_record
 from .launch import job
 from .search_path import config_loader
 from .sweep_jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 
 WHERE = "--rerun"
+MOST = 5  # changes that are told of
 STILL_TOLD = ("quiet", "report")  # what a run that goes on is told, besides where it is
 
 
@@ -41,7 +45,13 @@ def rerun(sweep: Sweep) -> int:
     _refuse_what_is_not_laid_out(sweep)
     with _held(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
         left = [each for each in sweep.jobs() if each.status not in (DONE, RUNNING)]
-        launcher = _launcher(sweep)
+        config, loader = _composed(sweep)
+        launcher = _launcher(config, loader)
+        if left and (changes := _changes(sweep, config, loader)):
+            print(
+                f"warning: what these jobs are composed of has changed since others were done: {changes}",
+                file=sys.stderr,
+            )
         prepared = [_overrides(each) for each in left]
         at_once = sweep.hydra.sweeper.max_batch_size or len(prepared) or 1
         for first in range(0, len(prepared), at_once):
@@ -103,14 +113,39 @@ def _working_directory(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _launcher(sweep: Sweep) -> Launcher:
+def _composed(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
+    """The configuration of the sweep, as it would be begun now, and what composes those of its jobs."""
     setup_globals()
     loader = config_loader()
     given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
     overrides = [*given, *overrides_of(sweep.hydra, "task")]
-    config = loader.load_configuration(config_name="config", overrides=overrides, run_mode=RunMode.MULTIRUN)
+    return loader.load_configuration("config", overrides=overrides, run_mode=RunMode.MULTIRUN), loader
+
+
+def _launcher(config: DictConfig, loader: ConfigLoader) -> Launcher:
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=numbered_job, config=config)
+
+
+def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
+    """In what the first job that is done would be another one now: `optimizer.lr: 0.1, now 0.2`; empty where in nothing.
+
+    What a configuration takes from elsewhere, `${oc.env:HOME}`, is not compared.
+    """
+    done = next((each for each in sweep.jobs() if each.status == DONE and each.overrides), None)
+    if done is None:
+        return ""
+    record = read_record(done.folder, WHERE)
+    new: Any = OmegaConf.to_container(loader.load_sweep_config(config, list(done.overrides)), resolve=False)
+    now = leaves_of({key: value for key, value in new.items() if key not in (*INERT, "hydra")})
+    before = leaves_of({key: value for key, value in record["config"].items() if key not in INERT})
+    taken = [key for key, word in now.items() if "${" in word]
+    keys = [key for key in {**before, **now} if not any(f"{key}.".startswith(f"{other}.") for other in taken)]
+    words = {key: (before.get(key, "null"), now.get(key, "null")) for key in keys}
+    changed = [f"{key}: {one}, now {other}" for key, (one, other) in words.items() if one != other]
+    code, revision = record.get("git_revision"), git_revision()
+    changed += [f"git_revision: {code}, now {revision}"] if code != revision else []
+    return "; ".join(changed[:MOST]) + (f"; ... ({len(changed)} in all)" if len(changed) > MOST else "")
 
 
 def _overrides(each: SweepJob) -> list[str]:

@@ -1,15 +1,18 @@
-"""How a sweep ended, in a few lines."""
+"""How a sweep ended, in a few lines, however many jobs it has."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
 
-from .sweep_jobs import DONE, Sweep, summary
+from .sweep_jobs import DONE, Sweep, SweepJob, summary
 
 SUBMITTED = ".submitit"  # where submitit keeps what its jobs print
-MOST = 20  # jobs that are told of one by one
+MOST = 20  # jobs that are told of one by one; of more, those that ended alike are told of together
+RANGES = 8  # of their numbers
 
 
 def tell_sweep(folder: Path) -> None:
@@ -18,14 +21,46 @@ def tell_sweep(folder: Path) -> None:
     jobs = sweep.jobs()
     left = [job for job in jobs if job.status != DONE]
     print(f"\n{len(jobs)} jobs in {folder}: {summary(jobs)}", file=sys.stderr)
-    for job in left[:MOST]:
+    for job in left if len(left) <= MOST else ():
         parts = (str(job.folder), job.status, sweep.label(job), job.error)
         print("  ".join(part for part in parts if part), file=sys.stderr)
-    if len(left) > MOST:
-        print(f"and {len(left) - MOST} more", file=sys.stderr)
+    for line in told_together(left):
+        print(line, file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
         print(f"terminals    {terminals}, of each job", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
     print(f"all of them  {command}", file=sys.stderr)
     if left and sweep.is_laid_out:
         print(f"the rest     {command} --rerun", file=sys.stderr)
+
+
+def told_together(left: Sequence[SweepJob]) -> list[str]:
+    """A line for all jobs that ended alike, the most first, where they are too many to be told of one by one.
+
+    Args:
+        left: Those that are not done.
+    """
+    if len(left) <= MOST:
+        return []
+    alike: dict[tuple[str, str], list[str]] = {}
+    for job in left:
+        alike.setdefault((job.status, job.error or ""), []).append(job.name)
+    groups = sorted(alike.items(), key=lambda group: -len(group[1]))
+    lines = [
+        f"{len(names)} {status}  {_in_ranges(names)}  {error}".rstrip() for (status, error), names in groups[:MOST]
+    ]
+    more = sum(len(names) for _, names in groups[MOST:])
+    return [*lines, f"and {more} more"] if more else lines
+
+
+def _in_ranges(names: Sequence[str]) -> str:
+    """Numbers in order as `3, 7-12, 40`; what is called otherwise one by one."""
+    found = list(islice(_ranges(names), RANGES + 1))
+    return ", ".join([*found[:RANGES], "..."] if len(found) > RANGES else found)
+
+
+def _ranges(names: Sequence[str]) -> Iterator[str]:
+    numbered = enumerate(names)
+    for _, group in groupby(numbered, key=lambda one: int(one[1]) - one[0] if one[1].isdecimal() else one[1]):
+        first, *others = (name for _, name in group)
+        yield f"{first}-{others[-1]}" if others else first
