@@ -21,7 +21,7 @@ from ..sinks.lock import is_locked
 from ..sinks.parts import JOURNALS, Part, as_written, foreign_files, journals_of, parts_of
 from ..sinks.remote import arrow_name, moved_to
 from ..spec.statistics import STATISTICS
-from .remote_files import arrow_files
+from .remote_files import arrow_files, reached
 
 ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
 """Columns that runs of earlier versions may lack; they are null there."""
@@ -36,6 +36,9 @@ class RunFiles:
     Attributes:
         folder: The run's folder.
         problems: What is wrong, in words, each with the name of the file.
+
+    Raises:
+        InstrumentError: From the methods: the folder is behind an address, and cannot be reached.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,10 +50,14 @@ class RunFiles:
         self._sound: set[Path] = set()
 
     def info(self) -> dict[str, Any]:
-        """run.json, as far as it can be read. A run of this machine that says it is running and whose process is gone was killed."""
+        """run.json, as far as it can be read. A run of this machine that says it is running and whose process is gone was killed.
+
+        Raises:
+            InstrumentError: It is behind an address, and nobody answers.
+        """
         path = self.folder / "run.json"
         try:
-            info = json.loads(path.read_text())
+            info = json.loads(self._text_of(path))
         except (OSError, ValueError) as error:
             self._problem(path, f"cannot be read: {error}")
             info = None
@@ -65,6 +72,13 @@ class RunFiles:
         if info["status"] == "running" and self._arrow is None and not is_locked(self.folder):
             info["status"] = "killed"
         return info
+
+    def _text_of(self, path: Path) -> str:
+        if self._arrow is None:
+            return path.read_text()
+        with reached(path):
+            content = path.read_bytes()
+        return content.decode()
 
     def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
         """The Parquet files of a table that are not known to be damaged, and the rows that are in none yet."""

@@ -49,9 +49,8 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
     while True:
         try:
             with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
-                for files in queried.files[:1]:
-                    if is_address(files.folder):
-                        connection.register_filesystem(files.folder.fs)  # type: ignore[attr-defined]
+                if views.remote:
+                    connection.register_filesystem(queried.files[0].folder.fs)  # type: ignore[attr-defined]
                 views.make(connection)
                 if not connection.extract_statements(query):
                     raise ConfigError(Mistake(ASKED, "there is no query", query))
@@ -63,6 +62,10 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
                 continue
             if isinstance(error, duckdb.DataError | duckdb.ProgrammingError | duckdb.NotSupportedError):
                 raise views.mistake(error) from None
+            raise InstrumentError(f"{ASKED}: {told(error)}") from None
+        except Exception as error:  # of many kinds: whatever the client of a remote folder raises
+            if isinstance(error, InstrumentError) or not views.remote:
+                raise
             raise InstrumentError(f"{ASKED}: {told(error)}") from None
 
 
@@ -77,6 +80,7 @@ class _Views:
         self.queried = queried
         self.query = query
         self.names: list[str] = []
+        self.remote = is_address(queried.files[0].folder)
         self._listed: list[Path] = []
         self._asks_runs = False
         self._tries = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,70 @@ def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="may hold no password") as refused:
         instrument.load("s3://key:hushhush@bucket/runs")
     assert "hushhush" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (PermissionError, ()),
+        (ConnectionError, ()),
+        (TimeoutError, ()),
+        (OSError, (5,)),
+        (RuntimeError, ()),
+    ],  # the last as a client's own
+)
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda run: run.stats,
+        lambda run: run.sql("select count(*) from stats where l2 > 0"),
+        lambda run: run.lazy("stats").collect(),
+        lambda run: list(run.scan("stats", ["step"])),
+        lambda run: run.count("stats"),
+        lambda run: run.tensors(step=0),
+    ],
+)
+def test_a_network_that_fails_while_a_run_is_read_is_no_damaged_file(
+    there: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    number: tuple[int, ...],
+    opens: bool,
+    ask: Callable[[instrument.Run], Any],
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise kind(*number, "the token has expired: http://me:hushhush@host/")
+
+    run = instrument.load(f"{there}/0")
+    run.infos  # noqa: B018
+    wanted = len(instrument.load(f"{there}/0").stats)
+    files = type(run.path.fs)  # type: ignore[attr-defined]
+    original = files.open
+
+    def breaks(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
+        return _Torn(original(self, path, *arguments, **options), fail) if opens else fail()
+
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched.setattr(files, "open", breaks)
+        with pytest.raises(InstrumentError, match=r"Error: .*expired") as told:
+            ask(run)
+    assert "hush" not in str(told.value)
+    assert told.value.__cause__ is None
+    assert run.problems == []
+    assert len(run.stats) == wanted
+
+
+class _Torn:
+    """A file of which the length is known, and no more."""
+
+    def __init__(self, file: Any, fail: Callable[..., Any]) -> None:
+        self._file = file
+        self.read = fail
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def test_where_nobody_answers_it_is_said_in_a_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
