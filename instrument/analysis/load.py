@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 RUN_FILE = "run.json"
+JUDGED = "objective"  # what run.json has beside the metrics where a sweep went by a number of a table
 READERS = 32  # of run.json at once, where each takes a while to answer
 
 
@@ -104,16 +105,22 @@ class Run:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """A row a run: its folder, status, seed, overrides and last metrics, typed; what has parts is as it is."""
+        """A row a run: its folder, status, seed, overrides, last metrics and, of a sweep that went by a number of a table, that
+        number as `objective`; typed; what has parts is as it is.
+
+        An override that is named like one of these numbers, as `objective` itself, is `override.<name>`.
+        """
+        numbers = [{**info["metrics"], **({JUDGED: info[JUDGED]} if JUDGED in info else {})} for info in self.infos]
+        taken = {name for row in numbers for name in row}
         rows = [
             {
                 "run": str(folder.relative_to(self.path)),
                 "status": info["status"],
                 "seed": info["seed"],
-                **info["overrides"],
-                **info["metrics"],
+                **{f"override.{key}" if key in taken else key: value for key, value in info["overrides"].items()},
+                **row,
             }
-            for folder, info in zip(self.folders, self.infos, strict=True)
+            for folder, info, row in zip(self.folders, self.infos, numbers, strict=True)
         ]
         return typed_frame(rows)
 

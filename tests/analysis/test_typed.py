@@ -90,6 +90,28 @@ def test_a_sweeps_runs_have_typed_overrides(tmp_path: Path) -> None:
     assert runs["data.slice.seed"][0] == large
 
 
+def test_what_a_search_went_by_is_a_column(tmp_path: Path) -> None:
+    """Also where the command line has an override of its name, and beside runs that have none."""
+    for i, used in enumerate(({"objective": 2}, {"objective": None}, {"objective": 0.5}, {})):
+        overrides = {"optimizer.lr": 0.1, "objective": "max(stats.l2)"}
+        job(
+            tmp_path / str(i),
+            overrides=overrides,
+            metrics={"loss": 1.0},
+            used=used,
+            status="done" if used else "failed",
+        )
+    sweep = instrument.load(tmp_path)
+    assert list(sweep.runs.columns) == [
+        "run", "status", "seed", "optimizer.lr", "override.objective", "loss", "objective",
+    ]  # fmt: skip
+    assert str(sweep.runs["objective"].dtype) == "float64"
+    assert sweep.runs["objective"].fillna(-1).tolist() == [2.0, -1.0, 0.5, -1.0]
+    assert set(sweep.runs["override.objective"]) == {"max(stats.l2)"}
+    best = sweep.sql("select run, objective from runs where objective is not null order by objective limit 1")
+    assert best.to_dict("records") == [{"run": "2", "objective": 0.5}]
+
+
 def test_tables_of_a_sweep_have_the_seed_and_the_overrides_with_the_types_of_its_runs(tmp_path: Path) -> None:
     """A run with the seed of the configuration, without an override, is one more of that seed."""
     large = 2**53 + 1
