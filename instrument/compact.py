@@ -8,60 +8,34 @@ run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .analysis.load import NoRunError, load
 from .errors import ConfigError
 from .run.checkpoint import Checkpoints
+from .run.upkeep import each_run
 from .sinks.compaction import compact
-from .sinks.lock import FolderLock, is_written
-from .sinks.remote import refuse_address
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m instrument.compact", description="Merge the small Parquet files of runs into large ones."
+    return each_run(
+        arguments,
+        _compact,
+        name="compact",
+        description="Merge the small Parquet files of runs into large ones.",
+        metavar="FOLDER",
+        reason="files are merged where they can be renamed",
     )
-    parser.add_argument("runs", nargs="+", metavar="FOLDER", type=Path, help="a run's folder, or one above several")
-    code = 0
-    for path in parser.parse_args(arguments).runs:
-        try:
-            refuse_address(
-                path, "FOLDER", "files are merged where they can be renamed", allowed="a folder of this machine"
-            )
-            folders = load(path).folders
-        except (NoRunError, ConfigError) as error:
-            print(error, file=sys.stderr)
-            code = 2
-            continue
-        for folder in folders:
-            code = max(code, _compact(folder))
-    return code
 
 
-def _compact(folder: Path) -> int:
-    lock = FolderLock(folder)
-    if is_written(folder) or not lock.acquire():
-        print(f"{folder}: still running; left as it is", file=sys.stderr)
-        return 1
-    try:
-        found = compact(folder, _ends(folder))
-    except OSError as error:
-        print(f"{folder}: {error}", file=sys.stderr)
-        return 1
-    finally:
-        lock.release()
+def _compact(folder: Path) -> tuple[str, Sequence[str]]:
+    found = compact(folder, _ends(folder))
     merged = {name: count for name, count in found.before.items() if count != found.after[name]}
     told = ", ".join(f"{count:,} of {name} are {found.after[name]:,} now" for name, count in merged.items())
-    print(f"{folder}: {told or 'nothing to merge'}")
-    for problem in found.problems:
-        print(f"{folder}: {problem}", file=sys.stderr)
-    return 1 if found.problems else 0
+    return told or "nothing to merge", found.problems
 
 
 def _ends(folder: Path) -> list[dict[str, int]]:

@@ -8,55 +8,33 @@ is no run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .analysis.load import NoRunError, load
-from .errors import ConfigError
 from .run.folder import mark_killed
-from .sinks.lock import is_written
+from .run.upkeep import each_run
 from .sinks.recovery import recover
-from .sinks.remote import refuse_address
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; gives the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m instrument.recover", description="Turn the journals of runs that were killed into Parquet."
+    return each_run(
+        arguments,
+        _recover,
+        name="recover",
+        description="Turn the journals of runs that were killed into Parquet.",
+        metavar="RUN",
+        reason="journals are where the run was made",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or one above several")
-    code = 0
-    for path in parser.parse_args(arguments).runs:
-        try:
-            refuse_address(path, "RUN", "journals are where the run was made", allowed="a folder of this machine")
-            folders = load(path).folders
-        except (NoRunError, ConfigError) as error:
-            print(error, file=sys.stderr)
-            code = 2
-            continue
-        for folder in folders:
-            code = max(code, _recover(folder))
-    return code
 
 
-def _recover(folder: Path) -> int:
-    if is_written(folder):
-        print(f"{folder}: still running; left as it is", file=sys.stderr)
-        return 1
-    try:
-        found = recover(folder)
-        mark_killed(folder)
-    except OSError as error:
-        print(f"{folder}: {error}", file=sys.stderr)
-        return 1
+def _recover(folder: Path) -> tuple[str, Sequence[str]]:
+    found = recover(folder)
+    mark_killed(folder)
     rows = ", ".join(f"{count:,} of {table}" for table, count in found.rows.items())
     torn = f"; the step that was being written is not among them ({', '.join(found.torn)})" if found.torn else ""
-    print(f"{folder}: {f'rows turned into Parquet: {rows}' if rows else 'all is Parquet already'}{torn}")
-    for problem in found.problems:
-        print(f"{folder}: {problem}", file=sys.stderr)
-    return 1 if found.problems else 0
+    return f"{f'rows turned into Parquet: {rows}' if rows else 'all is Parquet already'}{torn}", found.problems
 
 
 if __name__ == "__main__":

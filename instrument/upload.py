@@ -17,6 +17,7 @@ from .analysis.load import NoRunError, load
 from .errors import ConfigError, InstrumentError, Mistake
 from .plan.printed import human_bytes
 from .run.folder import mark_killed, read_record
+from .run.upkeep import held
 from .sinks.lock import is_written
 from .sinks.recovery import recover
 from .sinks.remote import RemoteFolder, place_of, refuse_address, told
@@ -60,8 +61,9 @@ def _send(folder: Path, remote: RemoteFolder) -> int:
     running = is_written(folder)
     try:
         if not running:
-            recover(folder)
-            mark_killed(folder)
+            with held(folder):
+                recover(folder)
+                mark_killed(folder)
         sent = send_all(folder, remote)
     except InstrumentError as error:
         print(f"{folder}: {error}", file=sys.stderr)

@@ -253,8 +253,10 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
 def mark_killed(folder: Path) -> None:
     """Say in the run.json of a run whose process is gone that it was killed, where it does not say how it ended."""
     path = folder / "run.json"
-    record = json.loads(path.read_text())
-    if record["status"] == "running":
+    record = None
+    with suppress(ValueError):  # it is damaged: whoever loads the run says so
+        record = json.loads(path.read_text())
+    if isinstance(record, dict) and record.get("status") == "running":
         write_json(path, {**record, "status": "killed"})
 
 

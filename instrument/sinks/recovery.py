@@ -57,6 +57,6 @@ def recover(folder: Path) -> Recovered:
 
 def _has_moved(folder: Path) -> bool:
     """Whether a table without a part may have had some, which are elsewhere by now."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
         return moved_to(json.loads((folder / "run.json").read_text())) is not None
     return False
