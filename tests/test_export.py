@@ -19,6 +19,7 @@ from instrument import export
 from instrument.analysis.files import RunFiles
 from instrument.analysis.replay import replay
 from instrument.capture.tables import TABLES, as_batch
+from instrument.extras import pip_command
 from instrument.sinks.log import TableLog
 from instrument.sinks.memory import MemorySink
 from instrument.sinks.parquet import ParquetSink
@@ -351,7 +352,7 @@ def test_mistakes_are_told_in_words(
     assert "--out: MLflow goes where its environment says" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "zarr", None)
     assert export.main([str(folder), "--to", "zarr"]) == 2
-    assert "allowed  pip install 'instrument[arrays]'" in capsys.readouterr().err
+    assert f"allowed  {pip_command('arrays')}" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         export.main([str(folder), "--to", "excel"])
     assert stop.value.code == 2

@@ -32,7 +32,7 @@ def test_every_command_of_the_page_does_what_it_says(cli: Callable[..., Any], bu
         elif text.startswith("python -m instrument "):
             assert cli(*shlex.split(text)[3:], "train.steps=2").code == 0
         else:
-            assert text.startswith("pip install 'instrument[s3]'")
+            assert text.startswith("pip install -e '.[s3]'")
         done.append(language)
     assert done == ["sh", "sh", "sh", "python"]
 

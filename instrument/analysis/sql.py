@@ -18,8 +18,9 @@ import pyarrow as pa
 
 from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Mistake, nearest
+from ..extras import pip_command
 from ..sinks.remote import is_address, told
-from .files import TRIES, RunFiles
+from .files import RunFiles
 from .query import Queried, columns_of_runs
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
     try:
         import duckdb
     except ImportError:
-        raise InstrumentError("run.sql needs DuckDB: pip install 'instrument[sql]'") from None
+        raise InstrumentError(f"run.sql needs DuckDB: {pip_command('sql')}") from None
     views = _Views(queried, query)
     mistakes = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
@@ -83,7 +84,7 @@ class _Views:
         self.remote = is_address(queried.files[0].folder)
         self._listed: list[Path] = []
         self._asks_runs = False
-        self._tries = 0
+        self._gone: list[Path] = []
         self._union_by_name = False
         self._remedies = [RunFiles.check, RunFiles.read_through]
 
@@ -117,8 +118,8 @@ class _Views:
         Args:
             only_heads: All of the files is not read: what failed is a value, as in a cast.
         """
-        self._tries += 1
-        if self._tries < TRIES and not all(path.exists() for path in self._listed):
+        gone, self._gone = self._gone, [path for path in self._listed if not path.exists()]
+        if self._gone and self._gone != gone:
             return True
         remedy = self._remedies.pop(0) if self._remedies else None
         if remedy is None or (only_heads and remedy is RunFiles.read_through):

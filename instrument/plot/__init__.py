@@ -1,7 +1,7 @@
 """The report's pictures as matplotlib figures, for notebooks, PNG and SVG: `instrument.plot.heatmap(run, "l2")`.
 
 Each takes a run or a DataFrame, returns the figure and leaves pyplot alone; `figure.savefig("picture.svg")` keeps it.
-matplotlib comes with `pip install 'instrument[report]'`; it is imported when the first picture is drawn.
+matplotlib comes with the extra `[report]`; it is imported when the first picture is drawn.
 """
 
 from .compare import compare

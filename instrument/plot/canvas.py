@@ -11,6 +11,7 @@ from ..analysis.maps import limits
 from ..analysis.names import short_names
 from ..analysis.series import Matrix
 from ..errors import InstrumentError
+from ..extras import pip_command
 from ..spec.statistics import STATISTICS
 from .style import MAGNITUDE, SIGNED, WIDE
 
@@ -47,7 +48,7 @@ def new_figure(width: float, height: float) -> Picture:
 
         from .picture import Picture
     except ModuleNotFoundError as error:
-        raise InstrumentError(f"pictures need {error.name}: pip install 'instrument[report]'") from None
+        raise InstrumentError(f"pictures need {error.name}: {pip_command('report')}") from None
     layout = ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD)
     return Picture(figsize=(width, height), layout=layout)
 

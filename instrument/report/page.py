@@ -13,6 +13,7 @@ from typing import Any
 from ..analysis.load import Run, load
 from ..analysis.names import short_names
 from ..errors import InstrumentError
+from ..extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
 from ..spec.statistics import STATISTICS, USUAL_UPDATES
 from . import run_page, sweep_page
@@ -132,7 +133,7 @@ def _templates() -> Any:
     try:
         import jinja2
     except ImportError:
-        raise InstrumentError("a report needs Jinja2: pip install 'instrument[report]'") from None
+        raise InstrumentError(f"a report needs Jinja2: {pip_command('report')}") from None
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -154,5 +155,5 @@ def _plotly_script() -> Path:
     try:
         import plotly
     except ImportError:
-        raise InstrumentError("a report needs Plotly: pip install 'instrument[report]'") from None
+        raise InstrumentError(f"a report needs Plotly: {pip_command('report')}") from None
     return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from ..errors import Mistake, nearest
+from ..extras import pip_command
 
 PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
 EXTRAS = {
@@ -41,7 +42,7 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
         )
     missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
     if missing and (extra := EXTRAS.get(missing[1], {}).get(missing[2])):
-        return Mistake(missing[1], f"needs a package that is not installed: pip install 'instrument[{extra}]'")
+        return Mistake(missing[1], f"needs a package that is not installed: {pip_command(extra)}")
     if missing:
         known = getattr(error, "options", None) or _options(missing[1], folders)
         return _no_such_option(missing[1], missing[2], known)

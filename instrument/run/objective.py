@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, InstrumentError, Mistake, nearest
+from ..extras import pip_command
 
 KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # those that an evaluation has
@@ -124,7 +125,7 @@ def _try(query: str, table: str, condition: str) -> None:
         import duckdb
     except ImportError:
         raise ConfigError(
-            Mistake(KEY, "numbers of tables need DuckDB: pip install 'instrument[sql]'", condition or None, METRICS)
+            Mistake(KEY, f"numbers of tables need DuckDB: {pip_command('sql')}", condition or None, METRICS)
         ) from None
     from ..capture.tables import TABLES
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ConfigError, InstrumentError, Mistake
+from ..extras import pip_command
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -107,7 +108,7 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        allowed = "pip install 'instrument[remote]'"
+        allowed = pip_command("remote")
         raise ConfigError(Mistake(where, "remote folders need fsspec", written=address, allowed=allowed)) from None
     check_address(address, where)
     for client in CLIENTS:  # what they tell of their requests, where everything is logged, has tokens in it
@@ -117,7 +118,7 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(address, **_options(protocol))  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(protocol)
-        allowed = f"pip install 'instrument[{extra}]'" if extra else "the package that fsspec names"
+        allowed = pip_command(extra) if extra else "the package that fsspec names"
         problem = f"{protocol}:// cannot be had: {error}"
         raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
 
@@ -165,7 +166,7 @@ def folder_at(path: str | Path, where: str = "") -> Path:
     try:
         from upath import UPath
     except ImportError:
-        allowed = "pip install 'instrument[remote]'"
+        allowed = pip_command("remote")
         problem = "remote folders are read with universal_pathlib"
         raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
     return cast(Path, UPath(address, **_options(address.partition("://")[0])))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..capture.sink import Row
 from ..errors import ConfigError, Mistake, SinkError
+from ..extras import pip_command
 from .content import Content, Gathering
 from .tags import SHOWN
 
@@ -144,7 +145,7 @@ def require(packages: Mapping[str, str]) -> None:
             with _same_random_numbers():
                 import_module(name)
         except ImportError as error:
-            allowed = f"pip install 'instrument[{EXTRAS.get(name, name)}]'"
+            allowed = pip_command(EXTRAS.get(name, name))
             missing.append(Mistake(where, f"the package {name} cannot be imported: {error}", allowed=allowed))
     if missing:
         raise ConfigError(*missing)

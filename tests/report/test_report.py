@@ -28,6 +28,7 @@ from instrument import InstrumentError
 from instrument.analysis.load import NoRunError
 from instrument.analysis.maps import maps_in
 from instrument.analysis.series import place_of
+from instrument.extras import pip_command
 from instrument.report import Report, make
 from instrument.report.__main__ import main
 from instrument.report.charts import STATISTICS_ROOM
@@ -388,7 +389,7 @@ def test_without_its_packages_it_says_what_to_install(
     page._plotly.cache_clear()
     monkeypatch.setattr(builtins, "__import__", missing)
     assert main([str(reported_run.path)]) == 1
-    assert "pip install 'instrument[report]'" in capsys.readouterr().err
+    assert pip_command("report") in capsys.readouterr().err
 
 
 def test_a_run_that_is_to_have_one_stops_before_it_begins_without_them(
@@ -399,13 +400,13 @@ def test_a_run_that_is_to_have_one_stops_before_it_begins_without_them(
         "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
     )
     assert answer.code == 2
-    assert "pip install 'instrument[report]'" in answer.err
+    assert pip_command("report") in answer.err
     assert "what was recorded so far" not in answer.err
     assert not (Path("out") / "run.json").exists()
 
 
 def missing_plotly() -> Path:
-    raise InstrumentError("a report needs Plotly: pip install 'instrument[report]'")
+    raise InstrumentError(f"a report needs Plotly: {pip_command('report')}")
 
 
 def test_a_run_that_is_to_have_one_ends_with_its_path(cli: Callable[..., Answer]) -> None:
