@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from ..actions.base import Context
 from ..errors import ConfigError, Mistake
+from ..spec.kinds import KINDS
 from .load import NoRunError, Run, load
 
 _LIKE = ("layer", "role", "path", "call")  # what the place of a tensor in a model is told by
 
 
 class RunArchive:
-    """Finds tensors in runs' folders; those of the step that was asked for last are kept in memory."""
+    """Finds tensors in runs' folders; those of the step that was asked for last are kept in memory.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: How many processes train together here.
+        share: Which samples of a batch are this one's; None where that is not known.
+    """
+
+    def __init__(self, ranks: int = 1, share: Callable[[range], range] | None = None) -> None:
+        self.ranks = ranks
+        self.share = share
         self._runs: dict[str, Run] = {}
         self._steps: dict[str, tuple[int, pd.DataFrame]] = {}
 
@@ -38,8 +48,11 @@ class RunArchive:
     def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
         """The tensor that was recorded at the layer, role, path and call of a context.
 
+        Of a run of as many processes it is this one's own; of any other, the whole that they had parts of, or this process's
+        part of it.
+
         Raises:
-            LookupError: There is none, or several.
+            LookupError: There is none, or several; or parts that make no whole.
         """
         wanted = context.step if step is None else step
         kept = self._at_step(run, wanted)
@@ -47,13 +60,25 @@ class RunArchive:
             kept = kept[kept[column] == getattr(context, column)]
         if hook is not None:
             kept = kept[kept["hook"] == hook]
-        if len(kept) != 1:
+        ranks = self._runs[run].info.get("ranks", 1)
+        one_stands_for_all = kept["scope"].isin(["global", "averaged"]).all()
+        if ranks > 1 and (one_stands_for_all or ranks == self.ranks):
+            kept = kept[kept["rank"] == (0 if one_stands_for_all else context.rank)]
+        place = ", ".join(f"{column} {getattr(context, column)!r}" for column in _LIKE)
+        if kept.empty or kept["rank"].duplicated().any():
             what = (
                 "no tensor" if kept.empty else f"{len(kept)} tensors, by the hooks {', '.join(sorted(set(kept.hook)))}"
             )
-            place = ", ".join(f"{column} {getattr(context, column)!r}" for column in _LIKE)
             raise LookupError(f"{run} holds {what} of step {wanted} at {place}")
-        return torch.from_numpy(kept["values"].iloc[0].copy())
+        of_samples = KINDS[context.kind].family == "module"
+        if len(kept) > 1 and (self.ranks > 1 or not (of_samples or (kept["scope"] == "shard").all())):
+            several = f"{ranks} processes recorded tensors of step {wanted} at {place}, and here are {self.ranks}"
+            raise LookupError(f"{several}: {run} has no whole one")
+        values = np.concatenate([*kept.sort_values("rank")["values"]])
+        if ranks == 1 and of_samples and self.share is not None and values.ndim:
+            samples = self.share(range(len(values)))
+            values = values[samples.start : samples.stop]
+        return torch.from_numpy(values)
 
     def _at_step(self, run: str, step: int) -> pd.DataFrame:
         known = self._steps.get(run)

@@ -92,6 +92,7 @@ def attach(
     plan = make_plan(hooks, model)
     notice = meet_compiled(model, plan)
     limits = parse_budget(budget)
+    ranks = _ranks(model, hooks, limits, reduce)
     sink: Sink = MemorySink() if out is None else ParquetSink(Path(out))
     attached = Probe(
         plan,
@@ -99,10 +100,10 @@ def attach(
         optimizer=_plain_optimizer(optimizer),
         scaler=scaler,
         seed=seed,
-        archive=RunArchive(),
+        archive=RunArchive(1 if ranks is None else ranks.size),
         steps_by_loop=steps_by_loop,
         budget=limits,
-        ranks=_ranks(model, hooks, limits, reduce),
+        ranks=ranks,
     )
     copy = _copy(out, remote)
     # The folder is made once nothing can be refused any more.

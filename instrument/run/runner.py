@@ -25,7 +25,7 @@ from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import broken_graphs, graph_breaks
 from .device import process_state
 from .experiment import Experiment, prepare
-from .folder import JoinedFolder, RunFolder, config_hash, refuse_other_count
+from .folder import JoinedFolder, RunFolder, config_hash
 from .loop import train
 from .processes import Processes
 from .remote_copy import RemoteCopy
@@ -63,8 +63,6 @@ def run(
     if processes is not None and not processes.leads:
         terminal.silence()
     with agreed(processes):
-        if config.resume is not None:
-            refuse_other_count(folder, 1 if processes is None else processes.size)
         strategy = choose_strategy(config, processes)
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal)
@@ -161,7 +159,7 @@ class _Training:
             optimizer=experiment.optimizer,
             scaler=experiment.scaler,
             seed=config.seed,
-            archive=RunArchive(),
+            archive=RunArchive(experiment.strategy.share.size, experiment.strategy.share.of),
             budget=config.budget,
             steps=experiment.steps,
             ranks=experiment.strategy.ranks,

@@ -25,6 +25,7 @@ from ..spec.functions import PenaltySpec
 from ..spec.hooks import HookSpec
 from .forward import Forward
 from .shares import WHOLE, Share
+from .torchrun import check_processes
 
 if TYPE_CHECKING:
     from .processes import Processes
@@ -228,29 +229,12 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     """What `train.parallel` says, for the processes that there are.
 
     Raises:
-        ConfigError: There are several processes, and nothing says how they are to train together; or there is one.
+        ConfigError: They do not go together.
     """
-    parallel = config.train.parallel
+    check_processes(config, processes)
     if processes is None:
-        if parallel is not None:
-            raise ConfigError(
-                Mistake(
-                    "train.parallel",
-                    "there is one process",
-                    written=parallel,
-                    allowed="torchrun --nproc-per-node N -m instrument ...; or null",
-                )
-            )
         return Strategy()
-    if parallel is None:
-        raise ConfigError(
-            Mistake(
-                "train.parallel",
-                f"torchrun started {processes.size} processes, each of which would train for itself",
-                allowed=f"{DataParallel.name}, {FullySharded.name}",
-            )
-        )
-    made = {strategy.name: strategy for strategy in (DataParallel, FullySharded)}[parallel]
+    made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
     return made(processes, reduces=config.reduce == "global")
 
 

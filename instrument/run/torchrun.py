@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, Mistake
 from ..spec.config import RunConfig
+from .folder import refuse_other_count
 
 if TYPE_CHECKING:
     from .processes import Processes
@@ -43,12 +44,21 @@ def failing_together(
     return nullcontext() if processes is None else processes.failing_together(folder, failed)
 
 
-def refuse_for_several(config: RunConfig) -> None:
-    """Stop at what is done by one process alone.
+def check_processes(config: RunConfig, processes: Processes | None) -> None:
+    """Whether what is asked for can be done by the processes that there are.
 
     Raises:
         ConfigError: With the way to do it.
     """
-    if config.plan:
+    ranks, parallel = 1 if processes is None else processes.size, config.train.parallel
+    if config.resume is not None:
+        refuse_other_count(Path(config.resume), ranks)
+    if ranks == 1 and parallel is not None:
+        allowed = "torchrun --nproc-per-node N -m instrument ...; or null"
+        raise ConfigError(Mistake("train.parallel", "there is one process", written=parallel, allowed=allowed))
+    if ranks > 1 and parallel is None:
+        problem = f"torchrun started {ranks} processes, each of which would train for itself"
+        raise ConfigError(Mistake("train.parallel", problem, allowed="ddp, fsdp2"))
+    if ranks > 1 and config.plan:
         allowed = "the same command without torchrun and train.parallel"
         raise ConfigError(Mistake("plan", "a plan is made by one process", written=True, allowed=allowed))

@@ -334,6 +334,14 @@ def config(**changes: Any) -> Any:
     return parse_config({**base, **changes})
 
 
+def test_what_does_not_go_together_leaves_no_folder(tmp_path: Path) -> None:
+    for processes, arguments in [(1, ["train.parallel=ddp"]), (2, []), (2, ["train.parallel=ddp", "plan=true"])]:
+        done = start(tmp_path, "+exp=ranked", "hydra.run.dir=out", *arguments, processes=processes)
+        assert done.returncode != 0
+        assert "instrument/run/" not in done.stderr  # no traceback of ours
+        assert not (tmp_path / "out").exists()
+
+
 def test_processes_and_the_way_they_train_go_together() -> None:
     several: Any = SimpleNamespace(size=2, rank=0, leads=True)
     with pytest.raises(ConfigError, match=r"train.parallel: torchrun started 2 processes[\s\S]*ddp, fsdp2"):

@@ -1,0 +1,99 @@
+"""Tensors of other runs, for replace and patch: of as many processes, of one, of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from instrument.actions.base import Context, Moment
+from instrument.analysis.archive import RunArchive
+from instrument.sinks.parquet import ParquetSink
+
+BATCH = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+
+def context(rank: int = 0, **changed: Any) -> Context:
+    given: dict[str, Any] = {
+        "hook": "kept",
+        "layer": "0",
+        "kind": "forward",
+        "role": "output",
+        "module": nn.Linear(2, 2),
+        "path": "",
+        "moment": Moment(0, 0, 0, "train"),
+        "rank": rank,
+    }
+    return Context(**given | changed)
+
+
+def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
+    """A run whose processes have each recorded a part of the batch; or the whole of it, where they all have the same."""
+    from instrument.capture.cells import identity
+
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"status": "done", "ranks": ranks, "config": {}}))
+    for rank in range(ranks):
+        monkeypatch.setenv("RANK", str(rank))
+        sink = ParquetSink(folder)
+        part = BATCH if scope in ("global", "averaged") else np.array_split(BATCH, ranks)[rank]
+        sink.keep(identity(context(rank, scope=scope, **changed)), part.shape, torch.from_numpy(part), None)
+        sink.close()
+    monkeypatch.delenv("RANK")
+    return str(folder)
+
+
+def find(run: str, ranks: int, rank: int = 0, **changed: Any) -> list[list[float]]:
+    def share(batch: range) -> range:
+        return batch[rank * len(batch) // ranks : (rank + 1) * len(batch) // ranks]
+
+    archive = RunArchive(ranks, share)
+    archive.open(run, "hooks.h.run")
+    found: list[list[float]] = archive.find(run, None, None, context(rank, **changed)).tolist()
+    return found
+
+
+def test_one_process_finds_the_whole_that_several_had_parts_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path / "run", 3, "local", monkeypatch)
+    assert find(run, 1) == BATCH.tolist()
+
+
+def test_as_many_processes_find_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path / "run", 3, "local", monkeypatch)
+    assert [find(run, 3, rank) for rank in range(3)] == [part.tolist() for part in np.array_split(BATCH, 3)]
+
+
+def test_several_find_their_samples_of_what_one_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path / "run", 1, "global", monkeypatch)
+    assert [find(run, 2, rank) for rank in range(2)] == [part.tolist() for part in np.array_split(BATCH, 2)]
+    run = recorded(tmp_path / "gradient", 1, "global", monkeypatch, kind="parameter_grad", role="grad")
+    assert find(run, 2, 1, kind="parameter_grad", role="grad") == BATCH.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_the_same_on_every_rank_is_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    run = recorded(tmp_path / "run", 2, "averaged", monkeypatch, kind="parameter_grad", role="grad")
+    assert find(run, ranks, ranks - 1, kind="parameter_grad", role="grad") == BATCH.tolist()
+
+
+def test_shards_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tmp_path / "run", 2, "shard", monkeypatch, kind="step_post", role="param")
+    assert find(run, 1, kind="step_post", role="param") == BATCH.tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(3, "forward"), (1, "post_accumulate_grad")], ids=["other count", "no parts of a batch"]
+)
+def test_where_there_is_no_whole_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
+) -> None:
+    run = recorded(tmp_path / "run", 2, "local", monkeypatch, kind=kind)
+    with pytest.raises(LookupError, match=f"2 processes recorded tensors of step 0 .* and here are {ranks}"):
+        find(run, ranks, kind=kind)
