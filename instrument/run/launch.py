@@ -26,6 +26,7 @@ from .objective import read_objective
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
 from .sweep_jobs import BASIC, REFUSED, Sweep
+from .torchrun import leads
 
 
 class JobFailedError(Exception):
@@ -126,7 +127,8 @@ def told() -> Iterator[Place]:
     except KeyboardInterrupt as interrupt:
         terminated = isinstance(interrupt, Terminated)
         how = "terminated by SIGTERM" if terminated else "interrupted"
-        print(f"\n{how}: what was recorded so far is in {folder}", file=sys.stderr)
+        if leads():
+            print(f"\n{how}: what was recorded so far is in {folder}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
     except Exception as error:
         code = complain(error)
