@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -25,9 +25,9 @@ from .remote_files import arrow_files, reached
 
 ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
 """Columns that runs of earlier versions may lack; they are null there."""
-TRIES = 5  # to list the files of a run again, of which some went while they were read: they are in a merged one by then
 AHEAD = 256  # files that are opened before the first is read, so that they can be read although they go
 UNREADABLE = (pa.ArrowException, OSError)
+T = TypeVar("T")
 
 
 class RunFiles:
@@ -122,10 +122,7 @@ class RunFiles:
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
         """A table's rows, in the order in which they were written: some columns, where a condition holds."""
-        for _ in range(TRIES - 1):
-            with suppress(FileNotFoundError):
-                return self._read(TABLES[name], columns, condition)
-        return self._read(TABLES[name], columns, condition)
+        return self.while_merged(lambda: self._read(TABLES[name], columns, condition), name)
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
@@ -144,6 +141,20 @@ class RunFiles:
         """Parquet files of a table, as Arrow reads them; columns that a file lacks are null."""
         names = [arrow_name(file) for file in files]
         return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
+
+    def while_merged(self, look: Callable[[], T], name: str) -> T:
+        """What a look at the files of a table gives; where one is gone it is in a merged one by now, and they are looked at again.
+
+        Raises:
+            FileNotFoundError: One is gone, and nothing came in its place.
+        """
+        while True:
+            before = parts_of(self.folder, name)
+            try:
+                return look()
+            except FileNotFoundError:
+                if parts_of(self.folder, name) == before:
+                    raise
 
     def count(self, name: str) -> int:
         """The number of a table's rows, without reading them."""
@@ -185,15 +196,13 @@ class RunFiles:
 
     def _pieces(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
         """A table file by file, with the first of them opened before any is read."""
-        for attempt in range(TRIES):
-            try:
-                self.check(table.name)
-                files, journals = self.listed(table.name)
-                opened = [(file, self._opened(file)) for file in files[:AHEAD]]
-                break
-            except FileNotFoundError:
-                if attempt == TRIES - 1:
-                    raise
+
+        def look() -> tuple[list[tuple[Path, ds.Fragment]], list[Path], list[pa.Table]]:
+            self.check(table.name)
+            files, journals = self.listed(table.name)
+            return [(file, self._opened(file)) for file in files[:AHEAD]], files, journals
+
+        opened, files, journals = self.while_merged(look, table.name)
         yield from opened
         yield from ((file, self._opened(file)) for file in islice(files, AHEAD, None))
         for rows in journals:

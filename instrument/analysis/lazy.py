@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
+from ..extras import pip_command
 from ..sinks.remote import is_address
-from .files import TRIES
 from .query import Listed, Queried
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def scan(queried: Queried, table: str) -> pl.LazyFrame:
         import polars  # noqa: F401
         from polars.io.plugins import register_io_source
     except ImportError:
-        raise InstrumentError("run.lazy needs polars: pip install 'instrument[polars]'") from None
+        raise InstrumentError(f"run.lazy needs polars: {pip_command('polars')}") from None
     source = _Source(queried, table)
     return register_io_source(source.read, schema=source.schema)
 
@@ -97,7 +97,8 @@ class _Question:
         """The rows; files that turn out to be damaged before the first of them are named and left out."""
         import polars as pl
 
-        for attempt in range(TRIES):
+        gone: list[Path] = []
+        while True:
             listed = self._listed()
             begun = False
             try:
@@ -106,7 +107,9 @@ class _Question:
                     yield frame
                 return
             except (pl.exceptions.ComputeError, OSError) as error:
-                if attempt == TRIES - 1 or not self._mended(listed.paths):
+                before, gone = gone, [path for path in listed.paths if not path.exists()]
+                again = gone != before if gone else self._mended()
+                if not again:
                     raise
                 if begun:
                     told = "a file was damaged, or merged into another one, while it was read: collect once more"
@@ -126,20 +129,16 @@ class _Question:
     def _listed(self) -> Listed:
         """The files of these runs, with all heads looked into."""
         table, files = self.source.table, self.source.queried.files
-        for attempt in range(TRIES):
-            try:
-                with ThreadPoolExecutor(READERS) as readers:
-                    list(readers.map(lambda run: files[run].check(table), self.runs))
-                break
-            except FileNotFoundError:  # it is in a merged one by now
-                if attempt == TRIES - 1:
-                    raise
+
+        def look(run: int) -> None:
+            files[run].while_merged(lambda: files[run].check(table), table)
+
+        with ThreadPoolExecutor(READERS) as readers:
+            list(readers.map(look, self.runs))
         return self.source.queried.listed(table, self.runs)
 
-    def _mended(self, paths: Sequence[Path]) -> bool:
-        """Whether there was something wrong with files that could not be read; what is damaged is listed no more."""
-        if not all(path.exists() for path in paths):
-            return True
+    def _mended(self) -> bool:
+        """Whether files that could not be read were damaged; these are listed no more."""
         asked = [self.source.queried.files[run] for run in self.runs]
         before = [list(files.problems) for files in asked]
         for files in asked:

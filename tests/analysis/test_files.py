@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 import instrument
-from instrument import InstrumentWarning, recover
-from instrument.analysis.files import size_on_disk
+from instrument import InstrumentError, InstrumentWarning, recover
+from instrument.analysis.files import RunFiles, size_on_disk
+from instrument.capture.tables import TABLES
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.parts import Part
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
@@ -264,3 +267,55 @@ def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytes
     assert "journal/stats-0000-000003.arrows: " in capsys.readouterr().err
     assert (folder / "journal" / "stats-0000-000003.damaged").read_bytes() == bytes(content)
     assert pd.read_parquet(folder / "stats").step.tolist()[:9] == list(range(9))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda run: len(run.stats),
+        lambda run: run.count("stats"),
+        lambda run: sum(len(batch) for batch in run.scan("stats", ["step"])),
+        lambda run: run.sql("select count(*) as n from stats where step >= 0").n[0],
+        lambda run: run.lazy("stats").collect().height,
+    ],
+)
+def test_files_may_be_merged_as_often_as_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[instrument.Run], int]
+) -> None:
+    folder, parts = tmp_path / "run", 10
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    sink = ParquetSink(folder)
+    for step in range(parts):
+        cells = {"step": step, "rank": 0, "phase": "train"}
+        sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
+        sink.end_step()
+        sink.settle()
+    sink.close()
+    original = RunFiles.listed
+
+    def merged(self: RunFiles, name: str) -> tuple[list[Path], list[pa.Table]]:
+        found = original(self, name)
+        if len(found[0]) > 1:  # the first two become one just behind the reader's back
+            one, two = found[0][:2]
+            rows = pa.concat_tables([pq.read_table(one), pq.read_table(two)])
+            pq.write_table(rows, Part(0, 0, int(two.stem.rpartition("-")[2])).file(folder, name))
+            one.unlink()
+            two.unlink()
+        return found
+
+    monkeypatch.setattr(RunFiles, "listed", merged)
+    assert ask(instrument.load(folder)) == parts
+
+
+def test_a_file_that_is_listed_and_not_there_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run" / "stats").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    part = Part(0, 0).file(tmp_path / "run", "stats")
+    part.symlink_to(tmp_path / "nowhere")
+    run = instrument.load(tmp_path / "run")
+    for ask in (lambda: run.stats, lambda: run.count("stats"), lambda: run.lazy("stats").collect()):
+        with pytest.raises(FileNotFoundError, match=part.name):
+            ask()
+    with pytest.raises(InstrumentError, match=part.name):
+        run.sql("select * from stats")
