@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, Mistake, nearest
@@ -48,6 +49,18 @@ def leave_out_what_is_not_optimized(lives: Sequence[LiveSite], optimizer: Optimi
     for live in lives:
         if live.site.spec.kind == "parameter_grad" and id(live.current_parameter()) not in held:
             live.optimized = False
+
+
+def stale_optimizer(model: nn.Module, optimizer: Optimizer) -> str | None:
+    """What is wrong with an optimizer that holds none of a model's parameters, in words; None where it holds some."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained or any(id(parameter) in held for parameter in trained):
+        return None
+    return (
+        f"the optimizer holds none of the model's {len(trained)} parameters, and trains nothing of it: it was made for another "
+        "model, or before something put others in their place (fully_shard, to_empty, apply)"
+    )
 
 
 def kept_state(optimizer: Optimizer) -> frozenset[str] | None:

@@ -29,16 +29,14 @@ from .alerts import Alerts
 from .budget import Budget
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
-from .optimized import leave_out_what_is_not_optimized, require_optimizer
+from .metrics import Metrics
+from .optimized import leave_out_what_is_not_optimized, require_optimizer, stale_optimizer
 from .overhead import Overhead
 from .ranks import Ranks, own_rank
 from .recorder import Recorder
 from .rows import layer_rows
-from .sink import Row, Sink
-from .transfer import LateMetrics, Transfer
+from .sink import Sink
 from .watch import LoadWatch, ModuleWatch, RateWatch, ScalerWatch
-
-METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
 
 
 class Probe:
@@ -108,7 +106,7 @@ class Probe:
         self._families: list[Family] = []
         self._scaling: ScalerWatch | None = None
         self._loading: LoadWatch | None = None
-        self._rate: RateWatch | None = None
+        self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
         self._modules = ModuleWatch(plan.layers.model, self.lives)
         self.warnings: list[str] = []
         self._entered = False
@@ -130,7 +128,7 @@ class Probe:
                 self._scaling = ScalerWatch(self.scaler, self.optimizer)
                 self.clock.amp_scale = self._scaling.scale
             if self.optimizer is not None:
-                self._rate = RateWatch(self.optimizer)
+                self._metrics.rate = RateWatch(self.optimizer)
             for family in attach_sites(self.lives, self.optimizer, self.clock, by_loop=self.steps_by_loop):
                 self._families.append(family)
             if any(isinstance(family, GradientHooks) for family in self._families):
@@ -140,6 +138,8 @@ class Probe:
                     self.recorder.write("layers", layer_rows(self.plan))
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
+                if self.optimizer is not None and (message := stale_optimizer(self.plan.layers.model, self.optimizer)):
+                    self.event("optimizer", message)
             self._retime()
         except BaseException:
             self._detach()
@@ -162,7 +162,7 @@ class Probe:
     def _detach(self) -> None:
         while self._families:
             self._families.pop().detach()
-        for watch in (self._scaling, self._loading, self._rate):
+        for watch in (self._scaling, self._loading, self._metrics.rate):
             if watch is not None:
                 watch.detach()
 
@@ -313,31 +313,7 @@ class Probe:
         Returns:
             The row; where numbers of it are on a GPU, whoever looks at it waits for them.
         """
-        metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
-        if metrics.get("lr") is None and self._rate is not None and self.phase == "train":
-            metrics["lr"] = self._rate.take()
-        moment = self.clock.moment
-        transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
-
-        def read() -> dict[str, Any]:
-            numbers = transfer.read()
-            read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            return {**dict.fromkeys((*METRICS, "skipped")), **read}
-
-        row = read() if transfer.is_here else LateMetrics(read)
-
-        def cells() -> Row:
-            self.alerts.see_metrics(moment, row)
-            skipped = None if row["skipped"] is None else bool(row["skipped"])
-            return (moment.step, moment.epoch, moment.phase, self.clock.rank, *(row[name] for name in METRICS), skipped)
-
-        if self.ranks is not None and self.ranks.merged_metrics and not self._leads:
-            return row
-        if transfer.is_here:
-            self.recorder.write("metrics", [cells()])
-        else:
-            self.recorder.write_late("metrics", cells)
-        return row
+        return self._metrics.write(seconds=seconds, samples=samples, **metrics)
 
     def _retime(self, **moment: Any) -> None:
         """Move the clock on, and tell the families of sites that became due, or ceased to be."""

@@ -277,8 +277,8 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, no_end_step, ranks, "
-                    "compiled, graph_break, recording, tracking, remote, resumed, error, interrupted",
+                    "kind: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, optimizer, no_end_step, "
+                    "ranks, compiled, graph_break, recording, tracking, remote, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "in words"),
                 Column("severity", _LABEL, "", "info, warning or error"),

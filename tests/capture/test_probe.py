@@ -408,3 +408,16 @@ def test_the_learning_rate_is_the_one_that_the_step_was_made_with() -> None:
             probe.end_step()
     assert [row["lr"] for row in probe.sink.records("metrics")] == [0.5, 0.25, 0.125]
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_optimizer_that_trains_nothing_of_the_model_is_told(model: nn.Module) -> None:
+    updates = {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}
+    stale = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with probe_of(model, stale, h=updates) as probe:
+        probe.end_step()
+    assert [row[3] for row in probe.sink.rows["events"]].count("optimizer") == 1
+    assert "the optimizer holds none of the model's 2 parameters" in probe.warnings[0]
+    half = torch.optim.SGD([model.get_parameter("bias"), *nn.Linear(2, 1).parameters()], lr=0.1)
+    with probe_of(model, half, h=updates) as probe:
+        probe.end_step()
+    assert not any("holds none" in warning for warning in probe.warnings)

@@ -1,0 +1,71 @@
+"""The table `metrics`: what a loop knows of a step or an evaluation, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..kinds.live import Clock
+from .alerts import Alerts
+from .ranks import Ranks
+from .recorder import Recorder
+from .sink import Row
+from .transfer import LateMetrics, Transfer
+from .watch import RateWatch
+
+METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
+
+
+class Metrics:
+    """Writes the rows.
+
+    Args:
+        recorder: Where they go.
+        clock: Which step, epoch and phase they are of.
+        alerts: Shown each row.
+        ranks: The processes that train together; None for a single one.
+
+    Attributes:
+        rate: Knows the learning rate, where there is an optimizer to look at.
+    """
+
+    def __init__(self, recorder: Recorder, clock: Clock, alerts: Alerts, ranks: Ranks | None) -> None:
+        self.recorder = recorder
+        self.clock = clock
+        self.alerts = alerts
+        self.ranks = ranks
+        self.rate: RateWatch | None = None
+
+    def write(
+        self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """A row for the step and phase that are running; see `Probe.write_metrics`."""
+        metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
+        if metrics.get("lr") is None and self.rate is not None and self.clock.moment.phase == "train":
+            metrics["lr"] = self.rate.take()
+        transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
+
+        def read() -> dict[str, Any]:
+            numbers = transfer.read()
+            read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            return {**dict.fromkeys((*METRICS, "skipped")), **read}
+
+        row = read() if transfer.is_here else LateMetrics(read)
+        if self.ranks is None or self.ranks.leads or not self.ranks.merged_metrics:
+            self._keep(row, now=transfer.is_here)
+        return row
+
+    def _keep(self, row: Mapping[str, Any], *, now: bool) -> None:
+        moment = self.clock.moment
+
+        def cells() -> Row:
+            self.alerts.see_metrics(moment, row)
+            skipped = None if row["skipped"] is None else bool(row["skipped"])
+            return (moment.step, moment.epoch, moment.phase, self.clock.rank, *(row[name] for name in METRICS), skipped)
+
+        if now:
+            self.recorder.write("metrics", [cells()])
+        else:
+            self.recorder.write_late("metrics", cells)
