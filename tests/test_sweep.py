@@ -88,6 +88,7 @@ def test_those_not_done_are_done_again_under_their_numbers(
     monkeypatch.chdir(here)
     assert code == 0, err
     assert "3 jobs tried again" in out
+    assert [f"hooks.mine.fn.at={step}  loss" in out for step in (0, 2, 99, 100)] == [True, True, False, True]
     assert out.splitlines()[-1].endswith("out: 4 done")
     sweep = instrument.load("out")
     assert sweep.runs.run.tolist() == ["0", "1", "2", "3"]

@@ -168,7 +168,7 @@ def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
             Mistake(
                 "hydra/launcher",
                 "there is no Slurm here: its command srun is not on the PATH",
-                written="slurm",
+                written=config.hydra.runtime.choices["hydra/launcher"],
                 allowed="on a machine that submits to Slurm; slurm_local tries the same with processes of this one",
             )
         )

@@ -8,10 +8,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -22,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..spec.config import RunConfig
 from .composition import composition_mistake
+from .folder import read_record
 from .objective import read_objective
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
@@ -63,11 +65,16 @@ def job(config: DictConfig) -> float | None:
         from .terminal import Terminal
 
         overrides = read_overrides()
-        label = swept_overrides(Sweep(place.sweep).swept, overrides) if place.sweep else ""
+        label = swept_overrides(Sweep(place.sweep).swept, _begun_with(parsed, overrides)) if place.sweep else ""
         terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=label)
         result = run(parsed, place.folder, terminal, raw=raw, overrides=overrides)
         searched = HydraConfig.get().sweeper["_target_"] != BASIC
         return judge(objective, place.folder, result.metrics, searched=searched) if place.swept else None
+
+
+def _begun_with(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The overrides that a job was begun with, also where it goes on."""
+    return overrides if config.resume is None else read_record(Path(config.resume), "resume").get("overrides", {})
 
 
 def _is_own(resume: str, place: Place) -> bool:

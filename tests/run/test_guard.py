@@ -53,3 +53,13 @@ def test_a_job_that_was_refused_without_a_word_failed_all_the_same(cli: Cli, mon
     answer = cli("-m", "seed=1", *TINY, "hydra.sweep.dir=out")
     assert answer.code == 1
     assert "out/0  failed  ValueError" in answer.err
+
+
+def test_a_launcher_of_ones_own_is_called_by_its_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("conf/hydra/launcher").mkdir(parents=True)
+    Path("conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm, _self_]\npartition: fast\n")
+    monkeypatch.setenv("PATH", "")
+    answer = cli("-m", "seed=1", *TINY, "hydra/launcher=ours")
+    assert answer.code == 2
+    assert "there is no Slurm here" in answer.err
+    assert "    written  ours\n" in answer.err
