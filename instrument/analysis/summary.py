@@ -16,10 +16,11 @@ def recorded(run: Run) -> pd.DataFrame:
     """What record hooks left.
 
     Returns:
-        Indexed by hook: `firings`, `rows` of statistics, `tensors` kept.
+        Indexed by hook: `firings`, `rows` of statistics and distributions, `tensors` kept.
     """
     firings = run.coverage.groupby("hook").fired.sum()
-    rows, tensors = (pd.Series(_count(run, table), dtype="int64") for table in ("stats", "tensors"))
+    rows = pd.Series(_count(run, "stats") + _count(run, "distributions"), dtype="int64")
+    tensors = pd.Series(_count(run, "tensors"), dtype="int64")
     table = pd.DataFrame({"firings": firings, "rows": rows, "tensors": tensors})
     return table.fillna(0).astype(int)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from buckets import KEY, SECRET
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
+from instrument.report import command_for
+from instrument.report.__main__ import main as report
 from instrument.run.checkpoint import Checkpoints
 from instrument.sinks import sending, upload
 from instrument.sinks.remote import RemoteFolder
@@ -224,6 +227,11 @@ def test_a_run_larger_than_the_disk_is_there_and_not_here(cli: Cli, bucket: str)
     with pytest.warns(InstrumentWarning, match=f"its parts are moved to {bucket}/out: open that"):
         assert instrument.load("out").info["status"] == "done"
     assert len(instrument.load(f"{bucket}/out").metrics) == len(instrument.load("whole").metrics)
+
+    command = command_for(instrument.load(f"{bucket}/out").path)
+    assert shlex.split(command)[:2] == ["python", "-m"]
+    assert report(shlex.split(command)[3:]) == 0, "what the end of a run says is to be typed works"
+    assert Path("report.html").exists()
 
 
 def test_parts_are_not_removed_where_nobody_keeps_them(cli: Cli) -> None:

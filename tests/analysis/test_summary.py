@@ -1,0 +1,24 @@
+"""A run in a few numbers a hook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import instrument
+from instrument.analysis.summary import recorded
+
+
+def test_rows_are_those_of_all_tables_that_a_record_hook_writes_to(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    both = {"layers": "*", "kind": "forward", "action": "record", "histogram": 4, "quantiles": [0.5]}
+    kept = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
+    with instrument.attach(model, {"both": both, "kept": kept}, out=tmp_path / "run") as probe:
+        for _ in range(3):
+            model(torch.randn(2, 4))
+            probe.end_step()
+    found = recorded(instrument.load(tmp_path / "run"))
+    assert found.loc["both"].to_dict() == {"firings": 6, "rows": 12, "tensors": 0}
+    assert found.loc["kept"].to_dict() == {"firings": 3, "rows": 0, "tensors": 3}
