@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 from several import start
+from states import identical
 
 import instrument
 from instrument import compact
@@ -83,17 +82,6 @@ def test_checkpoints_are_those_of_the_run_that_never_stopped(runs: tuple[Path, P
         one, other = (Checkpoints(folder).load(rank) for folder in (whole, killed))
         for name in ("model", "optimizer", "random", "batches"):
             assert identical(one[name], other[name]), name
-
-
-def identical(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal to the last bit."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(identical(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 def test_as_many_processes_go_on_as_there_were(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from states import identical
 
 import instrument
 from instrument import ConfigError
@@ -69,19 +70,6 @@ def test_rows_and_weights_are_those_of_the_run_that_was_never_killed(
         assert identical(states[0][name], states[1][name]), name
     weights = killed.metrics[killed.metrics.phase == "train"].loss
     assert weights.iloc[-1] < weights.iloc[0], "it did train"
-
-
-def identical(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal to the last bit."""
-    if isinstance(one, torch.Tensor):
-        return (
-            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(identical(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 def stopped(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str, at: int = 8) -> None:

@@ -1,0 +1,20 @@
+"""States of models, optimizers and random numbers, held against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(identical(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
