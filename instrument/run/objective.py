@@ -76,7 +76,7 @@ class Objective:
 
 
 def read_objective(written: str) -> Objective:
-    """What is written under `objective`, understood and tried on empty tables.
+    """What is written under `objective`, understood and tried on empty tables. Rows of a repeated forward pass do not count.
 
     Raises:
         ConfigError: There is no such metric, aggregate, table or column, or the condition cannot be read.
@@ -93,7 +93,8 @@ def read_objective(written: str) -> Objective:
     _known("aggregate", aggregate, list(AGGREGATES), written)
     _known("table", table, ASKED, written)
     _known(f"column of {table} with numbers", column, _numbers(table), written)
-    where = f"{column} is not null" + (f" and ({condition}\n)" if condition else "")  # it may end in a comment
+    once = "" if table == "metrics" else " and not recompute"
+    where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")  # it may end in a comment
     rows = f"select step, {column} as value from {table} where {where}"
     if aggregate in ("first", "last"):
         rows = f"select step, avg(value) as value from ({rows}) group by step"

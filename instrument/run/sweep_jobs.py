@@ -160,10 +160,27 @@ def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
 
     Args:
         hydra: The part `hydra` of the sweep's configuration.
+
+    Raises:
+        ConfigError: The values of an override cannot be gone through.
     """
-    overrides = OverridesParser.create(config_loader=config_loader()).parse_overrides(arguments_of(hydra))
+    parser = OverridesParser.create(config_loader=config_loader())
+    overrides = [_readable(parser, written) for written in arguments_of(hydra)]
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return [tuple(job) for job in jobs]
+
+
+def _readable(parser: OverridesParser, written: str) -> Override:
+    try:
+        (override,) = parser.parse_overrides([written])
+        if override.is_sweep_override():
+            list(override.sweep_string_iterator())
+    except (ValueError, OmegaConfBaseException) as error:
+        told = str(error).partition("\n")[0]
+        allowed = "values with commas between them, or one of range(...), glob(...), choice(...)"
+        problem = f"the values of this override cannot be gone through: {told}"
+        raise ConfigError(Mistake("", problem, written=written, allowed=allowed)) from None
+    return override
 
 
 def summary(jobs: Sequence[SweepJob]) -> str:

@@ -63,3 +63,12 @@ def test_a_launcher_of_ones_own_is_called_by_its_name(cli: Cli, monkeypatch: pyt
     assert answer.code == 2
     assert "there is no Slurm here" in answer.err
     assert "    written  ours\n" in answer.err
+
+
+@pytest.mark.parametrize("values", ["1,range(2,4)", "range(0,3,0)"])
+def test_values_that_cannot_be_gone_through_are_named(cli: Cli, values: str) -> None:
+    answer = cli("-m", *TINY, f"seed={values}", "hydra.sweep.dir=out")
+    assert answer.code == 2
+    assert f"    written  seed={values}\n" in answer.err
+    assert "Traceback" not in answer.err
+    assert not Path("out").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swept import job as made
 
 import instrument
 from instrument.errors import ConfigError
@@ -49,7 +50,7 @@ def test_what_is_not_understood_is_told_before_a_folder_is_made(cli: Cli, writte
 def test_without_duckdb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     assert read_objective("loss").query is None
-    with pytest.raises(ConfigError, match=r"pip install 'instrument\[sql\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'duckdb"):
         read_objective("max(stats.l2)")
 
 
@@ -75,6 +76,13 @@ def test_the_number_is_the_one_that_pandas_finds(
     value, reason = read_objective(written).of(finished, run.info["metrics"])
     assert value == pytest.approx(expected(run), rel=1e-12)
     assert reason == ""
+
+
+def test_what_is_computed_again_counts_once(tmp_path: Path) -> None:
+    rows = {"stats": [{"l2": 3.0}, {"l2": 3.0, "recompute": True}], "metrics": [{"loss": 1.0}]}
+    made(tmp_path / "run", rows=rows)
+    assert read_objective("sum(stats.l2)").of(tmp_path / "run", {}) == (3.0, "")
+    assert read_objective("sum(metrics.loss)").of(tmp_path / "run", {}) == (1.0, "")
 
 
 def train(run: instrument.Run) -> Any:
