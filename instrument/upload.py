@@ -18,9 +18,10 @@ from .errors import ConfigError, InstrumentError, Mistake
 from .plan.printed import human_bytes
 from .run.folder import mark_killed, read_record
 from .run.upkeep import held
+from .sinks.client_errors import told
 from .sinks.lock import is_written
 from .sinks.recovery import recover
-from .sinks.remote import RemoteFolder, place_of, refuse_address, told
+from .sinks.remote import RemoteFolder, place_of, refuse_address
 from .sinks.sending import send_all
 
 

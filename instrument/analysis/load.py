@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -15,10 +14,11 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
-from ..sinks.parts import JOURNALS
 from ..sinks.remote import is_address, opened
 from .arrays import array_of
 from .files import RunFiles
+from .folders import runs_in
+from .frames import add_overrides, plain_labels
 from .lazy import scan
 from .query import Queried
 from .sql import ask
@@ -27,7 +27,6 @@ from .typed import typed_frame
 if TYPE_CHECKING:
     import polars as pl
 
-RUN_FILE = "run.json"
 JUDGED = "objective"  # what run.json has beside the metrics where a sweep went by a number of a table
 READERS = 32  # of run.json at once, where each takes a while to answer
 
@@ -46,7 +45,7 @@ def load(path: str | Path) -> Run:
         ConfigError: The address is none, or a package that reads from there is missing.
     """
     root = opened(path)
-    folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
+    folders = runs_in(root)
     if not folders:
         there = root.is_dir()
         raise NoRunError(f"no run.json in {root} or below it" if there else f"there is no folder {root}")
@@ -161,7 +160,7 @@ class Run:
 
     def read(self, table: str, columns: list[str]) -> pd.DataFrame:
         """Some columns of a table, with nothing else read from disk."""
-        parts: list[pd.DataFrame] = [_plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
+        parts: list[pd.DataFrame] = [plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
         return pd.concat(parts, ignore_index=True)
 
     def scan(
@@ -288,53 +287,8 @@ class Run:
         frames = []
         overrides = self._given()
         for place, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
-            frame: pd.DataFrame = _plain_labels(files.read(table, condition=condition)).to_pandas()
+            frame: pd.DataFrame = plain_labels(files.read(table, condition=condition)).to_pandas()
             if self._several:
-                _add_overrides(frame, str(folder.relative_to(self.path)), overrides, place)
+                add_overrides(frame, str(folder.relative_to(self.path)), overrides, place)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-
-
-def _plain_labels(table: pa.Table) -> pa.Table:
-    """Dictionary columns as plain strings: what pandas users compare, group and concatenate without surprises."""
-    for i, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            table = table.set_column(i, field.name, table.column(i).cast(pa.string()))
-    return table
-
-
-def _add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place: int) -> None:
-    """The run's folder, seed and overrides as columns; one that is named like a column of the table becomes `override.<name>`.
-
-    Args:
-        frame: Rows of the run.
-        run: Its folder.
-        overrides: Those of all runs, so that a column has one type in all of them.
-        place: Of the run among them.
-    """
-    frame.insert(0, "run", run)
-    for key, values in overrides.items():
-        name = f"override.{key}" if key in frame.columns else key
-        frame[name] = values.iloc[[place] * len(frame)].set_axis(frame.index)
-
-
-def _runs_below(root: Path) -> Iterator[Path]:
-    """The folders of runs, without a look into their tables or into folders whose name begins with a dot."""
-    if is_address(root):
-        found = (file.parent for file in root.rglob(RUN_FILE))
-        yield from (
-            folder for folder in found if not any(part.startswith(".") for part in folder.relative_to(root).parts)
-        )
-        return
-    for above, folders, files in os.walk(root):
-        is_run = RUN_FILE in files
-        folders[:] = [
-            name for name in folders if not (name.startswith(".") or (is_run and name in (*TABLES, JOURNALS)))
-        ]
-        if is_run:
-            yield Path(above)
-
-
-def _natural(path: Path) -> list[tuple[int, int | str]]:
-    """A key that sorts job 10 behind job 9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.parts]

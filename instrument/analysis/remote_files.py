@@ -11,7 +11,8 @@ from pyarrow import PythonFile
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from ..errors import InstrumentError
-from ..sinks.remote import is_address, told
+from ..sinks.client_errors import told
+from ..sinks.remote import is_address
 
 
 def arrow_files(folder: Path) -> FileSystem | None:

@@ -19,7 +19,8 @@ import pyarrow as pa
 from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Mistake, nearest
 from ..extras import pip_command
-from ..sinks.remote import is_address, told
+from ..sinks.client_errors import told
+from ..sinks.remote import is_address
 from .files import RunFiles
 from .query import Queried, columns_of_runs
 

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from ..capture.ranks import own_rank
 from ..errors import ConfigError, Mistake
-from ..sinks.remote import REMOTE, RemoteFolder, check_remote, folder_at, place_of, told
+from ..sinks.client_errors import told
+from ..sinks.remote import REMOTE, RemoteFolder, check_remote, folder_at, place_of
 from ..sinks.sending import Sent, is_of, send_all, take_back
 from ..sinks.upload import Upload
 from ..spec.config import SinkConfig

@@ -6,15 +6,14 @@ Credentials come from the environment and from fsspec's own configuration. An ad
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ConfigError, InstrumentError, Mistake
 from ..extras import pip_command
+from .client_errors import CREDENTIALS, told, without_secrets
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -31,14 +30,6 @@ REMOTE = "sink.remote"  # what a run's remote folder is asked for by
 AHEAD = 2**18  # bytes that are read ahead of what DuckDB asks for: a column of a row group has about as many
 ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
 WRITTEN_HERE = "a run is written to a folder of this machine, from where it can be sent on"
-CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in fsspec's own configuration"
-NO_CREDENTIALS = (
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "DefaultCredentialsError",
-    "ClientAuthenticationError",
-)
-SHORTEST = 6  # letters of a secret: a shorter one would be found in words that are none
 AT_ONCE = 2  # pieces of 50 MB that are in memory of a large file
 
 CLIENTS = (
@@ -56,9 +47,6 @@ CLIENTS = (
 )
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # what pathlib makes of an address
-_IS_SECRET = re.compile(
-    r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
-)
 _SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
 
 
@@ -119,7 +107,7 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(protocol)
         allowed = pip_command(extra) if extra else "the package that fsspec names"
-        problem = f"{protocol}:// cannot be had: {error}"
+        problem = f"{protocol}:// cannot be had: {without_secrets(str(error))}"
         raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
 
 
@@ -222,42 +210,6 @@ def moved_to(info: Mapping[str, Any]) -> str | None:
     config = info.get("config")
     sink = config.get("sink") if isinstance(config, dict) else None
     return info.get("remote") if isinstance(sink, dict) and sink.get("keep_local") is False else None
-
-
-def told(error: Exception, most: int = 300) -> str:
-    """What went wrong, in a line, without credentials: those of an endpoint's address, what an address asks for, and whatever
-    the environment or fsspec's own configuration calls a secret."""
-    text = without_secrets(str(error).strip().partition("\n")[0])
-    return f"{type(error).__name__}: {text}"[:most]
-
-
-def without_secrets(text: str) -> str:
-    """A text in which none of the known credentials is."""
-    for secret in sorted(_secrets(), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//[^@\s\"']*@", "//", text))
-
-
-def _secrets() -> set[str]:
-    """The values of settings whose names say that they are secret, in the environment and for fsspec."""
-    found = {value for name, value in os.environ.items() if _IS_SECRET.search(name)}
-    if (fsspec := sys.modules.get("fsspec")) is not None:
-        settings = [*fsspec.config.conf.items()]
-        while settings:
-            name, value = settings.pop()
-            if isinstance(value, Mapping):
-                settings += value.items()
-            elif _IS_SECRET.search(str(name)):
-                found.add(str(value))
-    return {secret for secret in found if len(secret) >= SHORTEST}
-
-
-def refusal(error: Exception) -> str | None:
-    """What is allowed in place of an address that is not, whatever one waits for; None of an error that may pass."""
-    name, code = type(error).__name__, str(getattr(error, "code", ""))
-    if name in ("PermissionError", *NO_CREDENTIALS) or code in ("401", "403") or "Forbidden" in str(error):
-        return CREDENTIALS
-    return {"FileNotFoundError": "a bucket, or a container, that exists", "UploadError": "another address"}.get(name)
 
 
 class RemoteFolder:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..capture.tables import TABLES
+from .client_errors import told
 from .lock import LOCK
 from .parts import JOURNALS, parts_of, written_parts
-from .remote import RemoteFolder, UploadError, folder_at, told
+from .remote import RemoteFolder, UploadError, folder_at
 
 RECORD = "run.json"
 ATTEMPTS = 3  # at one file, before the user is told, and at the end before it is left out

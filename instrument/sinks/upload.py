@@ -18,8 +18,9 @@ from pathlib import Path
 
 from ..capture.tables import TABLES
 from ..errors import ConfigError, Mistake
+from .client_errors import refusal, told
 from .parts import parts_of
-from .remote import RemoteFolder, UploadError, refusal, told
+from .remote import RemoteFolder, UploadError
 from .sending import ATTEMPTS, RECORD, Sent, closed_parts, pause_after, put, refuse_other_run, remove_sent, send_all
 
 LOOK = 1.0  # seconds between two looks at what has been closed

@@ -144,7 +144,7 @@ def test_sql_asks_a_sweep_run_by_run(tmp_path: Path) -> None:
 def test_sql_without_duckdb_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(instrument.InstrumentError, match=r"pip install 'instrument\[sql\]'"):
+    with pytest.raises(instrument.InstrumentError, match="pip install 'duckdb>="):
         run.sql("select 1")
 
 
