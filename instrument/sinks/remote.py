@@ -5,9 +5,12 @@ Credentials come from the environment and from fsspec's own configuration. An ad
 
 from __future__ import annotations
 
+import importlib
 import logging
+import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,6 +105,8 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
     for client in CLIENTS:  # what they tell of their requests, where everything is logged, has tokens in it
         logging.getLogger(client).setLevel(logging.WARNING)
     protocol = address.partition("://")[0]
+    if EXTRAS.get(protocol) == "gcs":
+        _leave_random_numbers()
     try:
         return fsspec.core.url_to_fs(address, **_options(protocol))  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
@@ -119,6 +124,13 @@ def check_remote(remote: str | None, where: str = REMOTE) -> None:
     """
     if remote is not None:
         filesystem(remote, where)
+
+
+def _leave_random_numbers() -> None:
+    """Have gcsfs draw the pauses between its attempts from a generator of its own: Python's is the run's."""
+    with suppress(ImportError):  # that it is missing is told where it is used
+        retry: Any = importlib.import_module("gcsfs.retry")
+        retry.random = random.Random()
 
 
 def _options(protocol: str) -> dict[str, Any]:

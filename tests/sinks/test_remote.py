@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from instrument import ConfigError
@@ -85,7 +87,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
 
 def test_reading_needs_paths_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upath", None)
-    with pytest.raises(ConfigError, match="pip install .*'universal-pathlib>="):
+    with pytest.raises(ConfigError, match=r"pip install .*'universal-pathlib>="):
         folder_at("memory://runs")
 
 
@@ -273,4 +275,19 @@ def test_python_s_random_numbers_stay_the_run_s_own_where_nobody_answers(
     before = random.getstate()
     with pytest.raises(Exception, match="Could not connect"):
         RemoteFolder(bucket, "sink.remote").put(file, "a")
+    assert random.getstate() == before
+
+
+def test_google_s_client_draws_its_pauses_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import random
+
+    client, retry = ModuleType("gcsfs"), ModuleType("gcsfs.retry")
+    retry.random = random  # type: ignore[attr-defined]
+    client.retry = retry  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gcsfs", client)
+    monkeypatch.setitem(sys.modules, "gcsfs.retry", retry)
+    monkeypatch.setitem(_registry, "gs", MemoryFileSystem)
+    filesystem("gs://bucket/runs", "sink.remote")
+    before = random.getstate()
+    assert 0 <= retry.random.random() < 1
     assert random.getstate() == before
