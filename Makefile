@@ -19,13 +19,14 @@ test: $(DEV_STAMP)  ## run the tests
 test-all: $(DEV_STAMP)  ## run the tests, with those that take long
 	$(BIN)/python -m pytest -m ""
 
-bench: $(DEV_STAMP)  ## measure what hooks cost a step, budgets, forecasts, tensors on disk, and growth
+bench: $(DEV_STAMP)  ## measure what hooks cost a step, budgets, forecasts, tensors on disk, growth, and ranks
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -W ignore benchmarks/steps.py
 	$(BIN)/python -W ignore benchmarks/budget.py
 	$(BIN)/python -W ignore benchmarks/forecasts.py
 	$(BIN)/python -W ignore benchmarks/storage.py
 	$(BIN)/python -W ignore benchmarks/growth.py
+	$(BIN)/python benchmarks/ranks.py
 
 bench-peers: $(DEV_STAMP)  ## the same job through other tools, each in an environment of its own
 	$(BIN)/python -W ignore benchmarks/peers/compare.py
