@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..analysis.load import NoRunError, load
-from ..errors import ConfigError
+from ..errors import ConfigError, InstrumentError
 from ..sinks.lock import FolderLock, is_written
 from ..sinks.remote import refuse_address
 
@@ -22,11 +22,12 @@ def held(folder: Path) -> Iterator[None]:
     """Nobody else writes to a run's folder meanwhile.
 
     Raises:
-        OSError: Somebody does, or it cannot be written.
+        InstrumentError: Somebody does.
+        OSError: It cannot be written.
     """
     lock = FolderLock(folder)
     if is_written(folder) or not lock.acquire():
-        raise OSError("still running; left as it is")
+        raise InstrumentError("still running; left as it is")
     try:
         yield
     finally:
@@ -66,7 +67,7 @@ def _done(folder: Path, work: Work) -> int:
     try:
         with held(folder):
             told, problems = work(folder)
-    except OSError as error:
+    except (OSError, InstrumentError) as error:
         print(f"{folder}: {error}", file=sys.stderr)
         return 1
     print(f"{folder}: {told}")

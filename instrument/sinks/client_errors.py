@@ -31,7 +31,7 @@ def without_secrets(text: str) -> str:
     """A text in which none of the known credentials is."""
     for secret in sorted(_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
-    return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//[^@\s\"']*@", "//", text))
+    return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//([^/@\s\"']*|[^@\s\"']*:[^@\s\"']*)@", "//", text))
 
 
 def _secrets() -> set[str]:

@@ -57,7 +57,7 @@ def test_an_upload_does_not_put_in_order_what_another_has(
     lock = FolderLock(killed)
     assert lock.acquire()
     assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 1
-    assert "still running" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{killed}: still running; left as it is\n"
     lock.release()
     assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 0
 

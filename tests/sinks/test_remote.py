@@ -150,6 +150,10 @@ def test_an_error_is_told_without_what_is_secret(text: str, monkeypatch: pytest.
     assert answer.startswith("OSError: ")
 
 
+def test_an_at_in_a_path_is_no_credential() -> None:
+    assert told(OSError("s3://bucket/me@home/run is away")) == "OSError: s3://bucket/me@home/run is away"
+
+
 def test_a_short_or_common_word_of_the_environment_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "s3")
     assert told(OSError("no s3 there: is it on? yes")) == "OSError: no s3 there: is it on? yes"
