@@ -11,6 +11,7 @@ from several import start
 import instrument
 
 TRAINED = [
+    "device=cpu",
     "data=digits",
     "train={steps: 6, batch_size: 40, accumulate: 2}",
     "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
@@ -48,7 +49,7 @@ def test_what_a_step_does_not_use_is_found_out_or_told(tmp_path: Path) -> None:
 
 
 def test_a_task_that_calls_parts_of_the_model_itself(tmp_path: Path) -> None:
-    gan = ["+exp=wgan_gp", "train.steps=5"]
+    gan = ["+exp=wgan_gp", "train.steps=5", "device=cpu"]
     done = start(tmp_path, *gan, "train.parallel=ddp", "hydra.run.dir=out", processes=2)
     assert done.returncode == 0, done.stderr
     run = instrument.load(tmp_path / "out")

@@ -17,8 +17,9 @@ CLOCK = ["seconds", "samples_per_second"]
 STEPS, EVERY, AFTER = 60, 10, 55
 
 
-def arguments(name: str, parallel: str, reduce: str, dies: int) -> list[str]:
+def arguments(name: str, parallel: str, reduce: str, dies: int, device: str = "cpu") -> list[str]:
     return [
+        f"device={device}",
         "data=digits",
         f"model={{_target_: dying.Dying, rank: {dies}, how: kill, after: {AFTER}}}",
         "optimizer=adam",
@@ -34,15 +35,26 @@ def arguments(name: str, parallel: str, reduce: str, dies: int) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=[("ddp", "global"), ("fsdp2", "none")], ids="-".join)
+WAYS = [("ddp", "global"), ("fsdp2", "none")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((*way, "cpu"), id="-".join(way)) for way in WAYS),
+        *(pytest.param((*way, "cuda"), id="-".join((*way, "cuda")), marks=pytest.mark.gpu) for way in WAYS),
+    ],
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
     """A run that nobody stops, one of which a process is killed again and again, and what was told when it was done."""
-    parallel, reduce = request.param
+    parallel, reduce, device = request.param
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("there are fewer GPUs than processes")
     place = tmp_path_factory.mktemp("resumed")
-    whole = start(place, *arguments("whole", parallel, reduce, -1), processes=2)
+    whole = start(place, *arguments("whole", parallel, reduce, -1, device), processes=2)
     assert whole.returncode == 0, whole.stderr
     steps = []
-    done = start(place, *arguments("killed", parallel, reduce, 1), processes=2)
+    done = start(place, *arguments("killed", parallel, reduce, 1, device), processes=2)
     while done.returncode:
         assert len(steps) < 4, done.stderr
         assert instrument.load(place / "killed").info["failed_rank"] == 1
