@@ -275,10 +275,11 @@ def test_an_interrupt_while_jobs_are_done_again_says_what_is_left(
 def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, norm, status in (("10", 10, "failed"), ("9", 0.1, "done"), ("a/b", None, "done")):
+    for name, norm, status in (("10", 10, "failed"), ("9", 0.1, "done"), ("a/b", None, "interrupted")):
         overrides = {"hooks.tame.norm": norm, "model": "mlp"}
         config = {"sink": {"keep_local": False}}
-        used = {"error": "HookError: broken\nat step 3", "remote": "memory://there"} if status == "failed" else {}
+        told = {"failed": "HookError: broken\nat step 3", "interrupted": "KeyboardInterrupt: "}.get(status)
+        used = {"error": told, "remote": "memory://there"}
         made(tmp_path / "by_hand" / name, overrides=overrides, config=config, status=status, used=used)
     for folder in (str(tmp_path / "by_hand"), f"file://{tmp_path}/by_hand"):
         code, out, err = listed(capfd, folder)
@@ -286,10 +287,10 @@ def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
         assert rows_of(out, "[0-9a]") == [
             ["9", "done", "hooks.tame.norm=0.1"],
             ["10", "failed", "hooks.tame.norm=10", "HookError:", "broken"],
-            ["a/b", "done", "hooks.tame.norm=null"],
+            ["a/b", "interrupted", "hooks.tame.norm=null", "KeyboardInterrupt"],
         ]
         assert out.splitlines()[-2:] == [
-            f"3 jobs in {folder}: 2 done, 1 failed",
+            f"3 jobs in {folder}: 1 done, 1 failed, 1 interrupted",
             "there is no record of a sweep here: which jobs are missing is not known",
         ]
         code, _, err = listed(capfd, folder, "--rerun")

@@ -152,7 +152,7 @@ def error_of(info: Mapping[str, Any]) -> str | None:
     Args:
         info: Its run.json.
     """
-    return str(info["error"]).partition("\n")[0] if info.get("error") else None
+    return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
 def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
