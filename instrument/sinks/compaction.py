@@ -84,7 +84,7 @@ def _first_together(folder: Path, table: Table, ends: Sequence[int], left: set[P
     for part, file in parts_of(folder, table.name).items():
         bytes_of = file.stat().st_size
         last = next(reversed(together), None)
-        is_end = ends and part.number == ends[part.rank]
+        is_end = part.number in ends[part.rank : part.rank + 1]
         goes_on = last is not None and (last.rank, last.end) == (part.rank, part.number) and not is_end
         stays = file in left or bytes_of > LARGEST / 2
         if stays or not goes_on or size + bytes_of > LARGEST:

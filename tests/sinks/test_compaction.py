@@ -25,7 +25,7 @@ from instrument.sinks import compaction, parts
 from instrument.sinks.compaction import compact
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
-from instrument.sinks.parts import parts_of, rewind, written_parts
+from instrument.sinks.parts import Part, new_part, parts_of, rewind, written_parts
 
 LAYERS = ("stem", "body", "head")
 
@@ -113,6 +113,14 @@ def test_a_merged_part_is_merged_again_with_those_that_came_later(folder: Path) 
     compact(folder)
     assert [path.stem for path in parts_of(folder, "stats").values()] == ["part-0000-000000-000005"]
     assert_same(folder, wanted)
+
+
+def test_a_process_that_the_checkpoint_does_not_know_has_its_parts_merged_too(folder: Path) -> None:
+    for number in range(2):
+        with new_part(folder, TABLES["stats"], Part(1, number)):
+            pass
+    compact(folder, [{"stats": 4}])
+    assert [path.stem for path in parts_of(folder, "stats").values()][-1] == "part-0001-000000-000001"
 
 
 def test_a_run_goes_back_to_its_checkpoint_all_the_same(folder: Path) -> None:
