@@ -1,0 +1,63 @@
+"""What a reader copies into a shell: bash hands on each word of it as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+FILES = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "conf").rglob("*.yaml")),
+    *sorted((REPOSITORY / "instrument").rglob("*.py")),
+]
+START = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:python -m |torchrun |ray |pip |make |source \.)"
+LINE = re.compile(rf"^(?:#\s+| {{4,}})?({START}.*)$", re.MULTILINE)
+IN_TEXT = re.compile(rf"`((?:[+~]{{0,2}}'?[a-z_][\w./]*=\S[^`\s]*)|~[\w.]+|{START}[^`\n]+)`")
+VARIABLE = re.compile(r"\$(?=\w)")
+SYNOPSIS = ("[", "...", "|")  # stands in a line that says what may be written, as in `[--out FOLDER]`
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    text = re.sub(r" \\\n\s+", " ", file.read_text())
+    if file.suffix == ".py":
+        yield from (line for line in LINE.findall(text) if "python -m" in line or "torchrun" in line)
+        return
+    yield from LINE.findall(text)
+    if file.suffix == ".md":
+        yield from IN_TEXT.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def words_in_bash(line: str, folder: Path) -> list[str] | str:
+    """The words that a command would get; what bash has against it where it refuses the line."""
+    answer = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], cwd=folder, capture_output=True, text=True, timeout=20, check=False
+    )
+    return answer.stderr if answer.returncode else answer.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if any(lines_of(file))], ids=lambda file: str(file.relative_to(REPOSITORY))
+)
+def test_every_command_gets_the_words_that_are_written(file: Path, tmp_path: Path) -> None:
+    for line in lines_of(file):
+        command = VARIABLE.sub(r"\\$", re.split(r" \|\| | && | # ?", line)[0].strip())
+        if file.suffix == ".py" and any(sign in command for sign in SYNOPSIS):
+            continue
+        assert words_in_bash(command, tmp_path) == shlex.split(command), line
+
+
+def test_the_pages_have_commands() -> None:
+    assert sum(len(list(lines_of(file))) for file in FILES if file.suffix == ".md") > 80
+
+
+@pytest.mark.parametrize("line", ["make seed=range(0,8)", "make hooks.a={x:1,y:2}", "make 'seed=1"])
+def test_what_has_no_quotes_is_seen(line: str, tmp_path: Path) -> None:
+    words = words_in_bash(line, tmp_path)
+    assert isinstance(words, str) or words != line.split()
