@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from ..errors import InstrumentError, RankError
 from ..sinks.lock import is_locked
 
 FAILURE = "instrument/failure"  # in the store that torchrun keeps for the processes
+_LOST = re.compile(r"connection|\bpeer\b|gloo|nccl|socket|broken pipe|sigterm", re.IGNORECASE)  # in errors of PyTorch's
 PATIENCE = 2.0  # seconds in which the operating system lets go of what a killed process held
 
 
@@ -121,12 +123,11 @@ class Processes:
         """
         try:
             yield
-        except RankError as error:  # agreed upon
-            failed(error.rank)
-            raise
-        except SystemExit:
-            raise
         except BaseException as error:
+            if not dist.is_initialized():  # agreed upon, and told
+                if isinstance(error, RankError):
+                    failed(error.rank)
+                raise
             _ignore_termination()  # torchrun sends it to all when one has ended; what is to be said and written comes first
             first = self._first_failure(error, folder)
             if first is None:
@@ -194,8 +195,10 @@ def _ignore_termination() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error may come of another process's end."""
-    told = str(error).lower()
-    words = ("connection", "peer", "gloo", "nccl", "socket", "broken pipe", "sigterm")
-    return isinstance(error, dist.DistError) or any(word in told for word in words)
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Whether an error may come of another process's end, or was raised in place of one that does."""
+    if error is None:
+        return False
+    if isinstance(error, InstrumentError):
+        return _is_lost_connection(error.__cause__)
+    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None

@@ -110,6 +110,7 @@ class DataParallel(Strategy):
     def __init__(self, processes: Processes, *, reduces: bool) -> None:
         self.processes = processes
         self.share = Share(processes.rank, processes.size)
+        self._brought_all = False
         self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
 
     @property
@@ -127,21 +128,23 @@ class DataParallel(Strategy):
         """The same, with gradients that are summed up over all processes while the last backward pass of a step runs."""
         finds = any(self.processes.exchange(idle()))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=finds)
-        wrapped.register_comm_hook(None, lambda _, bucket: _sum(bucket))
+        wrapped.register_comm_hook(None, lambda _, bucket: self._bring_together(bucket))
         return wrapped
+
+    def _bring_together(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self._brought_all |= bucket.is_last()  # they come in order
+        return _sum(bucket)
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
         """All micro-steps but the last one of a step keep their gradients to themselves."""
         assert isinstance(trained, DistributedDataParallel)
-        try:
-            with nullcontext() if last else trained.no_sync():
-                yield
-        except RuntimeError as error:
-            if "find_unused_parameters" not in str(error):
-                raise
-            problem = "the loss of a step did not depend on all parameters, and that of the first batch did"
-            raise InstrumentError(f"{problem}: train.find_unused_parameters=true is for models like this") from error
+        self._brought_all = False
+        with nullcontext() if last else trained.no_sync():
+            yield
+        if last and not self._brought_all:  # PyTorch would say so in the next step, when this one is made
+            problem = "the loss of this step does not depend on all parameters, and that of the first batch did"
+            raise InstrumentError(f"{problem}: train.find_unused_parameters=true is for models like this")
 
     def draw_apart(self, seed: int) -> None:
         """The first process goes on as it would alone; the others are seeded anew."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor, nn
 
 
@@ -9,21 +11,23 @@ class Idle(nn.Module):
     """An MLP for digits, beside which a layer stands idle: always, or, from a number of steps on, another one.
 
     Args:
-        after: Training steps after which the last layer but one is left out; 0: never.
+        after: Training passes after which the last layer but one is left out; 0: never.
+        rank: The only process that leaves it out; all of them without it.
     """
 
-    def __init__(self, after: int = 0) -> None:
+    def __init__(self, after: int = 0, rank: int | None = None) -> None:
         super().__init__()
         self.first = nn.Linear(64, 16)
         self.middle = nn.Linear(16, 16)
         self.last = nn.Linear(16, 10)
         self.idle = nn.Linear(16, 10) if not after else nn.Identity()
         self.after, self.seen = after, 0
+        self.leaves_out = rank is None or os.environ.get("RANK") == str(rank)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.first(images.flatten(1)).relu()
         self.seen += self.training and self.after > 0
-        if not self.after or self.seen <= self.after:
+        if not (self.after and self.leaves_out) or self.seen <= self.after:
             x = self.middle(x).relu()
         scores: Tensor = self.last(x)
         return scores

@@ -311,6 +311,7 @@ def test_when_a_process_dies_the_others_say_which(tmp_path: Path, rank: int, how
             "+hooks.own={layers: '*', kind: forward, action: modify, fn: {_target_: nowhere.at_all}}",
             "nowhere",
         ),  # and the hooks
+        ("optimizer={_target_: torch.optim.Adafactor}", "TypeError"),  # the momentum of the default is left
         ("train.parallel=dpd", "dpd"),  # and before any process knows of the others
     ],
 )

@@ -36,12 +36,26 @@ def test_parameters_without_a_gradient_are_left_as_they_are(tmp_path: Path, para
     assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"] + 1e-12).all()
 
 
-def test_what_a_step_does_not_use_is_found_out_or_told(tmp_path: Path) -> None:
-    changing = [*TRAINED, "model={_target_: parts.Idle, after: 6}", "train.parallel=ddp"]
+@pytest.mark.parametrize("rank", ["null", "0", "1"])
+def test_what_a_step_does_not_use_is_told_before_the_step_is_made(tmp_path: Path, rank: str) -> None:
+    """Two trial passes, and two passes a step: the third step, the last one, leaves a layer out, on all ranks or on one."""
+    changing = [
+        *TRAINED,
+        f"model={{_target_: parts.Idle, after: 6, rank: {rank}}}",
+        "train.parallel=ddp",
+        "train.steps=3",
+    ]
     stopped = start(tmp_path, *changing, "hydra.run.dir=stopped", processes=2)
     assert stopped.returncode != 0
     assert "train.find_unused_parameters=true is for models like this" in stopped.stderr
-    assert instrument.load(tmp_path / "stopped").info["status"] == "failed"
+    run = instrument.load(tmp_path / "stopped")
+    assert run.info["status"] == "failed"
+    assert run.info["failed_rank"] == (0 if rank == "null" else int(rank)) or rank == "null"
+    assert set(run.stats["step"]) == {0, 1}, "none of a step in which gradients were not brought together"
+
+
+def test_what_a_step_does_not_use_is_left_as_it_is_where_that_is_said(tmp_path: Path) -> None:
+    changing = [*TRAINED, "model={_target_: parts.Idle, after: 6}", "train.parallel=ddp"]
     found = start(tmp_path, *changing, "train.find_unused_parameters=true", "hydra.run.dir=found", processes=2)
     assert found.returncode == 0, found.stderr
     stats = instrument.load(tmp_path / "found").stats
