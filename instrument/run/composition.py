@@ -15,6 +15,7 @@ from yaml import MarkedYAMLError
 
 from ..errors import Mistake, nearest
 from ..extras import pip_command
+from .objective import KEY as OBJECTIVE
 
 PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
 EXTRAS = {
@@ -35,7 +36,7 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
     if isinstance(error, MarkedYAMLError):
         return _not_yaml(error)
     if isinstance(error, OverrideParseException):
-        return Mistake("", f"this override cannot be read: {_told(error)}", written=error.override)
+        return _not_readable(error)
     if re.search(r"Could not override '[^']+@exp\.", str(error)):
         return Mistake(
             "exp", "its 'override' lines are looked for below the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
@@ -49,6 +50,13 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _no_such_key(error, error.__cause__)
     return _no_name_of_a_group(overrides, folders) or Mistake("", f"cannot be composed: {_told(error)}")
+
+
+def _not_readable(error: OverrideParseException) -> Mistake:
+    key, _, value = error.override.partition("=")
+    is_question = key.lstrip("+") == OBJECTIVE and "(" in value
+    quoted = f"""'{key}="{value}"', in quotes twice: the shell's, and Hydra's""" if is_question else ()
+    return Mistake("", f"this override cannot be read: {_told(error)}", written=error.override, allowed=quoted)
 
 
 def _not_yaml(error: MarkedYAMLError) -> Mistake:

@@ -22,9 +22,10 @@ from ..sinks.remote import REMOTE, check_remote, refuse_address, refuse_secret
 from .claims import claim, is_named_by_clock
 from .folder import refuse_taken
 from .launch import complain, refused, show_plan
-from .objective import read_objective
+from .objective import KEY, read_objective
 from .reading import read_config
-from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of
+from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of, swept_in
+from .sweep_search import best_trial, check_search, is_search
 from .torchrun import agreed, check_processes, joined
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
@@ -87,6 +88,9 @@ class Guard(Callback):
         with _stopping():
             _refuse_what_cannot_be_swept(config)
             _refuse_secrets(config)
+            _check_objective(config)
+            if is_search(config.hydra):
+                check_search(config.hydra)
             _prepare_launcher(config)
             if config.get("plan"):
                 self.scratch = TemporaryDirectory(prefix="instrument-plan-")
@@ -122,7 +126,7 @@ class Guard(Callback):
         jobs = Sweep(Guard.sweep).jobs()
         if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
             raise SystemExit(1)
-        print(f"\n{len(jobs)} jobs in {Guard.sweep}")
+        print(f"\n{len(jobs)} jobs in {Guard.sweep}", *best_trial(Guard.sweep, jobs), sep="\n")
         print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
         with _stopping():
             print(f"report      {_sweep_report(config, Guard.sweep)}")
@@ -200,6 +204,15 @@ def _refuse_secrets(config: DictConfig) -> None:
     for override in overrides_of(config.hydra, "task"):
         if REMOTE in override:
             refuse_secret(override.replace("\\", ""), REMOTE)
+
+
+def _check_objective(config: DictConfig) -> None:
+    """Stop at an objective that cannot be meant, where it is the same for all jobs; each job looks at one that is not."""
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    written = plain.get(KEY)
+    is_swept = any(override.get_key_element() == KEY for override in swept_in(config.hydra))
+    if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
+        read_objective(written)
 
 
 def _put(config: DictConfig, folder: Path) -> None:

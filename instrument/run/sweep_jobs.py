@@ -98,11 +98,6 @@ class Sweep(Jobs):
         subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
         self.is_laid_out = self.hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER
 
-    @property
-    def arguments(self) -> list[str]:
-        """What was swept, and what was said once for all jobs, as on the command line."""
-        return arguments_of(self.hydra)
-
     @cached_property
     def swept(self) -> frozenset[str]:
         """The keys that tell the jobs from each other."""
@@ -110,8 +105,7 @@ class Sweep(Jobs):
 
     @cached_property
     def _swept(self) -> list[Override]:
-        parsed = OverridesParser.create().parse_overrides(self.arguments)
-        return [override for override in parsed if override.is_sweep_override()]
+        return swept_in(self.hydra)
 
     def jobs(self) -> list[SweepJob]:
         """All jobs, in the order of their numbers; those that are there alone where they are not laid out."""
@@ -195,6 +189,12 @@ def arguments_of(hydra: DictConfig) -> list[str]:
     """A sweep's overrides: those that a file names under `hydra.sweeper.params`, and those of the command line."""
     parameters: Mapping[str, Any] = hydra.sweeper.get("params") or {}
     return [*(f"{key}={value}" for key, value in parameters.items()), *overrides_of(hydra, "task")]
+
+
+def swept_in(hydra: DictConfig) -> list[Override]:
+    """The overrides that have several values."""
+    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
+    return [override for override in parsed if override.is_sweep_override()]
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:

@@ -9,6 +9,7 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from .sweep_jobs import DONE, Sweep, SweepJob, summary
+from .sweep_search import best_trial
 
 SUBMITTED = ".submitit"  # where submitit keeps what its jobs print
 MOST = 20  # jobs that are told of one by one; of more, those that ended alike are told of together
@@ -19,12 +20,17 @@ def tell_sweep(folder: Path) -> None:
     """Tell the user which jobs of a sweep are not done, why, and what does the rest."""
     sweep = Sweep(folder)
     jobs = sweep.jobs()
+    if not jobs:
+        print(f"no job was begun in {folder}", file=sys.stderr)
+        return
     left = [job for job in jobs if job.status != DONE]
     print(f"\n{len(jobs)} jobs in {folder}: {summary(jobs)}", file=sys.stderr)
     for job in left if len(left) <= MOST else ():
         parts = (str(job.folder), job.status, sweep.label(job), job.error)
         print("  ".join(part for part in parts if part), file=sys.stderr)
     for line in told_together(left):
+        print(line, file=sys.stderr)
+    for line in best_trial(folder, jobs):
         print(line, file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
         print(f"terminals    {terminals}, of each job", file=sys.stderr)

@@ -47,6 +47,28 @@ def test_what_is_not_understood_is_told_before_a_folder_is_made(cli: Cli, writte
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_a_mistake_of_all_jobs_is_told_once_before_the_first(cli: Cli) -> None:
+    for more in ((), ("hydra/sweeper=search", "hydra.sweeper.n_trials=3")):
+        answer = cli("-m", *TINY, *more, "optimizer.lr=choice(0.1,0.2)", 'objective="last(stats.l3)"')
+        assert answer.code == 2
+        assert answer.err.count("there is no column of stats with numbers named l3") == 1
+        assert list(Path.cwd().iterdir()) == []
+
+
+def test_an_objective_that_differs_from_job_to_job_is_looked_at_by_each(cli: Cli) -> None:
+    for number, objective in enumerate(("acuracy,loss", "${oc.select:name}")):
+        answer = cli("-m", *TINY, f"objective={objective}", "name=loss,accurac", f"hydra.sweep.dir=out{number}")
+        assert answer.code == 2
+        assert answer.err.count("the other jobs go on") == (2, 1)[number]
+        assert "done" in list(instrument.load(f"out{number}").runs.status)
+
+
+def test_one_without_its_quotes_says_how_they_stand(cli: Cli) -> None:
+    answer = cli(*TINY, "objective=last(stats.l2)")
+    assert answer.code == 2
+    assert """allowed  'objective="last(stats.l2)"', in quotes twice""" in answer.err
+
+
 def test_without_duckdb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     assert read_objective("loss").query is None

@@ -1,0 +1,142 @@
+"""A search by Optuna: what is checked before its first trial, and which trial came out best."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigError, Mistake, nearest
+from .objective import KEY
+from .sweep_jobs import SweepJob
+
+SWEEPER = "OptunaSweeper"
+RESULTS = "optimization_results.yaml"  # what the sweeper leaves in the sweep's folder
+WHERE = "hydra.sweeper"
+DIRECTIONS = ("minimize", "maximize")
+
+
+def is_search(hydra: DictConfig) -> bool:
+    """Whether Optuna chooses the jobs of a sweep.
+
+    Args:
+        hydra: The part `hydra` of its configuration.
+    """
+    return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
+
+
+def check_search(hydra: DictConfig) -> None:
+    """Make sure that a search can begin, and can go on with the study that it names.
+
+    Args:
+        hydra: The part `hydra` of the sweep's configuration.
+
+    Raises:
+        ConfigError: Optuna's sweeper would not take a value, or the study goes another way.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(logging.WARNING)  # the best trial is told at the end
+    asked = hydra.sweeper
+    mistakes = [*_numbers(asked), *_direction(asked.direction)]
+    if mistakes:
+        raise ConfigError(*mistakes)
+    if isinstance(asked.storage, str):
+        _check_storage(asked)
+
+
+def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> list[str]:
+    """Which job of a search came out best, with its number, and where Optuna wrote it down; nothing where there is none.
+
+    Args:
+        folder: That of the sweep.
+        jobs: All of its jobs.
+    """
+    file = folder / RESULTS
+    try:
+        results = yaml.safe_load(file.read_text())
+        best, value = results["best_params"], float(results["best_value"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return []
+    chosen = [f"{name}={setting}" for name, setting in best.items()]
+    name, place = KEY, "in an earlier sweep of the study"
+    for job in jobs:
+        if set(chosen) <= set(job.overrides) and (found := _number_of(job.folder)) and math.isclose(found[1], value):
+            name, place = found[0], str(job.folder)
+            break
+    return ["  ".join(["best       ", place, *chosen, f"{name} = {value:.6g}"]), f"written to   {file}"]
+
+
+def _numbers(asked: DictConfig) -> Iterator[Mistake]:
+    for name in ("n_trials", "n_jobs"):
+        if asked[name] < 1:
+            yield Mistake(f"{WHERE}.{name}", "there has to be one at least", asked[name], "1, 2, 3, ...")
+    if not 0.0 <= asked.max_failure_rate <= 1.0:
+        problem = "this is no share of the trials"
+        yield Mistake(f"{WHERE}.max_failure_rate", problem, asked.max_failure_rate, "0 to 1")
+
+
+def _direction(written: Any) -> Iterator[Mistake]:
+    names = _directions(written)
+    for name in names:
+        if name not in DIRECTIONS:
+            yield Mistake(
+                f"{WHERE}.direction", "there is no such direction", name, DIRECTIONS, nearest(name, DIRECTIONS)
+            )
+    if len(names) != 1:
+        yield Mistake(f"{WHERE}.direction", f"{KEY} is one number, and has one direction", names, DIRECTIONS)
+
+
+def _directions(written: Any) -> list[str]:
+    """Words, of a word, one of the sweeper's own names, or a list of these."""
+    several = written if OmegaConf.is_list(written) else [written]
+    return [str(getattr(one, "name", one)) for one in several]
+
+
+def _check_storage(asked: DictConfig) -> None:
+    """Stop at an address that no database has, at a password in it, and at a study that goes another way."""
+    where = f"{WHERE}.storage"
+    plain: Any = OmegaConf.to_container(asked, resolve=False)
+    if re.search(r"://[^/]*:[^/]*@", plain["storage"]):
+        problem = "what stands here is written into multirun.yaml: it may hold no password"
+        allowed = f"{where}='${{oc.env:NAME}}', with the address in the environment"
+        raise ConfigError(Mistake(where, problem, allowed=allowed))
+    try:
+        before = _directions_of(asked.storage, asked.study_name)
+    except Exception as error:  # of many kinds: whatever a database's client raises
+        problem = f"no study can be kept there: {type(error).__name__}"
+        raise ConfigError(Mistake(where, problem, plain["storage"], "such as sqlite:///study.db")) from None
+    now = _directions(asked.direction)
+    if before not in ([], now):
+        problem = f"the study {asked.study_name} is there already, and goes another way"
+        raise ConfigError(Mistake(f"{WHERE}.direction", problem, ", ".join(now), before))
+
+
+def _directions_of(storage: str, study_name: str | None) -> list[str]:
+    """Those of a study; none where there is no such study yet."""
+    import optuna
+
+    database = optuna.storages.get_storage(storage)
+    try:
+        study = optuna.load_study(study_name=study_name or "", storage=database)
+    except KeyError:
+        return []
+    return [direction.name.lower() for direction in study.directions]
+
+
+def _number_of(folder: Path) -> tuple[str, float] | None:
+    """What a job was judged by, and its number; None where it has none."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        name = record["config"].get(KEY, "")
+        numbers: Mapping[str, Any] = record if KEY in record else {KEY: record["metrics"].get(name)}
+        return name, float(numbers[KEY])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
