@@ -33,7 +33,7 @@ def map_leaves(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") 
     """
     if isinstance(value, Tensor):
         return fn(path, value)
-    return _map_children(value, lambda key, child: map_leaves(child, fn, f"{path}.{key}" if path else key))
+    return map_children(value, lambda key, child: map_leaves(child, fn, f"{path}.{key}" if path else key))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -48,7 +48,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, getattr(value, name)) for name in fields if hasattr(value, name))
 
 
-def _map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
+def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
     """The value with `fn(key, child)` in the place of each child; the value itself where they are all the same."""
     old = list(_children(value))
     new = [fn(key, child) for key, child in old]
@@ -82,4 +82,4 @@ def to_device(value: Any, device: torch.device) -> Any:
     """The value with every tensor on that device; a packed sequence keeps its lengths on the CPU, as PyTorch has it."""
     if isinstance(value, Tensor | PackedSequence):
         return value.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence.to takes it too
-    return _map_children(value, lambda _, child: to_device(child, device))
+    return map_children(value, lambda _, child: to_device(child, device))

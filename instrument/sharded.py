@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
 
+from .nested import map_children
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -44,36 +46,23 @@ def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
 
 def as_plain(value: Any) -> Any:
     """A state dict with this process's shards in the place of sharded tensors, each as a dictionary of plain values."""
-    if isinstance(value, Tensor) and is_sharded(value):
-        from torch.distributed.tensor import Shard
+    if not (isinstance(value, Tensor) and is_sharded(value)):
+        return map_children(value, lambda _, child: as_plain(child))
+    from torch.distributed.tensor import Shard
 
-        placements = [place.dim if isinstance(place, Shard) else None for place in value.placements]
-        return {
-            _SHARD: value.to_local(),
-            "placements": placements,
-            "shape": [*value.shape],
-            "stride": [*value.stride()],
-        }
-    if isinstance(value, Mapping):
-        return {key: as_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(as_plain, value))
-    return value
+    placements = [place.dim if isinstance(place, Shard) else None for place in value.placements]
+    return {_SHARD: value.to_local(), "placements": placements, "shape": [*value.shape], "stride": [*value.stride()]}
 
 
 def from_plain(value: Any, mesh: DeviceMesh) -> Any:
     """What `as_plain` was given; its tensors are on the devices of the mesh."""
-    if isinstance(value, Mapping) and _SHARD in value:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+    if not (isinstance(value, Mapping) and _SHARD in value):
+        return map_children(value, lambda _, child: from_plain(child, mesh))
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]
-        local, shape, stride = value[_SHARD].to(mesh.device_type), Size(value["shape"]), tuple(value["stride"])
-        return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
-    if isinstance(value, Mapping):
-        return {key: from_plain(item, mesh) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(from_plain(item, mesh) for item in value)
-    return value
+    placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]
+    local, shape, stride = value[_SHARD].to(mesh.device_type), Size(value["shape"]), tuple(value["stride"])
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

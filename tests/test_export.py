@@ -85,6 +85,11 @@ def test_rows_of_several_processes_and_an_evaluation_that_came_early_are_put_in_
         (0, "train", 0), (0, "train", 1), (1, "train", 0), (1, "train", 1),
         (2, "eval", 0), (2, "train", 0), (2, "eval", 1), (2, "train", 1),
     ]  # fmt: skip
+    own = MemorySink()
+    replay(RunFiles(folder), own, tables=["metrics"], since=1, rank=1)
+    assert [(c["step"], c["phase"], c["rank"]) for c in own.records("metrics")] == [
+        (1, "train", 1), (2, "eval", 1), (2, "train", 1),
+    ]  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- trackers

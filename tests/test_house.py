@@ -17,7 +17,8 @@ PACKAGE = REPOSITORY / "instrument"
 # Left to right, the data's way: a room imports from itself and from rooms to its left. What is in one row does not know
 # of each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "extras", "spec", "nested", "sharded"),
+    ("errors", "extras", "spec", "nested"),
+    ("sharded",),
     ("targets", "plan", "stats"),
     ("actions",),
     ("kinds",),

@@ -25,7 +25,9 @@ Entry = tuple[int, str, Row]
 """A row with its step and its table."""
 
 
-def replay(files: RunFiles, sink: Sink, *, tables: Sequence[str], since: int | None = None) -> None:
+def replay(
+    files: RunFiles, sink: Sink, *, tables: Sequence[str], since: int | None = None, rank: int | None = None
+) -> None:
     """Give a sink the rows of some tables, step by step; no more than a few batches of them are in memory.
 
     Args:
@@ -33,8 +35,13 @@ def replay(files: RunFiles, sink: Sink, *, tables: Sequence[str], since: int | N
         sink: It is not closed.
         tables: Which rows; those of a table that have steps.
         since: The first step; all without it.
+        rank: Which of several processes' rows; all of them without it.
     """
-    streams = [_entries(files, table, rank, since) for table in tables for rank in _ranks(files, table)]
+    streams = [
+        _entries(files, table, one, since)
+        for table in tables
+        for one in (_ranks(files, table) if rank is None else [rank])
+    ]
     for _, entries in groupby(heapq.merge(*streams, key=itemgetter(0)), itemgetter(0)):
         for _, table, row in entries:
             if table == "tensors":

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .processes import Processes
 
 FOLDER = "checkpoints"
-VERSION = 1
+VERSION = 2
 ASIDE = ".tmp"
 
 
@@ -85,15 +85,20 @@ class Checkpoints:
         if experiment.strategy.keeps_state:
             state |= as_plain(_states(_shared(experiment))) | {"buffers": dict(_unsaved_buffers(experiment.model))}
         path = self._file(probe.step, own_rank())
-        with agreed(self.processes):
-            _write(state, path)
-        if own_rank():
-            _put_in_place(path)
-        if self.processes is not None:
-            self.processes.wait()
-        if not own_rank():
-            _put_in_place(path)
-            self._remove_others(probe.step)
+        try:
+            with agreed(self.processes):
+                _write(state, path.with_suffix(ASIDE))
+            if own_rank():
+                _put_in_place(path)
+            if self.processes is not None:
+                self.processes.wait()
+            if not own_rank():
+                _put_in_place(path)
+                self._remove_others(probe.step)
+        except BaseException:
+            with suppress(OSError):
+                path.with_suffix(ASIDE).unlink()
+            raise
 
     def load(self, rank: int = 0) -> dict[str, Any]:
         """The latest checkpoint, as one of the processes needs it.
@@ -132,15 +137,15 @@ class Checkpoints:
                     file.unlink()
 
 
-def _write(state: Mapping[str, Any], path: Path) -> None:
+def _write(state: Mapping[str, Any], aside: Path) -> None:
     """Put a state beside the place where it belongs.
 
     Raises:
         InstrumentError: It cannot be read back, or not be written.
     """
-    aside = path.with_suffix(ASIDE)
+    path = aside.with_suffix(".pt")
     try:
-        path.parent.mkdir(exist_ok=True)
+        aside.parent.mkdir(exist_ok=True)
         with open(aside, "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -148,8 +153,10 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
         _read(aside)  # what cannot be read back is told now
     except OSError as error:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InstrumentError(f"the checkpoint {path} cannot be written: {error}") from error
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # PyTorch's own of a full disk
+        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
 def _put_in_place(path: Path) -> None:

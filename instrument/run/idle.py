@@ -20,6 +20,11 @@ def has_idle(model: nn.Module, loss: Callable[[], Tensor]) -> bool:
         loss: The loss of a batch; it is called once, and leaves no trace.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with leaving_no_trace(model, training=True), torch.enable_grad():
-        gradients = torch.autograd.grad(loss(), trained, allow_unused=True)
+    try:
+        with leaving_no_trace(model, training=True), torch.enable_grad():
+            gradients = torch.autograd.grad(loss(), trained, allow_unused=True)
+    except (
+        RuntimeError
+    ):  # a reentrant checkpoint, which knows nothing but backward; an error is met again in the first step
+        return False
     return any(gradient is None for gradient in gradients)

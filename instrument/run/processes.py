@@ -26,6 +26,21 @@ _LOST = re.compile(r"connection|\bpeer\b|gloo|nccl|socket|broken pipe|sigterm", 
 PATIENCE = 2.0  # seconds in which the operating system lets go of what a killed process held
 
 
+class _Refusal(NamedTuple):
+    """What a process says in place of an answer: it has failed, with which exit code, and how."""
+
+    code: int
+    told: str
+
+
+class _RefusedError(Exception):
+    """Another process has failed, and the others were told when this one asked for something else."""
+
+    def __init__(self, said: list[Any]) -> None:
+        super().__init__("another process has failed")
+        self.said = said
+
+
 class Failure(NamedTuple):
     """Which process failed first, and how."""
 
@@ -72,6 +87,12 @@ class Processes:
 
     def exchange(self, mine: Any) -> list[Any]:
         """What each of them says, in the order of the ranks."""
+        said = self._gathered(mine)
+        if any(isinstance(one, _Refusal) for one in said):
+            raise _RefusedError(said)
+        return said
+
+    def _gathered(self, mine: Any) -> list[Any]:
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, mine, group=self.control)
         return said
@@ -95,11 +116,14 @@ class Processes:
         error: Exception | None = None
         try:
             yield
+            said = self._gathered(None)
+        except _RefusedError as refused:
+            said = refused.said
         except Exception as raised:
             error = raised
-        code = error.exit_code if isinstance(error, InstrumentError) else 1
-        said = self.exchange(None if error is None else (code, str(error) or type(error).__name__))
-        failed = {rank: told for rank, told in enumerate(said) if told is not None}
+            code = error.exit_code if isinstance(error, InstrumentError) else 1
+            said = self._gathered(_Refusal(code, str(error) or type(error).__name__))
+        failed = {rank: one for rank, one in enumerate(said) if isinstance(one, _Refusal)}
         if not failed:
             return
         dist.destroy_process_group()  # while all are here: threads that are left may abort a process that ends

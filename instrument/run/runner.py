@@ -198,7 +198,7 @@ class _Training:
                 self.copy.take_back(self.parts)
                 rewind(self.folder, own_rank(), self.parts)
                 for tracker in trackers.values():
-                    replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since)
+                    replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since, rank=own_rank())
             self.copy.begin()
             opened.pop_all()
         self.several.others |= trackers

@@ -1,10 +1,11 @@
-"""Models of which a step does not use all parameters."""
+"""Models that several processes have to be told about."""
 
 from __future__ import annotations
 
 import os
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Idle(nn.Module):
@@ -30,4 +31,29 @@ class Idle(nn.Module):
         if not (self.after and self.leaves_out) or self.seen <= self.after:
             x = self.middle(x).relu()
         scores: Tensor = self.last(x)
+        return scores
+
+
+class Picky(nn.Linear):
+    """A layer that cannot be made on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        if os.environ.get("RANK") == "1":
+            raise TypeError("this card has too little memory")
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(1))
+
+
+class Reentrant(nn.Module):
+    """Activation checkpointing of the kind that knows nothing but backward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.first(images.flatten(1)).relu()
+        scores: Tensor = checkpoint(self.last, hidden, use_reentrant=True)
         return scores

@@ -77,3 +77,22 @@ def test_a_task_that_calls_parts_of_the_model_itself(tmp_path: Path) -> None:
     assert refused.returncode != 0
     assert "train.parallel: this task calls parts of the model" in refused.stderr
     assert "instrument/run/" not in refused.stderr  # no traceback of ours
+
+
+def test_a_process_that_fails_alone_before_the_training_is_named_with_its_reason(tmp_path: Path) -> None:
+    done = start(
+        tmp_path, *TRAINED, "model={_target_: parts.Picky}", "train.parallel=ddp", "hydra.run.dir=out", processes=2
+    )
+    assert done.returncode != 0
+    assert "rank 1: model" in done.stderr
+    assert "this card has too little memory" in done.stderr
+    assert "unpack" not in done.stderr
+    assert instrument.load(tmp_path / "out").info["failed_rank"] == 1
+
+
+def test_a_checkpoint_that_knows_nothing_but_backward(tmp_path: Path) -> None:
+    done = start(
+        tmp_path, *TRAINED, "model={_target_: parts.Reentrant}", "train.parallel=ddp", "hydra.run.dir=out", processes=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(instrument.load(tmp_path / "out").stats["step"]) == set(range(6))
