@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InstrumentError, Mistake, nearest
 from .load import Run
-from .trainings import HOOKS, INERT, Training, differing_overrides, in_yaml, trainings, word_of
+from .trainings import DONE, HOOKS, INERT, Training, differing_overrides, in_yaml, trainings, word_of
 
 MOST_NAMES = 12  # of keys or values, in an error
 
@@ -190,7 +190,10 @@ def _refuse_unless_differing(
     if len(groups) > 1:
         return
     keys = dict.fromkeys(node for training in known for node in nodes_of(training))
-    differing = [name for name in differing_overrides(run) if name in keys] or _differing_leaves(known)
+    overrides = differing_overrides(run, {training.place for training in known})
+    differing = [name for name in overrides if name in keys] or _differing_leaves(known)
+    more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
+    allowed = ", ".join(differing[:MOST_NAMES]) + more or "nothing: no two runs differ in more than their seed"
     if not known:
         problem = f"none of the {len(run.infos)} runs is done and has a configuration"
     elif key == "seed":
@@ -200,11 +203,23 @@ def _refuse_unless_differing(
     elif key not in keys:
         problem = "no run has this key in its configuration"
     else:
-        problem = f"all runs that are done have {groups[0].in_words} here"
+        lines = [f"{where}: all {len(known)} runs that are done have {key}={groups[0].in_words}", *_not_done(run, key)]
+        raise InstrumentError("\n    ".join([*lines, f"they differ in  {allowed}"]))
     near = nearest(key, differing) or nearest(key, keys)
-    more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
-    allowed = ", ".join(differing[:MOST_NAMES]) + more or "nothing: no two runs differ in more than their seed"
     raise InstrumentError(str(Mistake(where, problem, key, allowed, near)))
+
+
+def _not_done(run: Run, key: str) -> Iterator[str]:
+    """How many runs are not done, by what the command line said of a key, in one line; none where all are."""
+    left = Counter(
+        (in_yaml(info["overrides"][key]) if key in info["overrides"] else None, info["status"])
+        for info in run.infos
+        if info["status"] != DONE
+    )
+    told = [f"{count} {status}{f', {key}={value}' if value else ''}" for (value, status), count in left.items()]
+    more = [f"... ({len(told)} in all)"] if len(told) > MOST_NAMES else []
+    if told:
+        yield f"not done        {'; '.join([*told[:MOST_NAMES], *more])}"
 
 
 def nodes_of(training: Training) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -94,11 +94,17 @@ def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
     return found, left_out
 
 
-def differing_overrides(run: Run) -> list[str]:
-    """The overrides in which the runs differ, without those that do not change a training."""
-    keys = dict.fromkeys(key for info in run.infos for key in info["overrides"])
+def differing_overrides(run: Run, places: Collection[int] | None = None) -> list[str]:
+    """The overrides in which several runs differ, without those that do not change a training.
+
+    Args:
+        run: All of them.
+        places: Of those that are asked about; None: all.
+    """
+    infos = [info for place, info in enumerate(run.infos) if places is None or place in places]
+    keys = dict.fromkeys(key for info in infos for key in info["overrides"])
     telling = [key for key in keys if key.partition(".")[0] not in INERT]
-    return [key for key in telling if len({str(info["overrides"].get(key)) for info in run.infos}) > 1]
+    return [key for key in telling if len({str(info["overrides"].get(key)) for info in infos}) > 1]
 
 
 def word_of(value: Any) -> str:
