@@ -19,8 +19,7 @@ from .errors import InstrumentError
 from .run.launch import complain, refused
 from .run.sweep_found import Runs, jobs_in
 from .run.sweep_jobs import DONE, Sweep, summary
-from .run.sweep_search import best_trial
-from .run.sweep_told import tell_sweep, told_together
+from .run.sweep_told import outcome, tell_sweep, told_together
 from .sinks.remote import refuse_address
 
 WIDTH_IN_A_PIPE = 160
@@ -75,8 +74,10 @@ def _show(folder: str) -> int:
         console.width = WIDTH_IN_A_PIPE
     console.print(table)
     left = [job for job in jobs if job.status != DONE]
-    best = best_trial(sweep.folder, jobs) if isinstance(sweep, Sweep) else []
-    print("", *told_together(left), f"{len(jobs)} jobs in {folder}: {summary(jobs)}", *best, sep="\n")
+    more = outcome(sweep, jobs) if isinstance(sweep, Sweep) else {}
+    print("", *told_together(left), f"{len(jobs)} jobs in {folder}: {summary(jobs)}", sep="\n")
+    for name, text in more.items():
+        print(f"{name:<12}{text}")
     if isinstance(sweep, Runs):
         print("there is no record of a sweep here: which jobs are missing is not known")
     return 1 if left or not jobs else 0

@@ -298,6 +298,60 @@ def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
         assert ("multirun.yaml" in err) == ("://" not in folder)
 
 
+def test_a_sweep_behind_an_address_knows_its_missing_jobs(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+    there = Path("there", "out").resolve()
+    sent = f"sink.remote=file://{there.parent}"
+    answer = cli("-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    assert f"remote      file://{there}\n" in answer.out
+    assert (there / "multirun.yaml").read_text() == Path("out/multirun.yaml").read_text()
+    shutil.rmtree(there / "1")
+    code, out, err = listed(capfd, f"file://{there}")
+    assert (code, err) == (1, "")
+    assert rows_of(out) == [["0", "done", "seed=1"], ["1", "missing", "seed=2"], ["2", "done", "seed=3"]]
+    assert out.splitlines()[-1] == f"3 jobs in file://{there}: 2 done, 1 missing"
+    assert listed(capfd, f"file://{there}", "--rerun")[0] == 2
+
+
+def test_values_in_a_random_order_behind_an_address_are_those_that_are_there(
+    cli: Cli, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = Path("there", "out").resolve()
+    swept = ("seed=shuffle(range(0,3))", f"sink.remote=file://{there.parent}", "hydra.sweep.dir=out")
+    assert cli("-m", *TINY, "train.steps=1", *swept).code == 0
+    shutil.rmtree(there / "1")
+    _, out, _ = listed(capfd, f"file://{there}")
+    assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["2", "done"]]
+
+
+def test_a_sweep_that_is_there_is_not_written_over(cli: Cli) -> None:
+    there = Path("there").resolve()
+    swept = ("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{there}")
+    assert cli(*swept, "hydra.sweep.dir=out").code == 0
+    before = (there / "out" / "multirun.yaml").read_text()
+    answer = cli(*swept, "hydra.sweep.dir=elsewhere/out")
+    assert answer.code == 2
+    assert answer.err.count("sink.remote: there is a sweep in this folder already") == 1
+    assert (there / "out" / "multirun.yaml").read_text() == before
+    assert not Path("elsewhere", "out").exists()
+
+
+def test_jobs_that_each_say_where_they_are_sent_have_no_place_in_common(cli: Cli) -> None:
+    swept = f"sink.remote=file://{Path('one').resolve()},file://{Path('two').resolve()}"
+    answer = cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    assert "remote  " not in answer.out
+    assert Path("two/out/1/run.json").exists()
+    assert not Path("two/out/multirun.yaml").exists()
+
+
+def test_where_the_record_cannot_be_sent_the_jobs_are_done(cli: Cli) -> None:
+    Path("there").write_text("a file, no folder")
+    answer = cli("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{Path('there').resolve()}/x")
+    assert "warning: multirun.yaml is not in file://" in answer.err
+    assert "1 jobs in" in answer.out + answer.err
+
+
 def test_a_run_is_told_from_a_sweep(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, _, err = listed(capfd, "out/2")
     assert code == 2

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -17,15 +17,17 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, InstrumentError, Mistake
+from ..sinks.client_errors import told
 from ..sinks.lock import FolderLock
-from ..sinks.remote import REMOTE, check_remote, refuse_address, refuse_secret
+from ..sinks.remote import REMOTE, SWEEP_RECORD, RemoteFolder, check_remote, refuse_address, refuse_secret
 from .claims import claim, is_named_by_clock
 from .folder import refuse_taken
 from .launch import complain, refused, show_plan
 from .objective import KEY, read_objective
 from .reading import read_config
-from .sweep_jobs import BASIC, RECORD, Sweep, composed, folder_override, overrides_of, swept_in
-from .sweep_search import best_trial, check_search, is_search
+from .sweep_jobs import BASIC, Sweep, composed, folder_override, overrides_of, swept_in
+from .sweep_search import check_search, is_search
+from .sweep_told import outcome
 from .torchrun import agreed, check_processes, joined
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
@@ -107,11 +109,18 @@ class Guard(Callback):
         refuse_taken(folder, "hydra.sweep.dir")
         _put(config, folder.absolute())
         try:
-            with open(folder / RECORD, "x") as record:  # whoever makes this file has the folder
+            with open(folder / SWEEP_RECORD, "x") as record:  # whoever makes this file has the folder
                 OmegaConf.save(config, record)
         except FileExistsError:
             problem = "there is a sweep in this folder already, and none is ever overwritten"
             raise ConfigError(Mistake("hydra.sweep.dir", problem, written=str(folder))) from None
+        try:
+            _send_record(folder, Sweep(folder).address)
+        except ConfigError:
+            (folder / SWEEP_RECORD).unlink()
+            with suppress(OSError):  # what else is in it stays
+                folder.rmdir()
+            raise
         Guard.lock = FolderLock(folder)
         Guard.lock.acquire()
         return folder
@@ -123,10 +132,13 @@ class Guard(Callback):
             return
         if Guard.sweep is None:
             return
-        jobs = Sweep(Guard.sweep).jobs()
+        sweep = Sweep(Guard.sweep)
+        jobs = sweep.jobs()
         if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
             raise SystemExit(1)
-        print(f"\n{len(jobs)} jobs in {Guard.sweep}", *best_trial(Guard.sweep, jobs), sep="\n")
+        print(f"\n{len(jobs)} jobs in {Guard.sweep}")
+        for name, text in outcome(sweep, jobs).items():
+            print(f"{name:<12}{text}")
         print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
         with _stopping():
             print(f"report      {_sweep_report(config, Guard.sweep)}")
@@ -220,6 +232,22 @@ def _put(config: DictConfig, folder: Path) -> None:
     with flag_override(config, "readonly", False):
         config.hydra.sweep.dir = str(folder)
         config.hydra.overrides.hydra.append(folder_override("hydra.sweep.dir", folder))
+
+
+def _send_record(folder: Path, address: str | None) -> None:
+    """Send the record of a sweep to where its jobs send theirs, so that it is known there which are missing."""
+    if address is None:
+        return
+    try:
+        remote = RemoteFolder(address, REMOTE)
+        if remote.read(SWEEP_RECORD) is not None:
+            problem = "there is a sweep in this folder already, and none is ever overwritten"
+            raise ConfigError(Mistake(REMOTE, problem, written=address))
+        remote.put(folder / SWEEP_RECORD, SWEEP_RECORD)
+    except ConfigError:
+        raise
+    except Exception as error:  # of many kinds: whatever a client raises; each job tries again, and tells
+        print(f"warning: {SWEEP_RECORD} is not in {address}: {told(error)}", file=sys.stderr)
 
 
 def _sweep_report(config: DictConfig, folder: Path) -> str:

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from ..analysis.load import NoRunError, Run, load
 from ..analysis.trainings import differing_overrides, in_yaml
 from ..errors import ConfigError, Mistake
-from ..sinks.remote import is_address
-from .sweep_jobs import RECORD, Jobs, Sweep, SweepJob, error_of, unwarned
+from ..sinks.remote import SWEEP_RECORD, is_address
+from .sweep_jobs import (
+    MISSING,
+    Jobs,
+    Sweep,
+    SweepJob,
+    composed,
+    error_of,
+    is_laid_out,
+    natural,
+    read_sweep,
+    swept_in,
+    unwarned,
+)
 
 ALLOWED = "the folder of a sweep, or one above several runs"
 
@@ -46,6 +60,39 @@ class Runs(Jobs):
         ]
 
 
+class SentSweep(Jobs):
+    """A sweep behind an address: its record says which jobs there are to be, and the runs there what became of them.
+
+    Args:
+        run: All of them.
+        hydra: The part `hydra` of the sweep's configuration.
+    """
+
+    def __init__(self, run: Run, hydra: DictConfig) -> None:
+        self.runs, self.hydra = Runs(run), hydra
+        self.is_laid_out = is_laid_out(hydra)
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """The keys that tell the jobs from each other."""
+        return frozenset(override.get_key_element() for override in swept_in(self.hydra))
+
+    def jobs(self) -> list[SweepJob]:
+        """All jobs, in the order of their numbers; those that are there alone where it is not known which number is which."""
+        there = {job.name: job for job in self.runs.jobs()}
+        shuffled = any(getattr(override.value(), "shuffle", False) for override in swept_in(self.hydra))
+        if not self.is_laid_out or shuffled:
+            return list(there.values())
+        planned = {str(number): overrides for number, overrides in enumerate(composed(self.hydra))}
+        above = self.runs.run.path
+        missing = [
+            SweepJob(name, above / name, overrides, MISSING, None)
+            for name, overrides in planned.items()
+            if name not in there
+        ]
+        return sorted([*there.values(), *missing], key=lambda job: natural(job.name))
+
+
 def jobs_in(folder: str) -> Jobs:
     """The sweep in a folder, or the runs below it.
 
@@ -55,7 +102,7 @@ def jobs_in(folder: str) -> Jobs:
     Raises:
         ConfigError: There is neither.
     """
-    if not is_address(folder) and (Path(folder) / RECORD).exists():
+    if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
         return Sweep(Path(folder))
     try:
         run = load(folder)
@@ -63,7 +110,9 @@ def jobs_in(folder: str) -> Jobs:
         raise ConfigError(Mistake("", f"there is no sweep: {error}", written=folder, allowed=ALLOWED)) from None
     if run.folders == [run.path]:
         above = Path(folder).resolve().parent
-        is_job = not is_address(folder) and (above / RECORD).exists()
+        is_job = not is_address(folder) and (above / SWEEP_RECORD).exists()
         problem = "this is one run, and no sweep"
         raise ConfigError(Mistake("", problem, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
+    if is_address(folder) and (run.path / SWEEP_RECORD).exists():
+        return SentSweep(run, read_sweep(run.path).hydra)
     return Runs(run)

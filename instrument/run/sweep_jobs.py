@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, InstrumentWarning, Mistake
+from ..sinks.remote import REMOTE, SWEEP_RECORD, place_of
 from .search_path import config_loader
 
-RECORD = "multirun.yaml"  # Hydra's record of a sweep
 READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 REFUSED = "refused.txt"  # in a job's folder: why it was not begun
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -86,17 +86,18 @@ class Sweep(Jobs):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.record = read_sweep(folder)
+        self.hydra: DictConfig = self.record.hydra
+        self.is_laid_out = is_laid_out(self.hydra)
+
+    @property
+    def address(self) -> str | None:
+        """Where its jobs are sent to, each to a folder below; None where they are not sent, or each says where."""
         try:
-            record = OmegaConf.load(folder / RECORD)
-            reason = "" if all(OmegaConf.select(record, key) for key in READ) else "it is not one of Hydra's"
-        except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-            reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
-        if reason:
-            problem = f"its {RECORD} cannot be read: {reason}"
-            raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
-        self.hydra: DictConfig = record.hydra
-        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        self.is_laid_out = self.hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER
+            remote = OmegaConf.select(self.record, REMOTE)
+        except OmegaConfBaseException:
+            return None
+        return None if remote is None or REMOTE in self.swept else place_of(self.folder, str(remote))
 
     @cached_property
     def swept(self) -> frozenset[str]:
@@ -111,7 +112,7 @@ class Sweep(Jobs):
         """All jobs, in the order of their numbers; those that are there alone where they are not laid out."""
         there = {str(folder.relative_to(self.folder)): _recorded(folder) for folder in _jobs_below(self.folder)}
         planned = self._planned(there) if self.is_laid_out else {}
-        names = sorted({**there, **planned}, key=_natural)
+        names = sorted({**there, **planned}, key=natural)
         with unwarned():
             return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
 
@@ -147,6 +148,37 @@ def error_of(info: Mapping[str, Any]) -> str | None:
         info: Its run.json.
     """
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
+
+
+def read_sweep(folder: Path) -> DictConfig:
+    """Hydra's record of a sweep: the configuration that those of its jobs are made of.
+
+    Args:
+        folder: That of the sweep, which may be behind an address.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        with (folder / SWEEP_RECORD).open() as file:
+            record = OmegaConf.load(file)
+        reason = "" if all(OmegaConf.select(record, key) for key in READ) else "it is not one of Hydra's"
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
+    if reason:
+        problem = f"its {SWEEP_RECORD} cannot be read: {reason}"
+        raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
+    return record  # type: ignore[return-value]
+
+
+def is_laid_out(hydra: DictConfig) -> bool:
+    """Whether all jobs are known before the first one begins, each in a folder called by its number.
+
+    Args:
+        hydra: The part `hydra` of the sweep's configuration.
+    """
+    subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+    return bool(hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER)
 
 
 def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
@@ -203,7 +235,7 @@ def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]
     return [str(override) for override in written]
 
 
-def _natural(name: str) -> list[str | int]:
+def natural(name: str) -> list[str | int]:
     """A key that sorts job 10 behind job 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 

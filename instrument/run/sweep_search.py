@@ -52,26 +52,29 @@ def check_search(hydra: DictConfig) -> None:
         _check_storage(asked)
 
 
-def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> list[str]:
+def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
     """Which job of a search came out best, with its number, and where Optuna wrote it down; nothing where there is none.
 
     Args:
         folder: That of the sweep.
         jobs: All of its jobs.
+
+    Returns:
+        What is told, by what it is called.
     """
     file = folder / RESULTS
     try:
         results = yaml.safe_load(file.read_text())
         best, value = results["best_params"], float(results["best_value"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return []
+        return {}
     chosen = [f"{name}={setting}" for name, setting in best.items()]
     name, place = KEY, "in an earlier sweep of the study"
     for job in jobs:
         if set(chosen) <= set(job.overrides) and (found := _number_of(job.folder)) and math.isclose(found[1], value):
             name, place = found[0], str(job.folder)
             break
-    return ["  ".join(["best       ", place, *chosen, f"{name} = {value:.6g}"]), f"written to   {file}"]
+    return {"best": "  ".join([place, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
 
 
 def _numbers(asked: DictConfig) -> Iterator[Mistake]:

@@ -30,14 +30,28 @@ def tell_sweep(folder: Path) -> None:
         print("  ".join(part for part in parts if part), file=sys.stderr)
     for line in told_together(left):
         print(line, file=sys.stderr)
-    for line in best_trial(folder, jobs):
-        print(line, file=sys.stderr)
+    for name, text in outcome(sweep, jobs).items():
+        print(f"{name:<13}{text}", file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
         print(f"terminals    {terminals}, of each job", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
     print(f"all of them  {command}", file=sys.stderr)
     if left and sweep.is_laid_out:
         print(f"the rest     {command} --rerun", file=sys.stderr)
+
+
+def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
+    """What there is to tell of a sweep besides its jobs: its best trial, and where it is too.
+
+    Args:
+        sweep: That is over, or was listed.
+        jobs: All of its jobs.
+
+    Returns:
+        What is told, by what it is called.
+    """
+    remote = {} if sweep.address is None else {"remote": sweep.address}
+    return {**best_trial(sweep.folder, jobs), **remote}
 
 
 def told_together(left: Sequence[SweepJob]) -> list[str]:

@@ -29,6 +29,7 @@ EXTRAS = {
     "gs": "gcs",
     "gcs": "gcs",
 }  # by protocol; the others need fsspec and their own package
+SWEEP_RECORD = "multirun.yaml"  # Hydra's record of a sweep, in the folder of all its jobs
 REMOTE = "sink.remote"  # what a run's remote folder is asked for by
 AHEAD = 2**18  # bytes that are read ahead of what DuckDB asks for: a column of a row group has about as many
 ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
@@ -199,18 +200,17 @@ def arrow_name(file: Path) -> str:
 
 
 def place_of(folder: Path, remote: str) -> str:
-    """The address of a run's folder: below `remote` as the folder lies below `runs`, or below the folder above a sweep's.
+    """The address of a folder: below `remote` as it lies below `runs`, or else as it lies in the folder above its sweep's.
 
     A folder that lies in neither has its name there.
     """
-    parts = folder.resolve().parts
+    folder = folder.resolve()
+    parts = folder.parts
+    sweep = next((above for above in folder.parents if (above / SWEEP_RECORD).exists()), folder)
+    first = len(sweep.parts) - 1
     if "runs" in parts[:-1]:
-        below = parts[len(parts) - 1 - parts[-2::-1].index("runs") :]
-    elif (folder.parent / "multirun.yaml").exists():
-        below = parts[-2:]
-    else:
-        below = parts[-1:]
-    return "/".join([remote.rstrip("/"), *below])
+        first = len(parts) - 1 - parts[-2::-1].index("runs")
+    return "/".join([remote.rstrip("/"), *parts[first:]])
 
 
 def moved_to(info: Mapping[str, Any]) -> str | None:

@@ -72,9 +72,9 @@ def test_the_best_trial_is_told_with_its_number(cli: Cli, capfd: pytest.CaptureF
     }
     best = max(sorted(numbers), key=lambda name: numbers[name])
     learning_rate = yaml.safe_load(Path("out", RESULTS).read_text())["best_params"]["optimizer.lr"]
-    line = f"best         out/{best}  optimizer.lr={learning_rate}  accuracy = {numbers[best]:.6g}\n"
+    line = f"best        out/{best}  optimizer.lr={learning_rate}  accuracy = {numbers[best]:.6g}\n"
     assert line in answer.out
-    assert f"written to   out/{RESULTS}\n" in answer.out
+    assert f"written to  out/{RESULTS}\n" in answer.out
     assert "A new study" not in answer.err
     assert main(["out"]) == 0
     assert line in capfd.readouterr().out
@@ -100,17 +100,18 @@ def jobs(tmp_path: Path) -> list[SweepJob]:
 
 def test_of_trials_with_the_same_values_the_number_tells(tmp_path: Path, jobs: list[SweepJob]) -> None:
     (tmp_path / RESULTS).write_text("best_params: {optimizer.lr: 0.1}\nbest_value: 0.25\n")
-    assert best_trial(tmp_path, jobs)[0] == f"best         {tmp_path}/1  optimizer.lr=0.1  loss = 0.25"
+    told = {"best": f"{tmp_path}/1  optimizer.lr=0.1  loss = 0.25", "written to": str(tmp_path / RESULTS)}
+    assert best_trial(tmp_path, jobs) == told
 
 
 def test_the_best_of_a_study_may_be_of_an_earlier_sweep(tmp_path: Path, jobs: list[SweepJob]) -> None:
     (tmp_path / RESULTS).write_text("best_params: {optimizer.lr: 0.1}\nbest_value: 0.125\n")
-    told = "best         in an earlier sweep of the study  optimizer.lr=0.1  objective = 0.125"
-    assert best_trial(tmp_path, jobs)[0] == told
+    told = "in an earlier sweep of the study  optimizer.lr=0.1  objective = 0.125"
+    assert best_trial(tmp_path, jobs)["best"] == told
 
 
 @pytest.mark.parametrize("text", ["solutions: [{params: {a: 1}, values: [1, 2]}]\n", "", "best_value: {", None])
 def test_where_there_is_not_one_best_nothing_is_told(tmp_path: Path, jobs: list[SweepJob], text: str | None) -> None:
     if text is not None:
         (tmp_path / RESULTS).write_text(text)
-    assert best_trial(tmp_path, jobs) == []
+    assert best_trial(tmp_path, jobs) == {}

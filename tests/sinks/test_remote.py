@@ -117,6 +117,14 @@ def test_jobs_of_two_sweeps_elsewhere_do_not_meet(tmp_path: Path) -> None:
         (tmp_path / sweep).mkdir()
         (tmp_path / sweep / "multirun.yaml").touch()
     assert [place_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == ["s3://b/one/0", "s3://b/two/0"]
+    assert place_of(tmp_path / "one", "s3://b") == "s3://b/one"
+
+
+def test_jobs_in_folders_below_folders_do_not_meet(tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "multirun.yaml").touch()
+    places = [place_of(tmp_path / "sweep" / f"lr_{rate}" / "seed_1", "s3://b/p") for rate in (1, 2)]
+    assert places == ["s3://b/p/sweep/lr_1/seed_1", "s3://b/p/sweep/lr_2/seed_1"]
 
 
 def test_an_error_is_told_without_the_credentials_of_an_endpoint() -> None:
