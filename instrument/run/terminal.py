@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +26,7 @@ from .display import Show, metric_texts, shown_as_bar, shown_as_lines, shown_as_
 from .experiment import Experiment
 
 WIDTH_IN_A_PIPE = 120
+SHARED = frozenset({"fallback", "coverage"})  # rules of warnings that come of what the jobs of a sweep are all made of
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -46,6 +48,9 @@ class Terminal:
         job: What tells a sweep's job from the others, for that line.
     """
 
+    of_jobs: ClassVar[set[tuple[Path, str]]] = set()
+    """What jobs of this process have told, with the folder that theirs are in."""
+
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
         self.brief = brief
@@ -63,8 +68,11 @@ class Terminal:
     def begin(self, experiment: Experiment, folder: Path) -> None:
         """What will run, on what, and where it is recorded; a fallback is told loudly, whatever else is quiet."""
         self.folder = folder
-        if experiment.data.fallback:
-            self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(experiment.data.fallback)}[/]")
+        fallback = experiment.data.fallback
+        if fallback and self._is_news(fallback):
+            self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
+            if self.brief:
+                self._warned.add(fallback)  # it is near enough to the end
         for _, message in experiment.plan.layers.hidden_messages():
             self.warn(message)
         if self.quiet or self.brief:
@@ -120,6 +128,14 @@ class Terminal:
         self._warned.add(message)
         self.warn(message)
 
+    def _is_news(self, message: str) -> bool:
+        """Whether a job that was here before has not told the same; a run that is no job has all to tell."""
+        told = (self.folder.resolve().parent, message)
+        if self.brief and told in Terminal.of_jobs:
+            return False
+        Terminal.of_jobs.add(told)
+        return True
+
     def end(
         self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None], report: Path | None = None
     ) -> None:
@@ -133,9 +149,14 @@ class Terminal:
         """
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())
+        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # above
+        events = [event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in told]
+        left = {str(event.message): event.rule for event in events if event.message not in self._warned}
+        news = [message for message, rule in left.items() if rule not in SHARED or self._is_news(message)]
         if self.brief:
+            again = f"({len(left) - len(news)} of its warnings were told before)" if len(news) < len(left) else ""
             self.console.print(
-                "  ".join(filter(None, [str(folder), self.job, evaluation])), soft_wrap=True, markup=False
+                "  ".join(filter(None, [str(folder), self.job, evaluation, again])), soft_wrap=True, markup=False
             )
         elif not self.quiet:
             self.console.print()
@@ -143,10 +164,8 @@ class Terminal:
                 if table.row_count:
                     self.console.print(table)
                     self.console.print()
-        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # above
-        for event in run.events.itertuples():
-            if event.severity == "warning" and event.rule not in told and event.message not in self._warned:
-                self._warn_at_once(str(event.message))
+        for message in news:
+            self._warn_at_once(message)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
             self.console.print(f"evaluation  {evaluation}")

@@ -350,6 +350,26 @@ def test_a_job_of_a_sweep_is_a_line_and_its_warnings(cli: Cli) -> None:
     assert answer.out.count("the loss is nan") == 1
 
 
+def test_what_all_jobs_share_is_told_by_the_first_of_them(cli: Cli) -> None:
+    late = "+hooks.late={layers:layers.0,kind:forward,action:record,start:500}"
+    missing = ("data=mnist", "data.root=nowhere", "data.dataset.download=false", "data.fallback=digits")
+    job = ("model=mlp", "model.sizes=[784,10]", "train.steps=6", late)
+    answer = cli("-m", *job, *missing, "seed=1,2", "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("stand in for it") == 1
+    assert answer.out.count("'late' (forward) did not fire") == 1
+    first, second = (line for line in answer.out.splitlines() if line.startswith("out/"))
+    assert "told before" not in first
+    assert second.endswith("  (2 of its warnings were told before)")
+    again = cli("-m", *job, *missing, "seed=1", "hydra.sweep.dir=other/out")
+    assert again.out.count("'late' (forward) did not fire") == 1
+
+
+def test_what_each_job_has_of_its_own_is_told_by_each(cli: Cli) -> None:
+    answer = cli("-m", *TINY, DRILL, "seed=1,2", "hydra.sweep.dir=out")
+    assert answer.out.count("the loss is nan at step 5") == 2
+
+
 def test_a_run_that_goes_on_tells_no_alarm_twice(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from instrument.run import loop
 
