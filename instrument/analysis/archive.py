@@ -62,7 +62,8 @@ class RunArchive:
             kept = kept[kept["hook"] == hook]
         ranks = self._runs[run].info.get("ranks", 1)
         one_stands_for_all = kept["scope"].isin(["global", "averaged"]).all()
-        if ranks > 1 and (one_stands_for_all or ranks == self.ranks):
+        are_shards = len(kept) > 0 and kept["scope"].eq("shard").all()  # an intervention is made on the whole of them
+        if ranks > 1 and not are_shards and (one_stands_for_all or ranks == self.ranks):
             kept = kept[kept["rank"] == (0 if one_stands_for_all else context.rank)]
         place = ", ".join(f"{column} {getattr(context, column)!r}" for column in _LIKE)
         if kept.empty or kept["rank"].duplicated().any():
@@ -71,7 +72,7 @@ class RunArchive:
             )
             raise LookupError(f"{run} holds {what} of step {wanted} at {place}")
         of_samples = KINDS[context.kind].family == "module"
-        if len(kept) > 1 and (self.ranks > 1 or not (of_samples or (kept["scope"] == "shard").all())):
+        if len(kept) > 1 and not are_shards and (self.ranks > 1 or not of_samples):
             several = f"{ranks} processes recorded tensors of step {wanted} at {place}, and here are {self.ranks}"
             raise LookupError(f"{several}: {run} has no whole one")
         values = np.concatenate([*kept.sort_values("rank")["values"]])

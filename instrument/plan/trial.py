@@ -81,7 +81,7 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after),
             ]
-        with leaving_no_trace(model, training=training), torch.enable_grad():
+        with _no_trace(model, training), torch.enable_grad():
             forward()
     except Exception as error:
         raise ConfigError(_misfit(error, running)) from error
@@ -115,8 +115,8 @@ def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def leaving_no_trace(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put back whatever a forward pass inside may change: training flags, buffers, random states."""
+def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put back whatever a forward pass may change: training flags, buffers, random states."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.detach().clone())

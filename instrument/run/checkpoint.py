@@ -79,7 +79,7 @@ class Checkpoints:
             "parts": [ends] if self.processes is None else self.processes.exchange(ends),
             "probe": probe.state_dict(),
             "batches": experiment.batches.state_dict(),
-            "random": _random_state(),
+            "random": _random_state(experiment.device),
             **_states(_own(experiment)),
         }
         if experiment.strategy.keeps_state:
@@ -195,7 +195,7 @@ def restore(state: dict[str, Any], experiment: Experiment) -> None:
         raise ConfigError(Mistake("resume", "the checkpoint does not fit the model", written=reason)) from None
 
 
-def restore_random(state: dict[str, Any]) -> None:
+def restore_random(state: dict[str, Any], device: torch.device) -> None:
     """Put the random numbers of the process into the state of a checkpoint; done last, before the next step."""
     kept = state["random"]
     version, words, gauss = kept["python"]
@@ -203,17 +203,17 @@ def restore_random(state: dict[str, Any]) -> None:
     name, words, *rest = kept["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(kept["torch"])
-    for device, words in enumerate(kept["cuda"]):
-        torch.cuda.set_rng_state(words, device)
+    if kept["cuda"] is not None:
+        torch.cuda.set_rng_state(kept["cuda"], device)
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state(device: torch.device) -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in range(torch.cuda.device_count())],
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 

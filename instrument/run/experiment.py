@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,8 +119,19 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     apply_specs(config.apply, model)
     _require_trained(config, model)
 
+    looks_for_idle = strategy.waits_for_all and config.train.find_unused_parameters is None
+    idle = False
+
+    def forward_and_look() -> None:
+        nonlocal idle
+        loss = _forward(task, model, first)
+        idle = looks_for_idle and has_idle(model, loss)
+
     plan = make_plan(config.hooks, model)
-    trials = {"train": try_forward(model, forward, training=True), "eval": try_forward(model, forward, training=False)}
+    trials = {
+        "train": try_forward(model, forward_and_look, training=True),
+        "eval": try_forward(model, forward, training=False),
+    }
     refuse_idle_paths(plan, trials)
     refuse_misfit_slices(plan, trials)
     strategy.refuse_parts(called_whole=id(model) in trials["train"])
@@ -133,7 +143,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     called = _compiled(model) if config.train.compile else model
     trained = strategy.wrap(
         Forward(called, task, partial(_autocast, config.train.precision, device)),
-        lambda: _finds_unused(config, model, lambda: task(model, first).loss),
+        idle=idle or bool(config.train.find_unused_parameters),
     )
     strategy.draw_apart(config.seed)
     return Experiment(
@@ -155,11 +165,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     )
 
 
-def _finds_unused(config: RunConfig, model: nn.Module, loss: Callable[[], Tensor]) -> bool:
-    asked = config.train.find_unused_parameters
-    return has_idle(model, loss) if asked is None else asked
-
-
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
@@ -171,8 +176,10 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _forward(task: Task, model: nn.Module, batch: Any) -> None:
-    check_outcome(task(model, batch))
+def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    outcome = task(model, batch)
+    check_outcome(outcome)
+    return outcome.loss
 
 
 def _require_trained(config: RunConfig, model: nn.Module) -> None:

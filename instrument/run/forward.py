@@ -23,10 +23,12 @@ class Forward(nn.Module):
         precision: Makes the context that the task runs in.
     """
 
+    task: Task
+
     def __init__(self, model: nn.Module, task: Task, precision: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.model = model
-        self.task = task
+        object.__setattr__(self, "task", task)  # one that is a module is no part of what trains
         self.precision = precision
 
     def forward(self, batch: Any, see: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:

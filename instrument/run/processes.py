@@ -22,7 +22,7 @@ from ..errors import InstrumentError, RankError
 from ..sinks.lock import is_locked
 
 FAILURE = "instrument/failure"  # in the store that torchrun keeps for the processes
-_LOST = re.compile(r"connection|\bpeer\b|gloo|nccl|socket|broken pipe|sigterm", re.IGNORECASE)  # in errors of PyTorch's
+_LOST = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # in errors of collectives
 PATIENCE = 2.0  # seconds in which the operating system lets go of what a killed process held
 
 
@@ -225,4 +225,5 @@ def _is_lost_connection(error: BaseException | None) -> bool:
         return False
     if isinstance(error, InstrumentError):
         return _is_lost_connection(error.__cause__)
-    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+    is_pytorchs = isinstance(error, RuntimeError | KeyboardInterrupt) and _LOST.search(str(error)) is not None
+    return isinstance(error, dist.DistError) or is_pytorchs

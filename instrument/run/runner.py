@@ -177,7 +177,7 @@ class _Training:
             if self.state is not None:
                 probe.event("resumed", f"goes on after {probe.step} steps", severity="info")
                 last = self.state["metrics"]
-                restore_random(self.state)
+                restore_random(self.state, experiment.device)
             elif experiment.data.fallback:
                 probe.event("fallback", experiment.data.fallback)
             metrics = train(experiment, probe, show, self._keep, last)

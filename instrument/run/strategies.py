@@ -7,7 +7,7 @@ gradient inside the model is on the scale that it has where one process trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,10 @@ class Strategy:
         share: What a process gets of each batch.
         ranks: The processes, for the probe; None for a single one.
         processes: The processes of this run; None for a single one.
+        waits_for_all: Whether it waits for the gradients of all parameters that train.
     """
 
+    waits_for_all = False
     share = WHOLE
     ranks: Ranks | None = None
     processes: Processes | None = None
@@ -67,12 +69,12 @@ class Strategy:
             ConfigError: With what can be done.
         """
 
-    def wrap(self, forward: Forward, idle: Callable[[], bool]) -> nn.Module:  # noqa: ARG002
+    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
         """What training calls in its place.
 
         Args:
             forward: What is done with each batch.
-            idle: Tells whether there may be parameters that get no gradient.
+            idle: Whether there may be parameters that get no gradient.
         """
         return forward
 
@@ -105,6 +107,7 @@ class DataParallel(Strategy):
     """
 
     name: Parallel = "ddp"
+    waits_for_all = True
     processes: Processes
 
     def __init__(self, processes: Processes, *, reduces: bool) -> None:
@@ -124,9 +127,9 @@ class DataParallel(Strategy):
         if mistakes:
             raise ConfigError(*mistakes)
 
-    def wrap(self, forward: Forward, idle: Callable[[], bool]) -> nn.Module:
+    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:
         """The same, with gradients that are summed up over all processes while the last backward pass of a step runs."""
-        finds = any(self.processes.exchange(idle()))
+        finds = any(self.processes.exchange(idle))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=finds)
         wrapped.register_comm_hook(None, lambda _, bucket: self._bring_together(bucket))
         return wrapped
@@ -180,6 +183,7 @@ class FullySharded(DataParallel):
     """
 
     name: Parallel = "fsdp2"
+    waits_for_all = False
 
     @property
     def keeps_state(self) -> bool:
@@ -201,11 +205,14 @@ class FullySharded(DataParallel):
 
     def shard(self, model: nn.Module) -> bool:
         """Replace the parameters by this process's shards."""
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (self.processes.size,))
         for block in _blocks(model):
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -218,7 +225,7 @@ class FullySharded(DataParallel):
             problem = "this task calls parts of the model, and shards are gathered where the whole of it is called"
             raise ConfigError(Mistake("train.parallel", problem, written=self.name, allowed=DataParallel.name))
 
-    def wrap(self, forward: Forward, idle: Callable[[], bool]) -> nn.Module:  # noqa: ARG002
+    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
         """The same: shards bring their gradients together by themselves."""
         return forward
 

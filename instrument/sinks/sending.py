@@ -23,7 +23,7 @@ RECORD = "run.json"
 ATTEMPTS = 3  # at one file, before the user is told, and at the end before it is left out
 PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before the next attempt, the last one from then on
 SMALL = 2**20  # bytes of a file that is compared by what it holds
-LASTING = ("checkpoints/",)  # besides parts, what is never written a second time under its name
+CHECKPOINTS = "checkpoints/"  # besides parts, what is never written a second time under its name
 
 
 @dataclass
@@ -119,7 +119,16 @@ def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Se
     if not sent.missing:
         remote.sizes()  # as it is by now
         remove_merged(remote)
+        _remove_old_checkpoints(folder, remote)
     return sent
+
+
+def _remove_old_checkpoints(folder: Path, remote: RemoteFolder) -> None:
+    """Remove the checkpoints there in whose place newer ones have come, here and there."""
+    here = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
+    for name in remote.sizes() if here else ():
+        if name.startswith(CHECKPOINTS) and name not in here:
+            remote.remove(name)
 
 
 def remove_merged(remote: RemoteFolder) -> None:
@@ -150,7 +159,7 @@ def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, there: int)
     """Whether a file need not be sent again; of a large one that may be written anew under its name nothing is known."""
     if size != there:
         return False
-    return name.startswith(LASTING) or (size <= SMALL and file.read_bytes() == remote.read(name))
+    return name.startswith(CHECKPOINTS) or (size <= SMALL and file.read_bytes() == remote.read(name))
 
 
 def put(folder: Path, remote: RemoteFolder, name: str) -> None:

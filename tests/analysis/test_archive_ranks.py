@@ -83,9 +83,11 @@ def test_what_is_the_same_on_every_rank_is_found_once(
     assert find(run, ranks, ranks - 1, kind="parameter_grad", role="grad") == BATCH.tolist()
 
 
-def test_shards_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """An intervention is made on the whole of a parameter, however many processes have shards of it."""
     run = recorded(tmp_path / "run", 2, "shard", monkeypatch, kind="step_post", role="param")
-    assert find(run, 1, kind="step_post", role="param") == BATCH.tolist()
+    assert find(run, ranks, ranks - 1, kind="step_post", role="param") == BATCH.tolist()
 
 
 @pytest.mark.parametrize(

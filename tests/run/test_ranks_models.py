@@ -96,3 +96,14 @@ def test_a_checkpoint_that_knows_nothing_but_backward(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert set(instrument.load(tmp_path / "out").stats["step"]) == set(range(6))
+
+
+def test_a_task_that_is_a_module_is_no_part_of_what_trains(tmp_path: Path) -> None:
+    task = ["model=mlp", "model.sizes=[64,16,10]", "task={_target_: parts.Distance}", "~task.loss"]
+    for name, processes, more in [("one", 1, []), ("two", 2, ["train.parallel=ddp", "reduce=global"])]:
+        done = start(tmp_path, *TRAINED, *task, f"hydra.run.dir={name}", *more, processes=processes)
+        assert done.returncode == 0, done.stderr
+    here, there = (instrument.load(tmp_path / name).stats for name in ("one", "two"))
+    both = here.merge(there, on=KEYS, suffixes=("", "_there"), validate="1:1")
+    assert len(both) == len(here) == len(there)
+    assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"]).all()

@@ -247,6 +247,20 @@ def test_a_run_that_comes_to_the_same_place_later_ends_the_sending(
     assert json.loads(remote.read("run.json") or b"") == {"started": "then"}
 
 
+def test_a_checkpoint_there_gives_way_to_the_one_that_is_here(folder: Path, remote: Fragile) -> None:
+    (folder / "checkpoints").mkdir()
+    for names in (["step-00000006.pt", "step-00000006-0001.pt"], ["step-00000008.pt"]):
+        for file in (folder / "checkpoints").iterdir():
+            file.unlink()
+        for name in names:
+            (folder / "checkpoints" / name).write_bytes(b"large")
+        assert send_all(folder, remote).missing == {}
+        assert {name for name in remote.sizes() if "step-" in name} == {f"checkpoints/{name}" for name in names}
+    (folder / "checkpoints" / "step-00000008.pt").unlink()
+    send_all(folder, remote)
+    assert "checkpoints/step-00000008.pt" in remote.sizes(), "what is the only one stays"
+
+
 def test_the_end_waits_as_long_as_bytes_are_sent(
     folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
