@@ -413,7 +413,7 @@ def test_a_record_of_no_sweep_is_told_of(workdir: Path, capfd: pytest.CaptureFix
     Path("out/multirun.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     code, _, err = listed(capfd, "out")
     assert code == 2
-    assert "multirun.yaml cannot be read" in err
+    assert "multirun.yaml of this folder cannot be read" in err
     assert "Traceback" not in err
 
 

@@ -166,7 +166,7 @@ def read_sweep(folder: Path) -> DictConfig:
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
     if reason:
-        problem = f"its {SWEEP_RECORD} cannot be read: {reason}"
+        problem = f"{SWEEP_RECORD} of this folder cannot be read: {reason}"
         raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
     return record  # type: ignore[return-value]
 

@@ -22,6 +22,7 @@ from instrument import ConfigError, InstrumentWarning
 from instrument.report import command_for
 from instrument.report.__main__ import main as report
 from instrument.run.checkpoint import Checkpoints
+from instrument.run.sweep_found import jobs_in
 from instrument.sinks import sending, upload
 from instrument.sinks.remote import RemoteFolder
 from instrument.upload import main
@@ -59,6 +60,11 @@ def test_jobs_of_a_sweep_lie_there_as_they_do_here(cli: Cli, bucket: str) -> Non
         "tiny/sweep_1/0/run.json",
         "tiny/sweep_1/1/run.json",
     }
+    address = f"{bucket}/tiny/sweep_1"
+    assert f"remote      {address}\n" in answer.out
+    assert [(job.name, job.status) for job in jobs_in(address).jobs()] == [("0", "done"), ("1", "done")]
+    RemoteFolder(f"{address}/0", "").remove("run.json")
+    assert [(job.name, job.status) for job in jobs_in(address).jobs()] == [("0", "missing"), ("1", "done")]
 
 
 def test_the_secret_is_nowhere(cli: Cli, bucket: str) -> None:
