@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from instrument.run.reading import read_config
+from instrument.run.cli.reading import read_config
+from instrument.run.cli.search_path import conf_folder
 from instrument.run.runner import run
-from instrument.run.search_path import conf_folder
 from instrument.run.terminal import Terminal
 
 TARGET = Path(__file__).resolve().with_name("terminal.svg")

@@ -1,9 +1,9 @@
-"""`python -m instrument`: train, with hooks. The exit codes are those of `instrument.run.command`."""
+"""`python -m instrument`: train, with hooks. The exit codes are those of `instrument.run.cli.command`."""
 
 from __future__ import annotations
 
-from .run.command import command
-from .run.launch import job
+from .run.cli.command import command
+from .run.cli.launch import job
 
 
 def main() -> None:

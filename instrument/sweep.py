@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import InstrumentError
-from .run.launch import complain, refused
-from .run.sweep_found import Runs, jobs_in
-from .run.sweep_jobs import DONE, Sweep, summary
-from .run.sweep_told import outcome, tell_sweep, told_together
+from .run.cli.launch import complain, refused
+from .run.sweep.found import Runs, jobs_in
+from .run.sweep.jobs import DONE, Sweep, summary
+from .run.sweep.told import outcome, tell_sweep, told_together
 from .sinks.remote import refuse_address
 
 WIDTH_IN_A_PIPE = 160
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rerun(written: str) -> None:
-    from .run.sweep_rerun import WHERE, rerun
+    from .run.sweep.rerun import WHERE, rerun
 
     refuse_address(written, WHERE, "jobs are done again where they were made", allowed="a folder of this machine")
     folder = Path(written)

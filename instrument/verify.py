@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from .errors import ConfigError, Mistake
-from .run.command import command
-from .run.launch import told
-from .run.reading import read_config
-from .run.torchrun import joined
+from .run.cli.command import command
+from .run.cli.launch import told
+from .run.cli.reading import read_config
+from .run.ranks.torchrun import joined
 
 if TYPE_CHECKING:
     from .run.verification import Certificate

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUN = Path(__file__).parent / "run"  # has models of its own
+RUN = Path(__file__).parent / "run" / "ranks"  # has models of its own
 
 
 def start(place: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:

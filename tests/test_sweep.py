@@ -15,8 +15,8 @@ import pytest
 from swept import job as made
 
 import instrument
-from instrument.run.sweep_jobs import Sweep, SweepJob
-from instrument.run.sweep_told import tell_sweep, told_together
+from instrument.run.sweep.jobs import Sweep, SweepJob
+from instrument.run.sweep.told import tell_sweep, told_together
 from instrument.sinks.lock import FolderLock
 from instrument.sweep import main
 
@@ -262,7 +262,7 @@ def test_an_interrupt_while_jobs_are_done_again_says_what_is_left(
     def interrupted(sweep: Sweep) -> int:
         raise stop
 
-    monkeypatch.setattr("instrument.run.sweep_rerun.rerun", interrupted)
+    monkeypatch.setattr("instrument.run.sweep.rerun.rerun", interrupted)
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["out", "--rerun"])

@@ -11,10 +11,10 @@ from conftest import REPOSITORY
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from instrument.run.objective import AGGREGATES, METRICS, read_objective
-from instrument.run.reading import read_config
-from instrument.run.search_path import config_loader
-from instrument.run.sweep_jobs import BASIC, composed
+from instrument.run.cli.reading import read_config
+from instrument.run.cli.search_path import config_loader
+from instrument.run.sweep.jobs import BASIC, composed
+from instrument.run.sweep.objective import AGGREGATES, METRICS, read_objective
 
 PAGE = (REPOSITORY / "docs" / "sweeps.md").read_text()
 COMMANDS = [

@@ -34,9 +34,9 @@ from ..spec.parse import parse_budget, parse_hooks
 from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import JoinedFolder, RunFolder, config_hash
-from .processes import told_who_died
+from .ranks.processes import told_who_died
+from .ranks.strategies import budget_mistakes, shard_mistakes
 from .remote_copy import RemoteCopy
-from .strategies import budget_mistakes, shard_mistakes
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 

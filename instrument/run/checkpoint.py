@@ -28,10 +28,10 @@ from ..errors import ConfigError, InstrumentError, Mistake
 from ..sharded import as_plain, from_plain, mesh_of
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
-from .torchrun import agreed
+from .ranks.torchrun import agreed
 
 if TYPE_CHECKING:
-    from .processes import Processes
+    from .ranks.processes import Processes
 
 FOLDER = "checkpoints"
 VERSION = 2

@@ -14,7 +14,7 @@ from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.fields import Target
 from ..targets import build, takes
 from .datasets import DatasetMissingError
-from .shares import WHOLE, Group, Share, in_order
+from .ranks.shares import WHOLE, Group, Share, in_order
 
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.run.datasets.digits", "size": 28})
 

@@ -29,9 +29,9 @@ from .apply import apply_specs, build_module
 from .data import Batches, Data, load_data
 from .device import choose_device
 from .forward import Forward
-from .idle import has_idle
-from .shares import in_order, refuse_small_batches
-from .strategies import Strategy
+from .ranks.idle import has_idle
+from .ranks.shares import in_order, refuse_small_batches
+from .ranks.strategies import Strategy
 from .tasks import Task, check_outcome
 
 

@@ -15,7 +15,7 @@ from ..nested import to_device
 from ..sharded import whole
 from ..spec.schedule import Evaluations
 from .experiment import Experiment
-from .shares import Group
+from .ranks.shares import Group
 from .tasks import Outcome, accuracy, mean_loss
 
 

@@ -27,11 +27,11 @@ from .device import process_state
 from .experiment import Experiment, prepare
 from .folder import JoinedFolder, RunFolder, config_hash
 from .loop import train
-from .processes import Processes
+from .ranks.processes import Processes
+from .ranks.strategies import choose_strategy
+from .ranks.torchrun import agreed, failing_together, joined
 from .remote_copy import RemoteCopy
-from .strategies import choose_strategy
 from .terminal import Terminal
-from .torchrun import agreed, failing_together, joined
 
 
 @dataclass(frozen=True)

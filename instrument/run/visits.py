@@ -23,7 +23,7 @@ from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 from .loop import evaluate, make_step
-from .shares import Group
+from .ranks.shares import Group
 
 SECONDS = 2.0  # that steps are made for, where they are short
 LEAST, MOST, KEPT = 2, 40, 4  # passes over the steps: at least, at most, and those whose rows are kept

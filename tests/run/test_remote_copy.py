@@ -22,7 +22,7 @@ from instrument import ConfigError, InstrumentWarning
 from instrument.report import command_for
 from instrument.report.__main__ import main as report
 from instrument.run.checkpoint import Checkpoints
-from instrument.run.sweep_found import jobs_in
+from instrument.run.sweep.found import jobs_in
 from instrument.sinks import sending, upload
 from instrument.sinks.remote import RemoteFolder
 from instrument.upload import main

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from instrument.plan.sites import make_plan
 from instrument.run.apply import apply_specs, build_module
+from instrument.run.cli.reading import read_config
 from instrument.run.data import load_data
 from instrument.run.experiment import prepare
 from instrument.run.models import DenseGAN
-from instrument.run.reading import read_config
 from instrument.run.tasks import Outcome
 from instrument.spec.config import RunConfig
 from instrument.targets import build

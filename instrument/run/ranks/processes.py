@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import InstrumentError, RankError
-from ..sinks.lock import is_locked
+from ...errors import InstrumentError, RankError
+from ...sinks.lock import is_locked
 
 FAILURE = "instrument/failure"  # in the store that torchrun keeps for the processes
 _LOST = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # in errors of collectives

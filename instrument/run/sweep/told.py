@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
-from .sweep_jobs import DONE, Sweep, SweepJob, summary
-from .sweep_search import best_trial
+from .jobs import DONE, Sweep, SweepJob, summary
+from .search import best_trial
 
 SUBMITTED = ".submitit"  # where submitit keeps what its jobs print
 MOST = 20  # jobs that are told of one by one; of more, those that ended alike are told of together

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, InstrumentError, Mistake, nearest
-from ..extras import pip_command
+from ...errors import ConfigError, InstrumentError, Mistake, nearest
+from ...extras import pip_command
 
 KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # those that an evaluation has
@@ -63,7 +63,7 @@ class Objective:
             if value is None:
                 return None, "the last evaluation has none"
         else:
-            from ..analysis.load import load
+            from ...analysis.load import load
 
             try:
                 (found,) = load(folder).sql(self.query).to_dict("records")
@@ -111,7 +111,7 @@ def _known(what: str, name: str, names: Iterable[str], written: str) -> None:
 def _numbers(table: str) -> list[str]:
     import pyarrow as pa
 
-    from ..capture.tables import MOMENT, TABLES
+    from ...capture.tables import MOMENT, TABLES
 
     identity = {column.name for column in MOMENT} | {"call", "backward"}
     return [
@@ -128,7 +128,7 @@ def _try(query: str, table: str, condition: str) -> None:
         raise ConfigError(
             Mistake(KEY, f"numbers of tables need DuckDB: {pip_command('sql')}", condition or None, METRICS)
         ) from None
-    from ..capture.tables import TABLES
+    from ...capture.tables import TABLES
 
     with duckdb.connect() as connection:
         connection.register(table, TABLES[table].schema.empty_table())

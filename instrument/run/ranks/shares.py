@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..errors import ConfigError, Mistake
+from ...errors import ConfigError, Mistake
 
 
 @dataclass(frozen=True)

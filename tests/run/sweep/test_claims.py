@@ -11,7 +11,7 @@ from pathlib import Path
 from conftest import REPOSITORY
 
 import instrument
-from instrument.run.claims import claim
+from instrument.run.sweep.claims import claim
 
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ..analysis.load import NoRunError, Run, load
-from ..analysis.trainings import differing_overrides, in_yaml
-from ..errors import ConfigError, Mistake
-from ..sinks.remote import SWEEP_RECORD, is_address
-from .sweep_jobs import (
+from ...analysis.load import NoRunError, Run, load
+from ...analysis.trainings import differing_overrides, in_yaml
+from ...errors import ConfigError, Mistake
+from ...sinks.remote import SWEEP_RECORD, is_address
+from .jobs import (
     MISSING,
     Jobs,
     Sweep,

@@ -49,7 +49,7 @@ def test_a_job_that_was_refused_without_a_word_failed_all_the_same(cli: Cli, mon
     def mute(config: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr("instrument.run.launch.read_config", mute)
+    monkeypatch.setattr("instrument.run.cli.launch.read_config", mute)
     answer = cli("-m", "seed=1", *TINY, "hydra.sweep.dir=out")
     assert answer.code == 1
     assert "out/0  failed  ValueError" in answer.err

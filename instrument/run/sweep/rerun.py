@@ -19,13 +19,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from ..analysis.trainings import INERT, leaves_of
-from ..errors import ConfigError, Mistake
-from ..sinks.lock import FolderLock
-from .folder import ASIDE, git_revision, read_record
-from .launch import job
-from .search_path import config_loader
-from .sweep_jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
+from ...analysis.trainings import INERT, leaves_of
+from ...errors import ConfigError, Mistake
+from ...sinks.lock import FolderLock
+from ..cli.launch import job
+from ..cli.search_path import config_loader
+from ..folder import ASIDE, git_revision, read_record
+from .jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 
 WHERE = "--rerun"
 MOST = 5  # changes that are told of
@@ -161,7 +161,7 @@ def _overrides(each: SweepJob) -> list[str]:
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    from .checkpoint import FOLDER
+    from ..checkpoint import FOLDER
 
     return (folder / "run.json").exists() and any((folder / FOLDER).glob("step-*.pt"))
 

@@ -18,8 +18,8 @@ import torch
 
 import instrument
 from instrument.errors import ConfigError
-from instrument.run.shares import Share, in_order, refuse_small_batches
-from instrument.run.strategies import DataParallel, FullySharded, choose_strategy
+from instrument.run.ranks.shares import Share, in_order, refuse_small_batches
+from instrument.run.ranks.strategies import DataParallel, FullySharded, choose_strategy
 from instrument.spec.parse import parse_config
 
 HERE = Path(__file__).parent

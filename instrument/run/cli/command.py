@@ -17,12 +17,12 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from ..errors import ConfigError, InstrumentError
+from ...errors import ConfigError, InstrumentError
+from ..ranks.torchrun import agreed, joined
+from ..sweep.told import tell_sweep
 from .guard import Guard
 from .launch import JobFailedError, complain, refused
 from .search_path import OwnConf, conf_folder
-from .sweep_told import tell_sweep
-from .torchrun import agreed, joined
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1 by the user, a whole traceback is shown
 

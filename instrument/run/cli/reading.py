@@ -11,11 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, Mistake
-from ..spec.config import RunConfig
-from ..spec.parse import parse_config
+from ...errors import ConfigError, Mistake
+from ...spec.config import RunConfig
+from ...spec.parse import parse_config
+from ..folder import read_record
 from .composition import PACKAGE_LINE
-from .folder import read_record
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:

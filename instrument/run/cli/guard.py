@@ -16,19 +16,19 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..sinks.client_errors import told
-from ..sinks.lock import FolderLock
-from ..sinks.remote import REMOTE, SWEEP_RECORD, RemoteFolder, check_remote, refuse_address, refuse_secret
-from .claims import claim, is_named_by_clock
-from .folder import refuse_taken
+from ...errors import ConfigError, InstrumentError, Mistake
+from ...sinks.client_errors import told
+from ...sinks.lock import FolderLock
+from ...sinks.remote import REMOTE, SWEEP_RECORD, RemoteFolder, check_remote, refuse_address, refuse_secret
+from ..folder import refuse_taken
+from ..ranks.torchrun import agreed, check_processes, joined
+from ..sweep.claims import claim, is_named_by_clock
+from ..sweep.jobs import BASIC, Sweep, composed, folder_override, overrides_of, swept_in
+from ..sweep.objective import KEY, read_objective
+from ..sweep.search import check_search, is_search
+from ..sweep.told import outcome
 from .launch import complain, refused, show_plan
-from .objective import KEY, read_objective
 from .reading import read_config
-from .sweep_jobs import BASIC, Sweep, composed, folder_override, overrides_of, swept_in
-from .sweep_search import check_search, is_search
-from .sweep_told import outcome
-from .torchrun import agreed, check_processes, joined
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
 RAY = "RayLauncher"
@@ -252,6 +252,6 @@ def _send_record(folder: Path, address: str | None) -> None:
 
 def _sweep_report(config: DictConfig, folder: Path) -> str:
     """The file of a sweep's report where one is asked for, else the command that makes it."""
-    from ..report import FILE, command_for, make
+    from ...report import FILE, command_for, make
 
     return str(make(folder).save(folder / FILE)) if config.get("report") else command_for(folder)

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from ..errors import Mistake, nearest
-from ..extras import pip_command
-from .objective import KEY as OBJECTIVE
+from ...errors import Mistake, nearest
+from ...extras import pip_command
+from ..sweep.objective import KEY as OBJECTIVE
 
 PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
 EXTRAS = {

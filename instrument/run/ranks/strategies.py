@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..capture.ranks import Ranks
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..kinds.scope import Parallel
-from ..spec.budget import BudgetConfig
-from ..spec.config import RunConfig
-from ..spec.functions import PenaltySpec
-from ..spec.hooks import HookSpec
-from .forward import Forward
+from ...capture.ranks import Ranks
+from ...errors import ConfigError, InstrumentError, Mistake
+from ...kinds.scope import Parallel
+from ...spec.budget import BudgetConfig
+from ...spec.config import RunConfig
+from ...spec.functions import PenaltySpec
+from ...spec.hooks import HookSpec
+from ..forward import Forward
 from .shares import WHOLE, Share
 from .torchrun import check_processes
 

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from ..errors import ConfigError, Mistake, nearest
+from ...errors import ConfigError, Mistake, nearest
+from .jobs import SweepJob
 from .objective import KEY
-from .sweep_jobs import SweepJob
 
 SWEEPER = "OptunaSweeper"
 RESULTS = "optimization_results.yaml"  # what the sweeper leaves in the sweep's folder

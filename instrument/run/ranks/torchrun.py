@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, Mistake
-from ..spec.config import RunConfig
-from .folder import refuse_other_count
+from ...errors import ConfigError, Mistake
+from ...spec.config import RunConfig
+from ..folder import refuse_other_count
 
 if TYPE_CHECKING:
     from .processes import Processes

@@ -13,8 +13,8 @@ from swept import job as made
 
 import instrument
 from instrument.errors import ConfigError
-from instrument.run.judgement import judge
-from instrument.run.objective import read_objective
+from instrument.run.sweep.judgement import judge
+from instrument.run.sweep.objective import read_objective
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=3", "train.eval_every=1")

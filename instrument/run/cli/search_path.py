@@ -15,7 +15,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 def conf_folder() -> Path:
     """The folder of the package's own configurations: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
 
 

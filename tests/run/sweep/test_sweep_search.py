@@ -12,8 +12,8 @@ import pytest
 import yaml
 from swept import job as made
 
-from instrument.run.sweep_jobs import SweepJob
-from instrument.run.sweep_search import RESULTS, best_trial
+from instrument.run.sweep.jobs import SweepJob
+from instrument.run.sweep.search import RESULTS, best_trial
 from instrument.sweep import main
 
 Cli = Callable[..., Any]

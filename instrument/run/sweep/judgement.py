@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..sinks.client_errors import told
-from ..sinks.parts import parts_of
-from ..sinks.remote import REMOTE, RemoteFolder, folder_at, moved_to
-from .folder import read_record, write_json
+from ...sinks.client_errors import told
+from ...sinks.parts import parts_of
+from ...sinks.remote import REMOTE, RemoteFolder, folder_at, moved_to
+from ..folder import read_record, write_json
 from .objective import ASKED, DEFAULT, KEY, Objective
 
 RECORD = "run.json"

@@ -21,9 +21,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, InstrumentWarning, Mistake
-from ..sinks.remote import REMOTE, SWEEP_RECORD, place_of
-from .search_path import config_loader
+from ...errors import ConfigError, InstrumentWarning, Mistake
+from ...sinks.remote import REMOTE, SWEEP_RECORD, place_of
+from ..cli.search_path import config_loader
 
 READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 REFUSED = "refused.txt"  # in a job's folder: why it was not begun
@@ -121,7 +121,7 @@ class Sweep(Jobs):
         return _planned(composed(self.hydra), there, shuffled=shuffled)
 
     def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
-        from ..analysis.files import RunFiles
+        from ...analysis.files import RunFiles
 
         folder = self.folder / name
         if not (folder / "run.json").exists():

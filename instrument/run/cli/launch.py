@@ -20,15 +20,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..spec.config import RunConfig
+from ...errors import ConfigError, InstrumentError, Mistake
+from ...spec.config import RunConfig
+from ..folder import read_record
+from ..ranks.torchrun import leads
+from ..sweep.jobs import BASIC, REFUSED, Sweep
+from ..sweep.objective import read_objective
 from .composition import composition_mistake
-from .folder import read_record
-from .objective import read_objective
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
-from .sweep_jobs import BASIC, REFUSED, Sweep
-from .torchrun import leads
 
 
 class JobFailedError(Exception):
@@ -60,9 +60,9 @@ def job(config: DictConfig) -> float | None:
         if parsed.plan:
             show_plan(parsed, None)
             return None
-        from .judgement import judge
-        from .runner import run
-        from .terminal import Terminal
+        from ..runner import run
+        from ..sweep.judgement import judge
+        from ..terminal import Terminal
 
         overrides = read_overrides()
         label = swept_overrides(Sweep(place.sweep).swept, _begun_with(parsed, overrides)) if place.sweep else ""
@@ -167,10 +167,10 @@ def _plugin_of(error: Exception) -> str | None:
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print what would be hooked, recorded and spent, and the folder that a run would be in."""
-    from .device import process_state
-    from .experiment import prepare
-    from .rehearsal import rehearse
-    from .terminal import Terminal
+    from ..device import process_state
+    from ..experiment import prepare
+    from ..rehearsal import rehearse
+    from ..terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)

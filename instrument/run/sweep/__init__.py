@@ -1,0 +1,1 @@
+"""Many runs that one command makes."""
