@@ -14,6 +14,7 @@ from torch import Tensor
 from ..actions.base import Context, Effect
 from ..stats.merge import (
     MERGED,
+    PART,
     Array,
     Part,
     extremes,
@@ -80,8 +81,7 @@ def merge(pieces: Sequence[Piece], over: Over) -> MergedRows | None:
         over: The processes; `Alone` makes rows of this one's pieces.
     """
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
-    statistics = _statistics(stats, over) if stats else _NOTHING
-    changed = _changes(effects, over) if effects else _NOTHING
+    statistics, changed = _numbers(stats, effects, over) if stats or effects else (_NOTHING, _NOTHING)
     gathered = _gathered(pieces, over)
     if not over.leads or not pieces:
         return None
@@ -89,30 +89,36 @@ def merge(pieces: Sequence[Piece], over: Over) -> MergedRows | None:
     return MergedRows((statistics, changed, gathered), made)
 
 
-def _statistics(pieces: Sequence[Piece], over: Over) -> Tensor:
-    """float64 [rows, MERGED]."""
-    parts = _stacked(pieces, over.device)
-    most = over.maximum(extremes(parts))
-    return merged(most, over.sum(sums(parts, most)))
+def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], over: Over) -> tuple[Tensor, Tensor]:
+    """Statistics float64 [rows, MERGED] and changes [rows, 5], by one maximum and one sum of all of them.
 
-
-def _changes(pieces: Sequence[Piece], over: Over) -> Tensor:
-    """float64 [rows, 5]: elements, changed ones, the norms before and after, the factor where it is the same everywhere."""
-    parts = _stacked(pieces, over.device)
-    factors = parts[:, 4:].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
-    ends = over.maximum(torch.cat([factors, torch.where(factors.isinf(), factors, -factors)], dim=1))
-    total = over.sum(torch.cat([parts[:, :2], parts[:, 2:4].square()], dim=1).nan_to_num(nan=0.0))
+    Changes are elements, changed ones, the norms before and after, the factor where it is the same everywhere.
+    """
+    there = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
+    device = over.device or next(there, None)
+    measured, acted = _stacked(stats, len(PART), device), _stacked(effects, 5, device)
+    factors = acted[:, 4:].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
+    ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors)], dim=1)
+    most, ends = _together(over.maximum, extremes(measured), ends)
+    counts = torch.cat([acted[:, :2], acted[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
+    total, counts = _together(over.sum, sums(measured, most), counts)
     factor = torch.where(ends[:, 0] == -ends[:, 1], ends[:, 0], math.nan)
-    return torch.cat([total[:, :2], total[:, 2:4].sqrt(), factor[:, None]], dim=1)
+    return merged(most, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None]], dim=1)
 
 
-def _stacked(pieces: Sequence[Piece], device: torch.device | None) -> Tensor:
+def _together(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors reduced in one exchange."""
+    reduced = reduce(torch.cat([one.flatten(), other.flatten()]))
+    first, second = reduced.split([one.numel(), other.numel()])
+    return first.view_as(one), second.view_as(other)
+
+
+def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
     """float64 [rows, numbers]; what is not on the device goes there in one copy."""
     there = [piece.part for piece in pieces if isinstance(piece.part, Tensor)]
     here = torch.tensor([piece.part for piece in pieces if not isinstance(piece.part, Tensor)], dtype=torch.float64)
-    device = device or (there[0].device if there else None)
     if not there:
-        return here.to(device)
+        return here.view(-1, numbers).to(device)
     rows, others = iter(there), iter(here.to(device))
     return torch.stack([next(rows) if isinstance(piece.part, Tensor) else next(others) for piece in pieces])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from functools import cache
 from math import nan
 from typing import Any, NamedTuple, Protocol
 
@@ -30,12 +29,6 @@ def own_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
-
-
-@cache
-def _group_of_cpus(world: Any) -> Any:  # noqa: ARG001
-    """A group of all processes for what is on their CPUs: one for each world, whoever needs it."""
-    return dist.new_group(backend="gloo")
 
 
 class Piece(NamedTuple):
@@ -125,7 +118,8 @@ class Ranks:
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
-            self._control = control or _group_of_cpus(dist.group.WORLD)
+            # It goes with the world: one that ends before it, or outlives it, may abort the process when that ends.
+            self._control = control or dist.new_group(backend="gloo")
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     @property

@@ -124,4 +124,5 @@ if __name__ == "__main__":
     told["refused"] = everywhere  # type: ignore[assignment]
     if dist.get_rank() == 0:
         print(json.dumps(told), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
