@@ -193,13 +193,13 @@ def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]
     Raises:
         RankError: In place of the collective's error.
     """
+    rank, size = dist.get_rank(), dist.get_world_size()
     try:
         yield
     except Exception as error:
         if not _is_lost_connection(error):
             raise
-        rank = dist.get_rank()
-        gone = next((gone for gone in _who_is_gone(folder, rank, dist.get_world_size()) if gone is not None), None)
+        gone = next((gone for gone in _who_is_gone(folder, rank, size) if gone is not None), None)
         if gone is None:
             raise
         failed(gone)
