@@ -35,7 +35,7 @@ from ..stats.single_pass import KERNEL
 from .compiled import broken_graphs, graph_breaks, meet_compiled
 from .folder import JoinedFolder, RunFolder, config_hash
 from .ranks.processes import told_who_died
-from .ranks.strategies import budget_mistakes, shard_mistakes
+from .ranks.refusals import budget_mistakes, shard_mistakes
 from .remote_copy import RemoteCopy
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]

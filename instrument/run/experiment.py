@@ -114,24 +114,13 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
 
     model.to(device)
     first = to_device(batches.first(), device)
-    forward = partial(_forward, task, model, first)
-    materialise(model, forward)
+    materialise(model, partial(_forward, task, model, first))
     apply_specs(config.apply, model)
     _require_trained(config, model)
 
-    looks_for_idle = strategy.waits_for_all and config.train.find_unused_parameters is None
-    idle = False
-
-    def forward_and_look() -> None:
-        nonlocal idle
-        loss = _forward(task, model, first)
-        idle = looks_for_idle and has_idle(model, loss)
-
     plan = make_plan(config.hooks, model)
-    trials = {
-        "train": try_forward(model, forward_and_look, training=True),
-        "eval": try_forward(model, forward, training=False),
-    }
+    asked = config.train.find_unused_parameters
+    trials, idle = _try(task, model, first, looks_for_idle=strategy.waits_for_all and asked is None)
     refuse_idle_paths(plan, trials)
     refuse_misfit_slices(plan, trials)
     strategy.refuse_parts(called_whole=id(model) in trials["train"])
@@ -143,7 +132,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     called = _compiled(model) if config.train.compile else model
     trained = strategy.wrap(
         Forward(called, task, partial(_autocast, config.train.precision, device)),
-        idle=idle or bool(config.train.find_unused_parameters),
+        idle=idle or bool(asked),
     )
     strategy.draw_apart(config.seed)
     return Experiment(
@@ -163,6 +152,20 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         plan=plan,
         trials=trials,
     )
+
+
+def _try(task: Task, model: nn.Module, batch: Any, *, looks_for_idle: bool) -> tuple[dict[str, Trial], bool]:
+    """What a forward pass sees, for each phase; whether a parameter gets no gradient, where that is looked for."""
+    idle = False
+
+    def forward_and_look() -> None:
+        nonlocal idle
+        loss = _forward(task, model, batch)
+        idle = looks_for_idle and has_idle(model, loss)
+
+    forward = partial(_forward, task, model, batch)
+    in_training = try_forward(model, forward_and_look, training=True)
+    return {"train": in_training, "eval": try_forward(model, forward, training=False)}, idle
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -7,7 +7,7 @@ gradient inside the model is on the scale that it has where one process trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ...capture.ranks import Ranks
 from ...errors import ConfigError, InstrumentError, Mistake
 from ...kinds.scope import Parallel
-from ...spec.budget import BudgetConfig
 from ...spec.config import RunConfig
-from ...spec.functions import PenaltySpec
-from ...spec.hooks import HookSpec
 from ..forward import Forward
+from .refusals import budget_mistakes, shard_mistakes
 from .shares import WHOLE, Share
 from .torchrun import check_processes
 
@@ -250,40 +248,6 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
 
 def _refused(config: RunConfig) -> list[Mistake]:
     return budget_mistakes(config.budget) if config.reduce == "global" else []
-
-
-def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:
-    """A budget, where rows are of all ranks."""
-    if budget is None or (budget.time is None and budget.bytes is None):
-        return []
-    problem = "each rank would look away at other times, and rows of all ranks need all of them"
-    return [Mistake("budget", problem, allowed="reduce=none")]
-
-
-def shard_mistakes(hooks: Mapping[str, HookSpec]) -> list[Mistake]:
-    """Hooks that would never fire on parameters that are sharded, with those that do."""
-    mistakes = []
-    for name, spec in hooks.items():
-        if spec.kind == "parameter_grad_micro":
-            mistakes.append(
-                Mistake(
-                    f"hooks.{name}.kind",
-                    "Tensor.register_hook never fires on parameters that fsdp2 shards",
-                    written=spec.kind,
-                    allowed="post_accumulate_grad: the averaged gradient, in this rank's shard; parameter_grad: at the "
-                    "optimizer boundary",
-                )
-            )
-        if isinstance(spec, PenaltySpec) and spec.kind == "loss":
-            mistakes.append(
-                Mistake(
-                    f"hooks.{name}.kind",
-                    "a penalty on the loss does not reach parameters that fsdp2 shards",
-                    written=spec.kind,
-                    allowed="parameter_grad",
-                )
-            )
-    return mistakes
 
 
 def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
