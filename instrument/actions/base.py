@@ -111,7 +111,14 @@ class Effect:
     factor: float | Tensor | None = field(default=None)
 
 
-class Rows(Protocol):
+class Effects(Protocol):
+    """Where the effects of interventions go."""
+
+    def add_effect(self, context: Context, effect: Effect) -> None:
+        """What one intervention changed."""
+
+
+class Rows(Effects, Protocol):
     """Where the rows of a firing go."""
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
@@ -135,22 +142,19 @@ class Rows(Protocol):
     ) -> None:
         """A tensor to be kept, in a type or in its own: it is copied here and now, since it may be written to next."""
 
-    def add_effect(self, context: Context, effect: Effect) -> None:
-        """What one intervention changed."""
-
 
 class Archive(Protocol):
     """Where the tensors of other runs are found."""
 
-    def open(self, run: str, where: str) -> None:
-        """Make sure that there is such a run; `where` is its key in the configuration.
+    def open(self, run: str, hook: str | None, where: str) -> None:
+        """Make sure that there is such a run, with tensors of such a hook; `where` is the spec's key in the configuration.
 
         Raises:
             ConfigError: There is none.
         """
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
-        """The tensor that was recorded at the layer, role, path and call of a context.
+        """The tensor that was recorded at the layer, role, path and call of a context, of the same batch of the step.
 
         Args:
             run: The folder of the run.
@@ -166,13 +170,13 @@ class Archive(Protocol):
 class NoArchive:
     """The archive of a loop that has none."""
 
-    def open(self, run: str, where: str) -> None:
+    def open(self, run: str, hook: str | None, where: str) -> None:  # noqa: ARG002
         """There is no such run.
 
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(Mistake(where, "this loop has no archive of other runs", written=run))
+        raise ConfigError(Mistake(f"{where}.run", "this loop has no archive of other runs", written=run))
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
         """There is no such tensor.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,14 +11,23 @@ from torch.nn.utils import get_total_norm
 
 from ..sharded import whole
 from ..spec.interventions import ClipSpec
+from ..stats.rounding import round_down, round_up, toward_zero
 from .base import Context
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_: added to the norm, so that a norm of zero divides nothing
 MIN_WEIGHT_NORM = 1e-3  # of Brock et al. 2021
+WRITTEN = 1.0 - 2.0**-50  # so that 0.07 of 100 elements are 7, though the float 0.07 is a little more
 
 
 def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor:
-    """No value below `low`, none above `high`; NaN stays NaN. Any floating dtype, same shape."""
+    """No value below `low`, none above `high`; NaN stays NaN. Any floating dtype, same shape.
+
+    In half precision, where rounding moves a bound by up to 0.4%, it becomes the nearest number within it. If no number
+    lies between the two, all values become the one below `high`. In wider dtypes it is `torch.clamp`, to the bit.
+    """
+    if tensor.element_size() < 4:
+        low = None if low is None else round_up(low, tensor.dtype)
+        high = None if high is None else round_down(high, tensor.dtype)
     return tensor.clamp(low, high)
 
 
@@ -31,7 +41,7 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
     """The tensor scaled down so that its norm, or that of each sample of it (dimension 0), is at most `bound`.
 
     Norms are formed and multiplied with in float32 at least, so that half precision neither overflows nor loses
-    small values and small factors.
+    small values and small factors; its elements are rounded towards zero, so that the norm stays within the bound.
 
     Returns:
         The clipped tensor, same shape and dtype, and the factor: a scalar, or shape [samples].
@@ -44,7 +54,7 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
         each = factor.view(-1, *[1] * (tensor.dim() - 1))  # [samples, 1, ...]
     else:
         factor = each = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)
-    return (tensor.to(wide) * each).to(tensor.dtype), factor
+    return toward_zero(tensor.to(wide) * each, tensor.dtype), factor
 
 
 def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:
@@ -61,14 +71,14 @@ def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
 
     NaN stays and takes no part; the bound itself is a constant to the gradient.
     """
-    magnitudes = tensor.detach().flatten().abs().float()
+    magnitudes = tensor.detach().flatten().abs()
     if not magnitudes.numel():
         return tensor.clone()
     there = ~magnitudes.isnan()
     # Sorted with NaN last, and indexed by a tensor: nothing here waits for the device.
     ordered = torch.where(there, magnitudes, torch.inf).sort().values
-    rank = (there.sum() * quantile).ceil().long().sub(1).clamp(min=0)
-    bound = ordered.gather(0, rank.view(1)).view(()).to(tensor.dtype)
+    rank = (there.sum(dtype=torch.float64) * (quantile * WRITTEN)).ceil().long().sub(1).clamp(min=0)
+    bound = ordered.gather(0, rank.view(1)).view(())
     return tensor.clamp(-bound, bound)
 
 
@@ -77,13 +87,15 @@ def clip_ratio(gradient: Tensor, weight: Tensor, ratio: float) -> Tensor:
 
     A unit is an index of dimension 0 of a weight, and the whole of a bias. Weights' norms count as 1e-3 at least, so
     that what starts at zero can leave it. Brock et al. 2021, "High-performance large-scale image recognition without
-    normalization", equation 3.
+    normalization", equation 3. In half precision as `clip_norm`.
     """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
     dims = tuple(range(1, weight.dim())) if weight.dim() > 1 else None
-    weight_norm = torch.linalg.vector_norm(weight.detach(), dim=dims, keepdim=True).clamp(min=MIN_WEIGHT_NORM)
-    norm = torch.linalg.vector_norm(gradient, dim=dims, keepdim=True)
-    bound = ratio * weight_norm
-    return torch.where(norm > bound, gradient * (bound / norm.clamp(min=EPSILON)), gradient)
+    norm_of = partial(torch.linalg.vector_norm, dim=dims, keepdim=True, dtype=wide)
+    norm = norm_of(gradient)
+    bound = ratio * norm_of(weight.detach()).clamp(min=MIN_WEIGHT_NORM)
+    clipped = toward_zero(gradient.to(wide) * (bound / norm.clamp(min=EPSILON)), gradient.dtype)
+    return torch.where(norm > bound, clipped, gradient)
 
 
 class Clip:

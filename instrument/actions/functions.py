@@ -57,11 +57,12 @@ def quantize(tensor: Tensor, to: str) -> Tensor:
     One scale for the whole tensor, symmetric; int types round half to even. Finite values only decide the scale.
     """
     largest = torch.where(tensor.isfinite(), tensor.abs(), 0.0).amax() if tensor.numel() else tensor.new_zeros(())
-    step = (largest.float() / QUANTIZED_MAX[to]).clamp(min=torch.finfo(torch.float32).tiny)
-    scaled = tensor.float() / step
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    step = (largest.to(wide) / QUANTIZED_MAX[to]).clamp(min=torch.finfo(wide).tiny)
+    scaled = tensor.to(wide) / step
     largest_int = QUANTIZED_MAX[to]
     is_int = to.startswith("int")
-    rounded = scaled.round().clamp(-largest_int, largest_int) if is_int else scaled.to(getattr(torch, to)).float()
+    rounded = scaled.round().clamp(-largest_int, largest_int) if is_int else scaled.to(getattr(torch, to)).to(wide)
     return (rounded * step).to(tensor.dtype)
 
 
@@ -80,7 +81,7 @@ def put(tensor: Tensor, value: float, count: int, generator: torch.Generator) ->
 
 def l1(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
     """The gradient of loss + coefficient * sum(|value|)."""
-    return gradient + coefficient * value.sign().to(gradient.dtype)
+    return gradient.add(value.sign().to(gradient.dtype), alpha=coefficient)
 
 
 def l2(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
@@ -104,7 +105,7 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
         ValueError: The recorded one has another shape than the tensor, and than the part.
     """
     where = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-    index = (...,) if part is None or tensor.dim() == 0 else tuple(part)
+    index = (...,) if part is None else tuple(part)
     where[index] = True
     if recorded.shape != tensor.shape:
         if recorded.shape != where[index].shape:

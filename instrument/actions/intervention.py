@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import HookError, HookResultError
 from ..spec.kinds import KINDS
 from ..stats.kernel import measure
-from .base import Context, Effect, Rows
+from .base import Context, Effect, Effects
 
 
 class Change(Protocol):
@@ -31,7 +31,7 @@ class Change(Protocol):
 class Intervention:
     """Puts the result of a change in the place of a tensor, once it has been checked, and writes its effect."""
 
-    def __init__(self, change: Change, rows: Rows) -> None:
+    def __init__(self, change: Change, rows: Effects) -> None:
         self.change = change
         self.rows = rows
 
@@ -60,14 +60,22 @@ class Intervention:
         )
 
     def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
-        version = tensor._version
-        new, factor = self.change(tensor, context)
-        if tensor._version != version:
+        given = _versioned_copy(tensor) if tensor.is_inference() else tensor
+        version = given._version
+        new, factor = self.change(given, context)
+        if given._version != version:
             raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
+        new = tensor if new is given else new
         check_result(tensor, new, context)
         if not (context.recompute and KINDS[context.kind].repeats):
             self.rows.add_effect(context, effect_of(tensor, new, factor, numel))
         return new
+
+
+def _versioned_copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that was made under torch.inference_mode(), which does not count what is written to it; this one does."""
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone()
 
 
 def describe(context: Context) -> str:

@@ -121,7 +121,7 @@ _BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
 
 def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
     part = None if spec.slice is None else parse_slice(spec.slice)
-    archive.open(spec.run, f"hooks.{spec.name}.run")
+    archive.open(spec.run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
         return functions.patch(tensor, archive.find(spec.run, spec.hook, spec.step, context), part)
@@ -141,7 +141,7 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
         raise ConfigError(
             Mistake(
                 where,
-                f"{target.target} cannot be called as fn(tensor, context): {error}",
+                f"{target.target} cannot be called as fn(tensor, context): {str(error).partition(chr(10))[0]}",
                 written=arguments or target.target,
             )
         ) from None
@@ -172,6 +172,7 @@ def _refuse_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> No
     """A TypeError where it cannot be called with a tensor, a context, and these."""
     try:
         signature = inspect.signature(function)
-    except ValueError:
-        return  # a built-in function that does not tell it
+    except ValueError:  # a function in C that does not declare its parameters: only a call tells
+        function(torch.zeros(1), object(), **bound)
+        return
     signature.bind(torch.empty(0), None, **bound)

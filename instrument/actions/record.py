@@ -29,7 +29,7 @@ def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
     if spec.samples is not None and part.dim():
         part = part[: spec.samples]
     if spec.slice is not None:
-        part = part[parse_slice(spec.slice)[: part.dim()]]
+        part = part[parse_slice(spec.slice)]
     if spec.max_elements is not None and part.numel() > spec.max_elements:
         part = part.reshape(-1)[: spec.max_elements]
     return part
@@ -145,7 +145,8 @@ class Record:
             except IndexError as error:
                 shape = list(plain.shape)
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
-            self.rows.add_tensor(context, plain.shape, kept, self.dtype)
+            # Of a complex tensor another type would keep the real part only.
+            self.rows.add_tensor(context, plain.shape, kept, None if kept.is_complex() else self.dtype)
 
     def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Part, Tensor | None]:
         """What other processes' parts are merged with; which units are dead, bool [units], if that is asked."""

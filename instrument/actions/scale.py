@@ -19,7 +19,7 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 
 
 def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor:
-    """Each index of dimension `dim` times its factor.
+    """Each index of dimension `dim` times its factor, same shape and dtype.
 
     Raises:
         ValueError: The tensor has no such dimension, or it is of another size.
@@ -28,7 +28,8 @@ def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor
         raise ValueError(f"{len(factors)} factors do not run along dimension {dim} of shape {list(tensor.shape)}")
     shape = [1] * tensor.dim()
     shape[dim] = len(factors)
-    return tensor * torch.tensor(factors, dtype=tensor.dtype, device=tensor.device).view(shape)
+    wide = torch.promote_types(tensor.dtype, torch.float32)  # a factor is not rounded to half precision
+    return (tensor * torch.tensor(factors, dtype=wide, device=tensor.device).view(shape)).to(tensor.dtype)
 
 
 def scheduled(points: Mapping[int, float], step: int) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernel import measure
+from .rounding import round_down, round_up
 
 NEAR = 0.015  # of the range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3)
 
@@ -97,8 +98,7 @@ def _dead(tensor: Tensor, others: list[int]) -> Tensor:
 
 def _zero_throughout(tensor: Tensor, others: list[int]) -> Tensor:
     """Which units are zero along all other dimensions, shape [units]."""
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor = tensor.to(torch.float32)  # float8 has few operations of its own
+    tensor = _comparable(tensor)
     magnitudes = tensor.abs() if tensor.is_floating_point() or tensor.is_complex() else tensor != 0
     return (magnitudes.amax(others) if others else magnitudes) == 0
 
@@ -127,7 +127,7 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
     Returns:
         A number from 0 to 1 on the CPU, None where nothing is finite; a float64 scalar on any other device, NaN for None.
     """
-    x = tensor.detach()
+    x = _comparable(tensor.detach())
     if not x.is_cpu:
         return saturated_fraction_on_device(x, ends)
     nans, infinities = (int(count) for count in measure(x, ("nan_count", "inf_count")) if count is not None)
@@ -138,6 +138,7 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
 
 def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
     """The same with no branch on the values: a float64 scalar on the tensor's device."""
+    tensor = _comparable(tensor)
     finite = tensor.isfinite()
     return (_near(tensor, ends) & finite).sum(dtype=torch.float64) / finite.sum(dtype=torch.float64)
 
@@ -146,8 +147,14 @@ def _near(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
     """Which elements are at an end or beyond it, of the tensor's shape; NaN is not."""
     low, high = ends
     margin = NEAR * (high - (low or 0.0))
-    near = tensor >= high - margin
-    return near if low is None else near | (tensor <= low + margin)
+    # PyTorch rounds what a tensor is compared with to the tensor's type: the bounds are such numbers already.
+    near = tensor >= round_up(high - margin, tensor.dtype)
+    return near if low is None else near | (tensor <= round_down(low + margin, tensor.dtype))
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The tensor; float8, which has few operations of its own, as float32."""
+    return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | Tensor | None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import instrument
-from instrument.actions.clip import clip_norm, clip_values, total_norm_factor
+from instrument.actions.clip import clip_norm, clip_quantile, clip_ratio, clip_values, total_norm_factor
+from instrument.stats.rounding import round_down, round_up
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 numbers = st.floats(-1e4, 1e4, width=16)
 
 
@@ -31,9 +32,11 @@ def test_no_value_is_outside_its_bounds_and_those_inside_are_untouched(tensor: T
     low, high = sorted((a, b))
     clipped = clip_values(tensor, low, high)
     assert (clipped.shape, clipped.dtype) == (tensor.shape, tensor.dtype)
-    bounds = torch.tensor([low, high], dtype=torch.float64).to(tensor.dtype)
-    assert ((clipped >= bounds[0]) & (clipped <= bounds[1])).all()
-    inside = (tensor >= bounds[0]) & (tensor <= bounds[1])
+    was, is_now = tensor.double(), clipped.double()
+    between = round_up(low, tensor.dtype) <= round_down(high, tensor.dtype)
+    assert ((is_now >= low) | (not between)).all()
+    assert (is_now <= high).all()
+    inside = (was >= low) & (was <= high)
     assert torch.equal(clipped[inside], tensor[inside])
 
 
@@ -144,3 +147,38 @@ def test_empty_tensors_and_scalars_are_clipped_too(shape: tuple[int, ...], scope
     result = clipped(torch.full(shape, 4.0), norm=1.0, scope=scope)
     assert result.shape == shape
     assert torch.allclose(result, torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_highest_quantile_changes_nothing(dtype: torch.dtype) -> None:
+    tensor = torch.randn(999, dtype=torch.float64).to(dtype)
+    assert torch.equal(clip_quantile(tensor, 1.0), tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("quantile", [0.07, 0.29, 0.5, 0.57, 0.99])
+def test_a_quantile_is_the_element_of_its_rank(dtype: torch.dtype, quantile: float) -> None:
+    tensor = torch.arange(1, 101).to(dtype)
+    assert clip_quantile(tensor, quantile).max().item() == round(100 * quantile)
+
+
+@given(st.floats(1e-8, 1e38), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+def test_bounds_are_rounded_to_the_next_number_within(bound: float, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    numbers = torch.tensor([bound], dtype=torch.float64).to(dtype)
+    near = torch.cat([numbers, *(torch.nextafter(numbers, torch.full_like(numbers, end)) for end in (-1, math.inf))])
+    near = near[near.isfinite()].double()
+    assert round_down(bound, dtype) == max([x for x in near.tolist() if x <= bound] or [info.max])
+    assert round_up(bound, dtype) == min([x for x in near.tolist() if x >= bound] or [math.inf])
+    assert round_up(-bound, dtype) == -round_down(bound, dtype)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32), st.floats(1e-3, 1.0), st.sampled_from(DTYPES))
+def test_no_units_norm_exceeds_its_ratio(seed: int, ratio: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight, gradient = (torch.randn(3, 50, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    clipped = clip_ratio(gradient, weight, ratio)
+    assert clipped.dtype == dtype
+    bounds = ratio * weight.double().norm(dim=1)
+    assert (clipped.double().norm(dim=1) <= bounds * (1 + PRECISION[dtype])).all()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import instrument
-from instrument.actions.scale import scale
+from instrument.actions.functions import l1, quantize
+from instrument.actions.scale import scale, scale_channels
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -28,3 +29,17 @@ def test_the_factor_is_in_the_effect(factor: float) -> None:
         probe.end_step()
     assert torch.equal(result, torch.tensor([1.0, -2.0]) * factor)
     assert probe.sink.records("effects")[0]["factor"] == factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_factor_is_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-3.0, 3.0, 1001, dtype=torch.float64).to(dtype)
+    wanted = (tensor.to(torch.promote_types(dtype, torch.float32)) * 0.1).to(dtype)
+    assert torch.equal(scale(tensor, 0.1), wanted)
+    assert torch.equal(scale_channels(tensor.unsqueeze(0), [0.1] * 1001, 1)[0], wanted)
+
+
+def test_float64_keeps_its_digits_where_values_are_quantized_and_penalised() -> None:
+    tensor = torch.linspace(-1.0, 1.0, 255, dtype=torch.float64) * 1e200
+    torch.testing.assert_close(quantize(tensor, "int8"), tensor, rtol=1e-12, atol=1e185)
+    assert l1(tensor[:1] * 0, tensor[:1], 0.1).item() == -0.1

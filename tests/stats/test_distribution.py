@@ -33,7 +33,11 @@ def found(tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, way
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64],
+    ids=str,
+)
 def test_up_to_the_sample_they_are_numpys(way: str, dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
     x = tensor.double().numpy().reshape(-1)
@@ -124,7 +128,7 @@ def test_extremes_overflow_nothing(way: str, extreme: list[float]) -> None:
     assert all(min(extreme) <= quantile <= max(extreme) for quantile in answer["quantiles"])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     elements=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=200),
     bins=st.integers(2, 70),
@@ -172,3 +176,16 @@ def test_the_kernel_refuses_what_it_cannot_do() -> None:
     for kind, count, bins in ((3, 0, 4), (0, -1, 4), (0, 0, 0), (0, 0, 10**6)):
         with pytest.raises(ValueError, match="has to be"):
             single_pass.native.histogram(0, count, kind, 0.0, 1.0, bins, counts.ctypes.data)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_a_narrow_float_is_counted(way: str, dtype: torch.dtype) -> None:
+    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    tensor = torch.arange(1 << 8 * dtype.itemsize, dtype=torch.int32).to(bits).view(dtype)
+    x = tensor.to(torch.float32).double().numpy()
+    x = x[np.isfinite(x)]
+    answer = found(tensor[tensor.to(torch.float32).isfinite()][:1000], bins=2, way=way)
+    assert answer["quantiles"] == pytest.approx(np.quantile(x[:1000], LEVELS), rel=1e-12)
+    answer = found(tensor, (), 2, way)
+    assert (answer["low"], answer["high"], sum(answer["counts"])) == (x.min(), x.max(), len(x))

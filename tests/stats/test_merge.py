@@ -64,7 +64,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.lists(numbers, max_size=20), min_size=1, max_size=5))
 def test_any_parts_are_one(values: list[list[float]]) -> None:
     agree([torch.tensor(part, dtype=torch.float32) for part in values])

@@ -8,17 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
 import instrument
 from instrument.actions.record import Record
-from instrument.errors import ConfigError, HookError
+from instrument.errors import ConfigError
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, DEFAULT
-from instrument.stats.units import dead_fraction, range_of, saturated_fraction, unit_dim
+from instrument.spec.statistics import ALL, DEFAULT, OF_VALUES
+from instrument.stats.units import (
+    dead_fraction,
+    dead_fraction_on_device,
+    range_of,
+    ratio_of_norms,
+    saturated_fraction,
+    saturated_fraction_on_device,
+    unit_dim,
+)
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 
@@ -63,7 +71,6 @@ def test_units_are_along_the_usual_dimension(shape: tuple[int, ...], of_paramete
     assert unit_dim(torch.zeros(shape), nn.ReLU(), of_parameter=of_parameter) == dim
 
 
-@settings(deadline=None)  # the first call on another device takes long
 @given(
     npst.arrays(
         np.float32,
@@ -84,11 +91,83 @@ def test_a_unit_is_dead_where_all_of_it_is_zero(array: np.ndarray[Any, Any], dat
     assert (on_device.shape, on_device.dtype) == ((), torch.float64)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
-)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FLOAT8)
+INTEGERS = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+OF_MORE = {"dead_fraction", "saturated_fraction", "update_ratio"}  # each has a test for every dtype below
+
+
+def test_every_statistic_is_tested_for_every_dtype() -> None:
+    assert set(ALL) == {*OF_VALUES, *OF_MORE}, "test_kernel.py tests OF_VALUES, this file the others"
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
 def test_units_of_every_type_are_counted(dtype: torch.dtype) -> None:
-    assert dead_fraction(torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype), 1) == pytest.approx(1 / 3)
+    tensor = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
+    assert dead_fraction(tensor, 1) == pytest.approx(1 / 3)
+    assert dead_fraction_on_device(tensor, 1).item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_smallest_number_of_a_type_is_no_zero(dtype: torch.dtype) -> None:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    tensor = torch.tensor([[0, 1], [0, 0]], dtype=bits).view(dtype)
+    assert dead_fraction(tensor, 1) == dead_fraction_on_device(tensor, 1).item() == 0.5
+
+
+def around(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.Tensor:
+    """Every number of a narrow type; of a wider one those nearest to where saturation begins."""
+    if dtype.itemsize == 1:
+        return torch.arange(256, dtype=torch.uint8).view(dtype)
+    if dtype.itemsize == 2:
+        return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    low, high = ends
+    margin = 0.015 * (high - (low or 0.0))
+    middle = torch.tensor([high - margin, (low or 0.0) + margin, 0.0], dtype=dtype)
+    numbers = [middle, *(torch.nextafter(middle, torch.full_like(middle, end)) for end in (-9.0, 9.0))]
+    return torch.cat([*numbers, torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("ends", [(-1.0, 1.0), (0.0, 1.0), (None, 6.0), (-0.3, 7.7)], ids=str)
+def test_saturation_is_counted_as_in_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
+    tensor = around(dtype, ends)
+    x = tensor.to(torch.float32 if dtype.itemsize == 1 else dtype).double().numpy()
+    x = x[np.isfinite(x)]
+    low, high = ends
+    margin = 0.015 * (high - (low or 0.0))
+    near = (x >= high - margin) | (low is not None and x <= (low or 0.0) + margin)
+    assert saturated_fraction(tensor, ends) == near.mean()
+    assert saturated_fraction_on_device(tensor, ends).item() == near.mean()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_ratio_of_norms_is_that_of_float64(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    update, weight = (torch.randn(300, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    wide = torch.float32 if dtype.itemsize == 1 else dtype
+    norms = [np.sqrt((tensor.to(wide).double().numpy() ** 2).sum()) for tensor in (update, weight)]
+    assert ratio_of_norms(update, weight) == pytest.approx(norms[0] / norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_an_update_is_measured_as_in_float64(dtype: torch.dtype) -> None:
+    """The difference of two numbers in half precision is in general not one."""
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 101, dtype=torch.float64).to(dtype))
+    model = nn.ParameterList([weight])
+    before = weight.detach().clone().double()
+    optimizer = torch.optim.SGD([weight], lr=0.7)
+    hook = {"layers": ".", "kind": "step_post", "role": "update", "action": "record", "stats": ["l2", "update_ratio"]}
+    with instrument.attach(model, {"u": hook}, optimizer=optimizer) as probe:
+        weight.grad = torch.full_like(weight, 0.321)
+        optimizer.step()
+        probe.end_step()
+    (row,) = probe.sink.records("stats")
+    after = weight.detach().double()
+    assert row["l2"] == pytest.approx((after - before).norm().item(), rel=1e-5)
+    assert row["update_ratio"] == pytest.approx(((after - before).norm() / after.norm()).item(), rel=1e-5)
 
 
 def test_a_tensor_without_elements_has_no_dead_units() -> None:
@@ -109,7 +188,7 @@ def test_unit_dim_says_where_the_units_are() -> None:
     value[:, 0, 0] = 1.0
     assert recorded(nn.Identity(), value, stats="dead_fraction")["dead_fraction"] == 0.75
     assert recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=1)["dead_fraction"] == pytest.approx(2 / 3)
-    with pytest.raises(HookError, match=r"hook 'h'.*unit_dim 3 is not in shape \[2, 3, 4\]"):
+    with pytest.raises(ConfigError, match=r"hooks.h.unit_dim: dimension 3 does not exist in .*\[2, 3, 4\]"):
         recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=3)
     with pytest.raises(ConfigError, match="unit_dim is for dead_fraction"):
         parse_hooks({"h": {**RECORD, "unit_dim": 1}})

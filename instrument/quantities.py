@@ -1,0 +1,17 @@
+"""Bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: float) -> str:
+    """`1.2 MB`: powers of 1000, three digits."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:.3g} {units[0]}" if count < 999.5 else f"{count:,.0f} {units[0]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`25.3 ms`: three digits."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,154 @@
+"""Under torch.inference_mode() every intervention gives what it gives under torch.no_grad()."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import HookResultError
+from instrument.actions.base import Context
+
+RECORDED = {"run": "recorded", "step": 0}
+ACTIONS: dict[str, dict[str, Any]] = {
+    "clip by value": {"action": "clip", "value": 0.1},
+    "clip between": {"action": "clip", "min": 0.0, "max": 0.2},
+    "clip by norm": {"action": "clip", "norm": 0.1},
+    "clip by norm of each sample": {"action": "clip", "norm": 0.1, "scope": "sample"},
+    "clip by quantile": {"action": "clip", "quantile": 0.5},
+    "scale": {"action": "scale", "factor": 2.0},
+    "scale by a schedule": {"action": "scale", "factor": {0: 3.0, 10: 1.0}},
+    "scale channels": {"action": "scale", "factor": [1.0, 2.0, 3.0], "dim": 1},
+    "reverse": {"action": "scale", "factor": 1.0, "reverse": True},
+    "zero": {"fn": "zero"},
+    "noise": {"fn": "noise", "std": 0.1},
+    "mean": {"fn": "mean"},
+    "resample": {"fn": "resample"},
+    "shuffle": {"fn": "shuffle"},
+    "dropout": {"fn": "dropout", "p": 0.5},
+    "quantize": {"fn": "quantize"},
+    "quantize to float8": {"fn": "quantize", "to": "float8_e4m3fn"},
+    "sign": {"fn": "sign"},
+    "sign, straight through": {"fn": "sign", "straight_through": True},
+    "nan": {"fn": "nan", "count": 3},
+    "replace": {"fn": "replace", **RECORDED},
+    "patch": {"fn": "patch", "slice": ":, 0:2", **RECORDED},
+    "a custom function": {"fn": {"_target_": f"{__name__}.halved"}},
+    "a function that changes nothing": {"fn": {"_target_": f"{__name__}.unchanged"}},
+}
+
+
+def halved(tensor: Tensor, context: Context) -> Tensor:
+    return tensor / 2
+
+
+def unchanged(tensor: Tensor, context: Context) -> Tensor:
+    return tensor
+
+
+def doubled_in_place(tensor: Tensor, context: Context) -> Tensor:
+    return tensor.mul_(2)
+
+
+class Parts(nn.Module):
+    """A nested output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"hidden": self.inner(x), "whole": [x, 3]}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a run in which the tensors of `inner` were recorded."""
+    place = tmp_path_factory.mktemp("inference")
+    model = make()
+    kept = {"layers": "inner", "kind": "forward", "action": "record", "tensors": True}
+    given = {**kept, "kind": "forward_pre"}
+    with instrument.attach(model, {"kept": kept, "given": given}, out=place / "recorded") as probe:
+        model(torch.ones(4, 3))
+        probe.end_step()
+    return place
+
+
+def make() -> Parts:
+    torch.manual_seed(0)
+    return Parts()
+
+
+def result(spec: dict[str, Any], mode: Any, *, trained: bool = True) -> tuple[Tensor, list[dict[str, Any]]]:
+    """What comes out of a model with a hook, and the effects; its parameters are inference tensors unless it is trained."""
+    with torch.inference_mode(not trained):
+        model = make()
+    torch.manual_seed(1)
+    batch = torch.randn(4, 3)
+    with instrument.attach(model, {"mine": {"layers": "inner", "action": "modify", **spec}}) as probe:
+        with mode:
+            hidden = model(batch)["hidden"]
+        probe.end_step()
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(1, 1, "")]
+    effects = [
+        {key: row[key] for key in ("changed_fraction", "norm_before", "norm_after", "factor")}
+        for row in probe.sink.records("effects")
+    ]
+    return hidden, effects
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize("name", ACTIONS)
+def test_interventions_equal_those_under_no_grad(
+    name: str, kind: str, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded)
+    spec = {"kind": kind, **ACTIONS[name]}
+    wanted, effects = result(spec, torch.no_grad())
+    assert len(effects) == 1
+    for mode, trained in ((torch.inference_mode(), True), (torch.inference_mode(), False), (torch.no_grad(), False)):
+        found, told = result(spec, mode, trained=trained)
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert repr(told) == repr(effects)
+
+
+def test_writing_in_place_is_still_an_error() -> None:
+    with pytest.raises(HookResultError, match="wrote to its tensor in place"):
+        result({"kind": "forward", "fn": {"_target_": f"{__name__}.doubled_in_place"}}, torch.inference_mode())
+
+
+def test_the_loss_of_an_evaluation_is_changed() -> None:
+    model = make()
+    hook = {"layers": ".", "kind": "loss", "phase": "eval", "action": "scale", "factor": 3.0}
+    with instrument.attach(model, {"mine": hook}) as probe, probe.evaluating(), torch.inference_mode():
+        loss = model(torch.ones(4, 3))["hidden"].square().sum()
+        assert torch.equal(probe.loss(loss), 3 * loss)
+
+
+def test_a_state_dict_of_inference_tensors_is_changed() -> None:
+    with torch.inference_mode():
+        model = make()
+    hook = {"layers": "inner", "kind": "state_dict_post", "action": "modify", "fn": "zero"}
+    with instrument.attach(model, {"mine": hook}) as probe:
+        state = model.state_dict()
+        probe.end_step()
+    assert not state["inner.weight"].any()
+    assert model.inner.weight.any()
+
+
+def test_gradient_hooks_under_inference_mode_name_the_cause() -> None:
+    model = make()
+    kinds = ("full_backward_pre", "full_backward", "tensor")
+    hooks = {kind: {"layers": "**", "kind": kind, "action": "scale", "factor": 2.0} for kind in kinds}
+    batch = torch.randn(4, 3)
+    with torch.inference_mode():
+        wanted = model(batch)["hidden"]
+    with pytest.warns(instrument.InstrumentWarning, match=r"called under torch\.inference_mode"):  # noqa: SIM117
+        with instrument.attach(model, hooks) as probe:
+            with torch.inference_mode():
+                assert torch.equal(model(batch)["hidden"], wanted)
+            probe.end_step()
