@@ -1,8 +1,9 @@
 """Recording within a budget: what costs too much is looked at less often.
 
-Time is what hooks and the ends of steps take, over what is left of the steps. A stopwatch tells it, for each site; but hooks
-also push other things out of the caches and keep memory from being used again, which no stopwatch in them sees. So at first
-steps with records are held against steps without; where there are none of those, records look away in every other four steps.
+Time is by which share of itself a step is longer with records than without, as the steps themselves say. A stopwatch says what
+each site has of it; but hooks also push other things out of the caches and keep memory from being used again, which no stopwatch
+in them sees. So at first steps with records are held against steps without; where there are none of those, records look away in
+every other four steps. What is due less often costs more each time: steps are compared again and again as long as there are both.
 
 The time is added up since the last change, and looked at after a while; where it is more than allowed, the costliest sites
 become due half as often, one after the other, until what they cost at that rate is within the budget. Sites that are due as
@@ -16,76 +17,27 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..actions.record import Record
 from ..kinds.live import LiveSite
-from ..kinds.meter import Meter, hidden_factor
+from ..kinds.meter import MOST_FACTOR, Meter
 from ..spec.budget import BudgetConfig
 from ..spec.record import RecordSpec
+from .calibration import BLOCK, Calibration
+from .overhead import Overhead
 from .recorder import Recorder
 
 WARM_UP = 3  # steps that are not counted: the first ones allocate
-BLOCK, ENOUGH, MOST_CALIBRATING = 4, 18, 400
 LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # between two looks
 CALM_STEPS, MARGIN, MOST_LOOKED_AGAIN = 60, 0.8, 4  # after which, and how often, thinned sites are looked at more again
 SELDOM = 1024  # how many times as seldom as it was asked for a site may become due
 HORIZON = 4  # how many times the steps that were made bytes are to last for, where nobody knows the run's length
 ROW_BYTES = 70  # of a row of statistics, on disk
+PRECISE = 0.25  # of the budget: the standard error up to which steps say what recording costs
 
 Tell = Callable[[str, LiveSite | None], None]
-
-
-class Calibration:
-    """Steps with records and steps without.
-
-    Where schedules leave too few without, the sites that are due in every step look away in every other block of steps: they
-    alone, so that nothing is missed that is seen seldom, and never in an evaluation.
-    """
-
-    def __init__(self, records: Sequence[LiveSite]) -> None:
-        self.often = [live for live in records if (s := live.site.spec.schedule).every == 1 and s.steps is None]
-        self.steps = 0
-        self.is_away = False
-        self.looking: list[tuple[float, float]] = []  # what a step took, and what the stopwatch said
-        self.away: list[tuple[float, float]] = []
-        self._in_block = 0
-
-    def add(self, seconds: float, meter: Meter) -> None:
-        """A step is over. The first one of a block still feels what was before it, and counts for nothing."""
-        self.steps += 1
-        recorded = any(live.records for live in meter.firings)
-        if self._in_block and not (recorded and self.is_away):
-            (self.looking if recorded else self.away).append((seconds, meter.seconds))
-        self._in_block += 1
-        if self._in_block >= BLOCK:
-            self._in_block = 0
-            self.look_away(not self.is_away and len(self.away) < len(self.looking))
-
-    def look_away(self, away: bool) -> None:
-        """From the next step on."""
-        self.is_away = away
-        for live in self.often:
-            live.away = away
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there are enough of both; hooks that are due seldom are not waited for for ever."""
-        return min(len(self.looking), len(self.away)) >= ENOUGH or self.steps >= MOST_CALIBRATING
-
-    @property
-    def steady(self) -> float:
-        """What the stopwatch says of a step, in seconds, where nothing is recorded."""
-        return median(told for _, told in self.away) if self.away else 0.0
-
-    @property
-    def factor(self) -> float:
-        """What recording costs over what the stopwatch says of it."""
-        looking, away = ([seconds for seconds, _ in steps] for steps in (self.looking, self.away))
-        told = median(told for _, told in self.looking) - self.steady if looking else 0.0
-        return hidden_factor(looking, away, told)
 
 
 class Budget:
@@ -109,6 +61,9 @@ class Budget:
         self.tell = tell
         self.meter = Meter()
         self.measured: float | None = None  # the share of time at the last look
+        self.overhead = Overhead()  # of steps with records, since the last change: older steps may have been faster
+        self._interventions: tuple[str, ...] = ()  # that are due
+        self._records: tuple[tuple[str, int], ...] = ()  # that are due: the sites of each hook
         self._firings: Counter[LiveSite] = Counter()  # of the whole run
         self._warm_up = WARM_UP
         self._calibration = None if config.time is None else Calibration(self.records)
@@ -119,9 +74,28 @@ class Budget:
         self._began = time.perf_counter()
         self._counted = 0  # steps since the last change
 
-    def end_step(self, done: int) -> None:
-        """A step is over; so many are done."""
+    def see_due(self, due: Iterable[LiveSite]) -> None:
+        """From now on other sites are due."""
+        sites = list(due)
+        names = Counter(live.site.spec.name for live in sites if live.records)
+        others = dict.fromkeys(live.site.spec.name for live in sites if not live.records)
+        self._interventions, self._records = tuple(others), tuple(names.items())
+
+    def leave_out(self, seconds: float) -> None:
+        """Something that is no part of a step took so long."""
+        self._began += seconds
+
+    def end_step(self, done: int, seconds: float, *, late: bool = False) -> None:
+        """A step is over.
+
+        Args:
+            done: How many are.
+            seconds: What it took.
+            late: Whether it wrote rows of the step before.
+        """
         self.meter.lap()
+        due = (*self._records, ("rows of the step before", 1)) if late else self._records
+        self.overhead.add(due, seconds, self._interventions)
         if self.config.bytes is not None and (done <= LEAST_STEPS or done % LEAST_STEPS == 0):
             self._keep_bytes(self.config.bytes, done)
         if self._warm_up:
@@ -136,6 +110,8 @@ class Budget:
         if self._counted < LEAST_STEPS or elapsed < LEAST_SECONDS:
             return
         changed = self.config.time is not None and self._keep_time(self.config.time, elapsed)
+        if changed:
+            self.overhead = Overhead()
         if changed or self._counted >= 10 * LEAST_STEPS:
             self._start_anew()
 
@@ -152,7 +128,7 @@ class Budget:
         if calibration.is_over:
             calibration.look_away(False)
             self._steady, self._factor = calibration.steady, calibration.factor
-            self._calibration = None
+            self._calibration, self.overhead = None, Overhead()
             self.tell(f"recording costs {self._factor:.1f} times what is seen from within hooks", None)
         elif calibration.is_away and not was_away and not self._looked_away:
             self._looked_away = True
@@ -185,6 +161,9 @@ class Budget:
 
     def _keep_time(self, allowed: float, elapsed: float) -> bool:
         steady = min(self._steady * self._counted, self.meter.seconds)
+        found, told = self.overhead.measured(), self.meter.seconds - steady
+        if found is not None and found.error <= PRECISE * allowed and told > 0.0:
+            self._factor = min(max(found.share * found.bare * self._counted / told, 1.0), MOST_FACTOR)
         spent = steady + self._factor * (self.meter.seconds - steady)
         bare = max(elapsed - spent, 1e-9)
         self.measured = spent / bare
@@ -193,8 +172,10 @@ class Budget:
         # What is around the actions is shared by all who fire.
         around = (spent - self._factor * sum(self.meter.at.values())) / max(1, sum(self.meter.firings.values()))
         costs = {live: self._factor * self.meter.at[live] + around * self.meter.firings[live] for live in self.records}
-        told = f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
-        return self._thin_out(costs, spent - allowed * bare, told)
+        return self._thin_out(costs, spent - allowed * bare, self._told(allowed))
+
+    def _told(self, allowed: float) -> str:
+        return f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
 
     def _look_again(self, allowed: float) -> bool:
         """Where twice as much would be well within the budget for a while, what was thinned out is looked at more often."""
@@ -204,10 +185,9 @@ class Budget:
         if not thinned or not calm or self._looked_again == MOST_LOOKED_AGAIN or self.config.bytes is not None:
             return False
         self._looked_again += 1
-        told = f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
         for live in thinned:
             live.thin //= 2
-            self.tell(f"{told}: {_name(live)} is looked at {_often(live.thin)} again", live)
+            self.tell(f"{self._told(allowed)}: {_name(live)} is looked at {_often(live.thin)} again", live)
         return True
 
     def _keep_bytes(self, allowed: int, done: int) -> bool:

@@ -6,18 +6,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
+from ..kinds.causes import NOT_CALLED, NOT_CALLED_COPIED, around, in_another_phase, never_entered
 from ..kinds.live import LiveSite
+from ..plan.modules import Layer, Layers
 from .recorder import at_site
-from .tables import NEVER_DUE
+from .tables import NEVER_DUE, is_silent
 
 
 def coverage_rows(
-    lives: Sequence[LiveSite], dropped: Mapping[tuple[str, str, str], int], *, running: bool
+    lives: Sequence[LiveSite], layers: Layers, dropped: Mapping[tuple[str, str, str], int], *, running: bool
 ) -> list[dict[str, Any]]:
     """One row a site, in the order of the columns of the coverage table.
 
     Args:
         lives: The sites.
+        layers: The modules of the model.
         dropped: How many tensors there was no room for, by hook, layer and path.
         running: Whether a step has begun that is not over; what is due in it is not held against anyone yet.
     """
@@ -33,17 +38,46 @@ def coverage_rows(
             "expected": live.expected,
             "fired": live.fired,
             "dropped": at_site(dropped, live),
-            "cause": live.cause or ("" if live.expected or (running and live.due) else NEVER_DUE),
+            "cause": "" if running and live.due and not live.expected else _cause(live, layers),
         }
         for live in lives
     ]
+
+
+def _cause(live: LiveSite, layers: Layers) -> str:
+    """Why a site fired less often than expected, the most frequent cause first, or was not expected to; empty where all is well."""
+    if live.expected:
+        silent = live.fired < live.expected
+        return "; ".join(dict.fromkeys(_known(cause, live, layers) for cause, _ in live.causes.most_common() if silent))
+    if live.excuses:
+        return "; ".join(cause for cause, _ in live.excuses.most_common())
+    phase = live.site.spec.phase
+    return NEVER_DUE if live.ever_due or phase in live.clock.phases else never_entered(phase)
+
+
+def _known(cause: str, live: LiveSite, layers: Layers) -> str:
+    """A cause, with all that is known of it when the run is over."""
+    if (elsewhere := in_another_phase(cause, live.site.spec.phase, live.elsewhere)) is not None:
+        return elsewhere
+    if cause != NOT_CALLED:
+        return cause
+    layer = live.site.layer
+    return around(layer.module, _parents(layer, layers)) or (NOT_CALLED_COPIED if live.copied else cause)
+
+
+def _parents(layer: Layer, layers: Layers) -> list[nn.Module]:
+    """The modules that a layer is in, the innermost first."""
+    names = [name.split(".") for name in layer.names if name]
+    paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
+    inside = [other for other in layers if not paths.isdisjoint(other.names)]
+    return [other.module for other in sorted(inside, key=lambda other: -other.depth)]
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
     """One warning for each hook and cause, with the layers that it is about; and the layer, where it is just one."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["cause"] == NEVER_DUE or row["fired"] < row["expected"]:
+        if is_silent(row):
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     warnings: list[tuple[str, str | None]] = []
     for (hook, kind, cause), found in groups.items():

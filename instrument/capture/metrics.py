@@ -13,7 +13,7 @@ from .ranks import Ranks
 from .recorder import Recorder
 from .sink import Row
 from .transfer import LateMetrics, Transfer
-from .watch import RateWatch
+from .watch import StepWatch
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
 
@@ -28,7 +28,7 @@ class Metrics:
         ranks: The processes that train together; None for a single one.
 
     Attributes:
-        rate: Knows the learning rate, where there is an optimizer to look at.
+        steps: Knows the learning rate, where there is an optimizer to look at.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, alerts: Alerts, ranks: Ranks | None) -> None:
@@ -36,15 +36,15 @@ class Metrics:
         self.clock = clock
         self.alerts = alerts
         self.ranks = ranks
-        self.rate: RateWatch | None = None
+        self.steps: StepWatch | None = None
 
     def write(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
         """A row for the step and phase that are running; see `Probe.write_metrics`."""
         metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
-        if metrics.get("lr") is None and self.rate is not None and self.clock.moment.phase == "train":
-            metrics["lr"] = self.rate.take()
+        if metrics.get("lr") is None and self.steps is not None and self.clock.moment.phase == "train":
+            metrics["lr"] = self.steps.take_rate()
         transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
 
         def read() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What hooks ask of the optimizer: that there is one, that it holds their parameters, that it keeps such a state."""
+"""What hooks ask of the optimizers: that there is one, that one holds their parameters, that one keeps such a state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,36 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, Mistake, nearest
-from ..kinds.live import LiveSite
+from ..kinds.owners import held_by
 from ..plan.sites import HookPlan
 
+Optimizers = Optimizer | Sequence[Optimizer] | None
 
-def require_optimizer(plan: HookPlan, optimizer: Optimizer | None) -> None:
-    """Refuse what needs an optimizer where there is none, and a state that the one there is does not keep.
+
+def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
+    """One optimizer, several or none as a tuple, without those that a library wrapped around them.
+
+    Raises:
+        ConfigError: One of them is something else.
+    """
+    several = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
+    plain = [_plain(optimizer) for optimizer in several]
+    for optimizer in plain:
+        if not isinstance(optimizer, Optimizer):
+            problem = "is not an optimizer"
+            allowed = "a torch.optim.Optimizer, or a list of them"
+            raise ConfigError(Mistake("optimizer", problem, type(optimizer).__name__, allowed))
+    return tuple(dict.fromkeys(plain))
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, where a library wrapped it (accelerate's has no hooks of its own)."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what needs an optimizer where there is none, and a state that none of them keeps.
 
     Raises:
         ConfigError: With every mistake.
@@ -22,18 +46,20 @@ def require_optimizer(plan: HookPlan, optimizer: Optimizer | None) -> None:
     mistakes = []
     for name, spec in plan.specs.items():
         role = spec.tensor_role
-        if optimizer is None:
+        if not optimizers:
             if spec.definition.rhythm == "step" or role.startswith("state."):
                 problem = f"kind {spec.kind} needs the optimizer for role {role}: hand it over, optimizer="
                 mistakes.append(Mistake(f"hooks.{name}.kind", problem))
         elif role.startswith("state."):
-            kept = kept_state(optimizer)
-            if kept is not None and role.removeprefix("state.") not in kept:
-                roles = sorted(f"state.{key}" for key in kept)
+            kept = [kept_state(optimizer) for optimizer in optimizers]
+            names = frozenset[str]().union(*(names for names in kept if names is not None))
+            if None not in kept and role.removeprefix("state.") not in names:
+                roles = sorted(f"state.{key}" for key in names)
+                types = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
                 mistakes.append(
                     Mistake(
                         f"hooks.{name}.role",
-                        f"{type(optimizer).__name__} keeps no such state as it is set up",
+                        f"{types} keeps no such state as it is set up",
                         written=role,
                         allowed=", ".join(roles) or "none",
                         nearest=nearest(role, roles),
@@ -43,22 +69,15 @@ def require_optimizer(plan: HookPlan, optimizer: Optimizer | None) -> None:
         raise ConfigError(*mistakes)
 
 
-def leave_out_what_is_not_optimized(lives: Sequence[LiveSite], optimizer: Optimizer) -> None:
-    """A parameter that the optimizer does not hold has no gradient that it will use."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for live in lives:
-        if live.site.spec.kind == "parameter_grad" and id(live.current_parameter()) not in held:
-            live.optimized = False
-
-
-def stale_optimizer(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """What is wrong with an optimizer that holds none of a model's parameters, in words; None where it holds some."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+    """What is wrong with optimizers that hold none of a model's parameters, in words; None where they hold some."""
+    held = {key for optimizer in optimizers for key in held_by(optimizer)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained or any(id(parameter) in held for parameter in trained):
+    if not optimizers or not trained or any(id(parameter) in held for parameter in trained):
         return None
+    which = "the optimizer holds" if len(optimizers) == 1 else "the optimizers hold"
     return (
-        f"the optimizer holds none of the model's {len(trained)} parameters, and trains nothing of it: it was made for another "
+        f"{which} none of the model's {len(trained)} parameters, and trains nothing of it: it was made for another "
         "model, or before something put others in their place (fully_shard, to_empty, apply)"
     )
 

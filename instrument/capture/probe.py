@@ -16,7 +16,7 @@ from ..actions.base import Archive, Moment, NoArchive
 from ..actions.registry import make_action
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attaching import attach_sites
-from ..kinds.causes import SKIPPED_STEP
+from ..kinds.causes import OTHER_STEP, SKIPPED_STEP
 from ..kinds.live import Clock, Family, LiveSite
 from ..kinds.loss import LossHooks
 from ..kinds.module_backward import IN_PLACE_ERROR
@@ -30,13 +30,13 @@ from .budget import Budget
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
 from .metrics import Metrics
-from .optimized import leave_out_what_is_not_optimized, require_optimizer, stale_optimizer
+from .optimized import Optimizers, optimizers_of, require_optimizer, stale_optimizer
 from .overhead import Overhead
 from .ranks import Ranks, own_rank
 from .recorder import Recorder
-from .rows import layer_rows
+from .rows import has_lazy_parameters, layer_rows
 from .sink import Sink
-from .watch import LoadWatch, ModuleWatch, RateWatch, ScalerWatch
+from .watch import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 
 
 class Probe:
@@ -53,8 +53,8 @@ class Probe:
     Args:
         plan: What is hooked.
         sink: Who keeps the rows; it is closed when the probe is left.
-        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post), and for the
-            learning rate.
+        optimizer: One or several. Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post), which
+            act when the optimizer that holds the parameter makes its step, and for the learning rate: the first one's.
         scaler: The gradient scaler, where the loop uses one: gradients are then seen and changed in their true scale.
         seed: The seed of what interventions draw at random.
         archive: Where replace and patch find the tensors of other runs.
@@ -75,7 +75,7 @@ class Probe:
         plan: HookPlan,
         sink: Sink,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers = None,
         scaler: GradScaler | None = None,
         seed: int = 0,
         archive: Archive | None = None,
@@ -86,7 +86,7 @@ class Probe:
     ) -> None:
         self.plan = plan
         self.sink = sink
-        self.optimizer = optimizer
+        self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
         self.alerts = Alerts(self.event)
@@ -96,7 +96,7 @@ class Probe:
         self.clock = Clock(Moment(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         found = archive or NoArchive()
         actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
-        self.lives = [LiveSite(site, actions[site.spec.name], self.clock) for site in plan.sites]
+        self.lives = [LiveSite(site, actions[site.spec.name], self.clock, tried=plan.tried) for site in plan.sites]
         self.budget: Budget | None = None
         if budget is not None and (budget.time is not None or budget.bytes is not None):
             self.budget = Budget(budget, self.lives, self.recorder, steps, self._thinned)
@@ -111,11 +111,10 @@ class Probe:
         self.warnings: list[str] = []
         self._entered = False
         self._goes_on = False  # with what another probe has begun
+        self._owes_layers = False
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
-        require_optimizer(plan, optimizer)
-        if optimizer is not None:
-            leave_out_what_is_not_optimized(self.lives, optimizer)
+        require_optimizer(plan, self.optimizers)
 
     # ------------------------------------------------------------------------------------------------ attaching
 
@@ -125,20 +124,20 @@ class Probe:
         self._entered = True
         try:
             if self.scaler is not None and self.scaler.is_enabled():
-                self._scaling = ScalerWatch(self.scaler, self.optimizer)
+                self._scaling = ScalerWatch(self.scaler, self.optimizers)
                 self.clock.amp_scale = self._scaling.scale
-            if self.optimizer is not None:
-                self._metrics.rate = RateWatch(self.optimizer)
-            for family in attach_sites(self.lives, self.optimizer, self.clock, by_loop=self.steps_by_loop):
+            if self.optimizers:
+                self._metrics.steps = StepWatch(self.optimizers)
+            for family in attach_sites(self.lives, self.optimizers, self.clock, by_loop=self.steps_by_loop):
                 self._families.append(family)
             if any(isinstance(family, GradientHooks) for family in self._families):
                 self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
             if not self._goes_on:
-                if self._leads:
-                    self.recorder.write("layers", layer_rows(self.plan))
+                self._owes_layers = self._leads
+                self._write_layers()
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
-                if self.optimizer is not None and (message := stale_optimizer(self.plan.layers.model, self.optimizer)):
+                if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
             self._retime()
         except BaseException:
@@ -162,7 +161,7 @@ class Probe:
     def _detach(self) -> None:
         while self._families:
             self._families.pop().detach()
-        for watch in (self._scaling, self._loading, self._metrics.rate):
+        for watch in (self._scaling, self._loading, self._metrics.steps):
             if watch is not None:
                 watch.detach()
 
@@ -189,7 +188,7 @@ class Probe:
             raise ValueError(f"phase has to be 'train', 'eval' or 'sanity', not {phase!r}")
         if phase == self.phase:
             return
-        if self._busy:
+        if self._busy or (self.phase == "eval" and not self.clock.moment.micro_step):
             self.end_micro_step()
         if self.phase == "train":
             self._micro_steps = self.clock.moment.micro_step
@@ -206,7 +205,25 @@ class Probe:
         finally:
             self.phase = "train"
         self.recorder.end_step(due=due)
-        self._step_began += time.perf_counter() - began  # it is no part of the step that it stands in
+        seconds = time.perf_counter() - began
+        self._step_began += seconds  # it is no part of the step that it stands in
+        if self.budget is not None and not due:
+            self.budget.leave_out(seconds)
+
+    @contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        """Inside, the run's own checkpoint is made: interventions leave it as it is. What records see of it is written."""
+        self.clock.in_checkpoint = True
+        try:
+            yield
+        finally:
+            self.clock.in_checkpoint = False
+        due = [live for live in self.lives if live.due and live.rhythm == "occasion"]
+        for live in due:
+            if live.busy:
+                live.settle()
+        if due:
+            self.recorder.end_step()
 
     @property
     def overhead(self) -> float | None:
@@ -242,10 +259,25 @@ class Probe:
                 loss = family.see(loss)
         return loss
 
-    def before_optimizer_step(self) -> None:
-        """The gradients are all there, and the optimizer is about to use them: for loops that say so themselves."""
+    def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
+        """The gradients are all there, and an optimizer is about to use them: for loops that say so themselves.
+
+        Args:
+            optimizer: Which one; required where there are several.
+
+        Raises:
+            ValueError: It is required, or it is not one of those that the probe was given.
+        """
+        plain = self.optimizers if optimizer is None else optimizers_of(optimizer)
+        if len(plain) > 1 or not set(plain) <= set(self.optimizers):
+            problem = (
+                "is not one that the probe was given"
+                if optimizer is not None
+                else "is required, since there are several"
+            )
+            raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
         for family in self._families:
-            if isinstance(family, BoundaryHooks | StepHooks):
+            if isinstance(family, BoundaryHooks | StepHooks) and family.optimizer in plain:
                 family.before_step()
 
     def end_micro_step(self) -> None:
@@ -283,7 +315,7 @@ class Probe:
             due = (*self._due, "rows of the step before") if self.recorder.is_owing else self._due
             row = self._end_step(loss, samples, metrics)
             if self.budget is not None:
-                self.budget.end_step(self.step + 1)
+                self.budget.end_step(self.step + 1, time.perf_counter() - self._step_began, late=due != self._due)
             now = time.perf_counter()
             self._overhead.add(due, now - self._step_began)
             self._step_began = now
@@ -295,15 +327,31 @@ class Probe:
     ) -> Mapping[str, float | None]:
         if self._busy or not self.clock.moment.micro_step:
             self.end_micro_step()
-        skipped = None if self._scaling is None else self._scaling.take()
+        skipped = None if self._scaling is None or not self.optimizers else self._scaling.take()
         seconds = time.perf_counter() - self._step_began
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
-        for live in self.lives:
-            if live.due and live.rhythm == "step":
-                live.settle(SKIPPED_STEP if self._scaling is not None and row["skipped"] else None)
+        self._write_layers()
+        self._settle_steps(row)
         self._notice_replacements()
         self.recorder.end_step(due=bool(self._due))
         return row
+
+    def _settle_steps(self, row: Mapping[str, float | None]) -> None:
+        """Settle the sites around optimizers' steps: not each of several optimizers makes one in every step of the loop."""
+        stepped, several = (
+            self._metrics.steps is not None and self._metrics.steps.take_stepped(),
+            len(self.optimizers) > 1,
+        )
+        due = [live for live in self.lives if live.due and live.rhythm == "step"]
+        idle = [live for live in due if not live.busy]
+        skipped = False
+        if idle and self._scaling is not None:
+            skipped = several and self._scaling.backed_off() if stepped else bool(row["skipped"])
+        if stepped and several and not skipped:
+            for live in idle:
+                live.excuse(OTHER_STEP)
+        for live in due:
+            live.settle(SKIPPED_STEP if skipped else None)
 
     def write_metrics(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
@@ -317,17 +365,27 @@ class Probe:
 
     def _retime(self, **moment: Any) -> None:
         """Move the clock on, and tell the families of sites that became due, or ceased to be."""
+        before = self.phase
         self.clock.moment = self.clock.moment._replace(**moment)
+        self.clock.phases.add(self.phase)
         self.clock.turn += 1
-        changed = False
+        changed = self.phase != before
         dues = {name: spec.schedule.due(self.step, self.phase) for name, spec in self.plan.specs.items()}
         for live in self.lives:
             changed |= live.turn(dues[live.site.spec.name])
         if changed or self.clock.turn == 1:
-            acting = (live.site.spec.name for live in self.lives if live.due and live.rhythm != "occasion")
-            self._due = tuple(dict.fromkeys(acting))
+            acting = [live for live in self.lives if live.due and live.rhythm != "occasion"]
+            self._due = tuple(dict.fromkeys(live.site.spec.name for live in acting))
+            if self.budget is not None:
+                self.budget.see_due(acting)
             for family in self._families:
                 family.refresh()
+
+    def _write_layers(self, *, at_the_end: bool = False) -> None:
+        """Write the layers table once: lazy modules have their sizes after the first forward pass."""
+        if self._owes_layers and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
+            self._owes_layers = False
+            self.recorder.write("layers", layer_rows(self.plan))
 
     def _notice_replacements(self) -> None:
         """Modules and parameters that were put in the place of others: named, and parameters' hooks put on again."""
@@ -364,7 +422,7 @@ class Probe:
 
     def coverage(self) -> list[dict[str, Any]]:
         """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""
-        return coverage_rows(self.lives, self.recorder.dropped, running=self._busy)
+        return coverage_rows(self.lives, self.plan.layers, self.recorder.dropped, running=self._busy)
 
     def _finish(self, error: BaseException | None) -> None:
         """Write down what is left: the rows of a step that broke off, the ledger, and what is wrong with it."""
@@ -372,12 +430,14 @@ class Probe:
             self.event("no_end_step", "end_step was never called: all rows bear step 0, and no schedule moved on")
         self.recorder.end_step(alone=error is not None)
         self.recorder.flush()
+        self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
         for live in self.lives:
-            if live.ever_due and live.rhythm == "occasion":
+            if live.ever_due and live.rhythm == "occasion" and (live.busy or not (live.expected or live.excuses)):
                 live.settle()
-        rows = coverage_rows(self.lives, self.recorder.dropped, running=self._busy or error is not None)
+        running = self._busy or error is not None
+        rows = coverage_rows(self.lives, self.plan.layers, self.recorder.dropped, running=running)
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):
             self.event("coverage", message, layer=layer)
@@ -399,6 +459,7 @@ class Probe:
         return {
             "step": self.step,
             "epoch": self.epoch,
+            "phases": sorted(self.clock.phases),
             "warnings": list(self.warnings),
             "recorder": self.recorder.state_dict(),
             "alerts": self.alerts.state_dict(),
@@ -411,6 +472,7 @@ class Probe:
         """Go on from where another probe on the same plan was; before this one is entered."""
         self._goes_on = True
         self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
+        self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
         self.alerts.load_state_dict(state["alerts"])

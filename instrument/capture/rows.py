@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from ..plan.sites import HookPlan
 from .sink import Row
+
+
+def has_lazy_parameters(model: nn.Module) -> bool:
+    """Whether some parameters have no shape yet, since no forward pass has run their module."""
+    return any(is_lazy(parameter) for parameter in model.parameters())
 
 
 def layer_rows(plan: HookPlan) -> list[Row]:
@@ -13,6 +21,9 @@ def layer_rows(plan: HookPlan) -> list[Row]:
         parameters = [parameter for _, parameter in layer.own_parameters()]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         hooks = list(dict.fromkeys(site.spec.name for site in plan.at(layer)))
-        sizes = (sum(parameter.numel() for parameter in group) for group in (parameters, trainable))
+        sizes = (
+            None if any(is_lazy(parameter) for parameter in group) else sum(parameter.numel() for parameter in group)
+            for group in (parameters, trainable)
+        )
         rows.append((layer.name, list(layer.aliases), layer.type, layer.depth, *sizes, hooks))
     return rows

@@ -5,7 +5,7 @@ The files are written with these schemas, and the docs' table is made from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..kinds.causes import NO_INPUT_GRAPH
 from ..spec.statistics import STATISTICS
 
 NEVER_DUE = "never due: its schedule has none of the steps that were run"  # a cause in the coverage table
@@ -105,7 +106,8 @@ IDENTITY = (
         "call",
         pa.int32(),
         "call",
-        "n-th call of the module in the micro-step, from 0; -1 where nothing tells which one is repeated",
+        "n-th call of the module in the micro-step, or n-th step of the optimizer in the step, from 0; -1 where nothing tells which "
+        "call is repeated",
     ),
     Column(
         "backward",
@@ -213,7 +215,12 @@ TABLES: dict[str, Table] = {
                 Column(
                     "accuracy", pa.float64(), "fraction", "share of the samples whose most likely class is the target's"
                 ),
-                Column("lr", pa.float64(), "", "learning rate of the first parameter group, as the step used it"),
+                Column(
+                    "lr",
+                    pa.float64(),
+                    "",
+                    "learning rate of the first optimizer's first parameter group, as its step used it",
+                ),
                 Column(
                     "grad_norm",
                     pa.float64(),
@@ -222,7 +229,12 @@ TABLES: dict[str, Table] = {
                 ),
                 Column("seconds", pa.float64(), "s", "wall time of the step or the evaluation"),
                 Column("samples_per_second", pa.float64(), "1/s", "samples over seconds"),
-                Column("skipped", pa.bool_(), "", "whether a gradient scaler skipped the step; null without one"),
+                Column(
+                    "skipped",
+                    pa.bool_(),
+                    "",
+                    "whether a gradient scaler skipped the step, of several optimizers all of theirs; null without a scaler",
+                ),
             ),
         ),
         Table(
@@ -236,7 +248,8 @@ TABLES: dict[str, Table] = {
                     "expected",
                     pa.int64(),
                     "firings",
-                    "how often it should have fired: in each micro-step that it was due in, once a call, and once where there was none",
+                    "how often it should have fired: in each micro-step that it was due in, once a call, and once where there was none; "
+                    "steps at which its parameter is frozen, or not in the optimizer, do not count",
                 ),
                 Column("fired", pa.int64(), "firings", "how often it did"),
                 Column("dropped", pa.int64(), "tensors", "recorded tensors for which there was no room"),
@@ -244,7 +257,8 @@ TABLES: dict[str, Table] = {
                     "cause",
                     pa.string(),
                     "",
-                    "why it fired less often than expected, or was never due; empty where all is well",
+                    "why it fired less often than expected, or was not expected to; the most frequent cause first; empty where all "
+                    "is well",
                 ),
             ),
         ),
@@ -349,3 +363,13 @@ def _type_name(kind: pa.DataType) -> str:
     if pa.types.is_list(kind):
         return f"list<{kind.value_type}>"
     return str(kind)
+
+
+def is_silent(row: Mapping[str, Any]) -> bool:
+    """Whether a row of the coverage table is worth a warning: a hook fired less often than expected, or at no time.
+
+    A record of a gradient that cannot be, such as that of the data, is as it should be.
+    """
+    if row["expected"]:
+        return bool(row["fired"] < row["expected"])
+    return row["cause"] not in ("", NO_INPUT_GRAPH)

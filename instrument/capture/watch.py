@@ -8,22 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..kinds.causes import REPLACED
 from ..kinds.live import Clock, LiveSite, Uncopied
 
 
 class ScalerWatch:
-    """Knows what a gradient scaler multiplies the loss by, and whether it let the optimizer make its step."""
+    """Knows what a gradient scaler multiplies the loss by, and whether it let the optimizers make their steps."""
 
-    def __init__(self, scaler: GradScaler, optimizer: Optimizer | None) -> None:
+    def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
         self.scaler = scaler
-        self.stepped = False
-        self.found_inf: Tensor | None = None
-        self.handle: RemovableHandle | None = None
-        if optimizer is not None:
-            self.handle = optimizer.register_step_pre_hook(self.before_step)
+        self.found: list[Tensor | None] = []  # by each step that is made in the step that is running
+        self.scales = (torch.tensor(scaler.get_scale()),) * 2  # after the step before, and after this one
+        self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def scale(self) -> Tensor:
         """The factor, on the scaler's device."""
@@ -31,45 +28,62 @@ class ScalerWatch:
         return torch.ones(()) if current is None else current
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """The optimizer is called; one that unscales by itself is told by a tensor whether to do anything."""
-        self.stepped = True
-        self.found_inf = getattr(optimizer, "found_inf", None)
+        """An optimizer is called; one that unscales by itself is told by a tensor whether to do anything."""
+        self.found.append(getattr(optimizer, "found_inf", None))
 
     def take(self) -> Tensor | float:
-        """Whether the step that has just ended was skipped, as 0 or 1, perhaps still on the device."""
-        stepped, found = self.stepped, self.found_inf
-        self.stepped, self.found_inf = False, None
-        if not stepped:
-            return 1.0
-        return 0.0 if found is None else (found > 0).to(torch.float32)
+        """Whether the scaler skipped every optimizer in the step that has just ended, as 0 or 1, perhaps on the device."""
+        found, self.found = self.found, []
+        self.scales = (self.scales[1], self.scale().clone())
+        told = [each for each in found if each is not None]
+        if not found or len(told) < len(found):
+            return 0.0 if found else 1.0
+        return torch.stack([(each > 0).to(told[0].device, torch.float32) for each in told]).amin()
+
+    def backed_off(self) -> bool:
+        """Whether the scaler met a value that is not finite in the step that has just ended.
+
+        This waits for the device, as the scaler did to decide on the step.
+        """
+        before, after = self.scales
+        return bool(after < before.to(after.device))
 
     def detach(self) -> None:
-        """Remove the hook."""
-        if self.handle is not None:
-            self.handle.remove()
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
 
 
-class RateWatch:
-    """Knows the learning rate that the optimizer's last step was made with, whatever a scheduler has set since."""
+class StepWatch:
+    """Knows whether an optimizer made a step, and the learning rate of the first one, whatever a scheduler has set since."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.first = optimizers[0]
+        self.stepped = False
         self.used: Tensor | float | None = None
-        self.handle = optimizer.register_step_pre_hook(self.before_step)
+        self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """The optimizer is about to use it."""
-        rate = optimizer.param_groups[0]["lr"]
-        self.used = rate.clone() if isinstance(rate, Tensor) else rate
+        """An optimizer is about to make its step."""
+        self.stepped = True
+        if optimizer is self.first:
+            rate = optimizer.param_groups[0]["lr"]
+            self.used = rate.clone() if isinstance(rate, Tensor) else rate
 
-    def take(self) -> Tensor | float:
-        """Of the first parameter group, in the step that has just ended; what is set now where none was made."""
+    def take_stepped(self) -> bool:
+        """Whether any optimizer made a step in the step that has just ended."""
+        stepped, self.stepped = self.stepped, False
+        return stepped
+
+    def take_rate(self) -> Tensor | float:
+        """Of the first optimizer's first parameter group in that step; what is set now where the optimizer made none."""
         used, self.used = self.used, None
-        return self.optimizer.param_groups[0]["lr"] if used is None else used
+        return self.first.param_groups[0]["lr"] if used is None else used
 
     def detach(self) -> None:
-        """Remove the hook."""
-        self.handle.remove()
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
 
 
 class ModuleWatch:

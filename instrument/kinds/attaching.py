@@ -11,6 +11,7 @@ from .loss import LossHooks
 from .module import ModuleHooks
 from .module_backward import ModuleBackwardHooks
 from .optimizer import StepHooks
+from .owners import Owners
 from .parameter import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
 
@@ -18,15 +19,15 @@ Place = tuple[type[Family], int, bool, bool]
 
 
 def attach_sites(
-    lives: Sequence[LiveSite], optimizer: Optimizer | None, clock: Clock, *, by_loop: bool = False
+    lives: Sequence[LiveSite], optimizers: Sequence[Optimizer], clock: Clock, *, by_loop: bool = False
 ) -> Iterator[Family]:
     """Attach all sites; each family is given out once it is attached, so that it can be detached whatever comes next.
 
     Args:
         lives: The sites.
-        optimizer: The optimizer; None where no site needs it.
+        optimizers: The optimizers; none where no site needs one.
         clock: The probe's.
-        by_loop: The loop says when the optimizer is about to step, since a hook on it would come too early.
+        by_loop: The loop says when an optimizer is about to step, since a hook on it would come too early.
     """
     groups: dict[Place, list[LiveSite]] = {}
     for live in lives:
@@ -43,19 +44,26 @@ def attach_sites(
             yield GradientHooks(sites, clock)
         elif family is LossHooks:
             yield LossHooks(sites, clock)
-        elif optimizer is not None:
-            yield _around(family, optimizer, sites, clock, by_loop)
+        else:
+            owners = Owners(optimizers)
+            for optimizer in optimizers:
+                yield _around(family, optimizer, owners, sites, clock, by_loop)
 
 
 def _around(
-    family: type[Family], optimizer: Optimizer, sites: Sequence[LiveSite], clock: Clock, by_loop: bool
+    family: type[Family],
+    optimizer: Optimizer,
+    owners: Owners,
+    sites: Sequence[LiveSite],
+    clock: Clock,
+    by_loop: bool,
 ) -> Family:
-    """The families that hang on the optimizer."""
+    """The families that hang on an optimizer."""
     if family is BoundaryHooks:
-        return BoundaryHooks(optimizer, sites, clock, by_loop=by_loop)
+        return BoundaryHooks(optimizer, owners, sites, clock, by_loop=by_loop)
     if family is StepHooks:
-        return StepHooks(optimizer, sites, clock, by_loop=by_loop)
-    return OptimizerStateDictHooks(optimizer, sites, clock)
+        return StepHooks(optimizer, owners, sites, clock, by_loop=by_loop)
+    return OptimizerStateDictHooks(optimizer, owners, sites, clock)
 
 
 def _place(live: LiveSite) -> Place:

@@ -84,6 +84,11 @@ class Calls:
         """The call that began last is over; None where it began unseen."""
         return self.under_way.pop() if self.under_way else None
 
+    @property
+    def broke_off(self) -> bool:
+        """Whether a call of the turn that is running began and did not end: its forward pass raised an exception."""
+        return self.turn == self.clock.turn and any(not call.again for call in self.under_way)
+
     def _number_of_repeated(self, around: list[tuple[object, bool]]) -> int:
         """The number that a call had in the first pass: by its place among the calls of its segment."""
         task = torch._C._current_graph_task_id()

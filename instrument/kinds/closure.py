@@ -9,14 +9,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def when_gradients_are_there(
-    args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[int], None]
+    args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
 ) -> Arguments | None:
     """Act at once where a step has no closure; behind the closure, each time that it is called, where there is one.
 
     Args:
         args: What a pre hook of `optimizer.step` is given: the optimizer, and the closure where it is positional.
         kwargs: The same, by name.
-        act: What to do; it is given how often it was done in this step before.
+        act: What to do.
 
     Returns:
         What the step is to be called with instead; None where it has no closure.
@@ -24,15 +24,12 @@ def when_gradients_are_there(
     optimizer, *positional = args
     closure = kwargs.get("closure", positional[0] if positional else None)
     if closure is None:
-        act(0)
+        act()
         return None
-    calls = 0
 
     def followed() -> Any:
-        nonlocal calls
         loss = closure()
-        act(calls)
-        calls += 1
+        act()
         return loss
 
     if "closure" in kwargs:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Action, Context, Moment
+from ..actions.functions import straight_through
 from ..actions.intervention import describe
 from ..errors import HookError, InstrumentError, own_frame
+from ..plan.shapes import refuse_misfit
 from ..plan.sites import Site
 from ..sharded import is_sharded, own_part, sharded_like, whole
 from ..spec.functions import FunctionSpec, PenaltySpec
 from ..spec.globs import matches
 from ..spec.record import RecordSpec
-from .causes import NO_GRADIENT, absent
+from ..stats.vector import unreadable
+from .causes import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, absent
 from .meter import Meter
 from .scope import Parallel, scope_of
+
+if TYPE_CHECKING:
+    from .calls import Calls
 
 
 @dataclass
@@ -31,7 +38,8 @@ class Clock:
     `turn` counts the micro-steps of the whole run, in all phases: what belongs to one of them starts anew when it
     has moved on. `amp_scale` gives what a gradient scaler has multiplied the loss by; None where there is no scaler.
     `meter` measures what hooks cost; None where nobody asks. `parallel` says how several processes train together, and
-    `rank` which of them this is; None for a single one.
+    `rank` which of them this is; None for a single one. `phases` are those that there have been. `in_checkpoint` is true
+    while the runner makes its own checkpoint, which interventions leave as it is.
     """
 
     moment: Moment
@@ -42,6 +50,8 @@ class Clock:
     meter: Meter | None = None
     parallel: Parallel | None = None
     rank: int = 0
+    phases: set[str] = field(default_factory=set)
+    in_checkpoint: bool = False
 
     @property
     def boundary(self) -> Moment:
@@ -66,36 +76,41 @@ class LiveSite:
     __slots__ = (
         "_calls",
         "_due_at",
-        "_excused",
+        "_excuses",
         "_fired",
-        "_missed",
+        "_misses",
         "absent",
         "action",
         "away",
         "causes",
         "clock",
+        "copied",
         "due",
         "dues",
+        "elsewhere",
         "ever_due",
+        "excuses",
         "expected",
         "fired",
-        "optimized",
+        "module_calls",
         "records",
         "rhythm",
         "scope",
         "site",
         "thin",
+        "trained",
+        "tried",
     )
 
-    def __init__(self, site: Site, action: Action, clock: Clock) -> None:
+    def __init__(self, site: Site, action: Action, clock: Clock, *, tried: bool = False) -> None:
         self.site = site
+        self.tried: set[str] | None = None if tried else set()  # paths whose shapes fit; None: a trial has seen to it
         self.action = action
         self.clock = clock
         self.records = isinstance(site.spec, RecordSpec)
         self.rhythm = site.spec.definition.rhythm
         self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
         self.absent = absent(site.spec.definition)
-        self.optimized = True
         self.due = False
         self.ever_due = False
         self.away = False  # whether a record looks away from training steps, to see what they take without it
@@ -104,8 +119,15 @@ class LiveSite:
         self._due_at: tuple[int, str] | None = None
         self.expected = 0
         self.fired = 0
-        self.causes: Counter[str] = Counter()
-        self._calls = self._fired = self._missed = self._excused = 0  # in the turn that is running
+        self.causes: Counter[str] = Counter()  # of firings that were expected
+        self.excuses: Counter[str] = Counter()  # of opportunities that were not counted
+        self.elsewhere: set[str] = set()  # phases in which there was an opportunity while the hook was not due
+        self.copied = False  # whether its module was copied with its hooks
+        self.module_calls: Calls | None = None  # of its module, where it has a forward hook
+        self.trained = True  # whether its parameter required a gradient when the step began
+        self._calls = self._fired = 0  # in the turn that is running
+        self._misses: list[str] = []
+        self._excuses: list[str] = []
 
     def turn(self, due: bool) -> bool:
         """The clock has moved on, and the schedule is due or not; whether that makes a difference."""
@@ -125,19 +147,33 @@ class LiveSite:
         """The site had an opportunity: its module was called, its optimizer made a step."""
         self._calls += 1
 
+    @property
+    def call(self) -> int:
+        """Which of the opportunities in this turn the latest is, from 0: an optimizer may make several steps in one."""
+        return self._calls - 1
+
     def hit(self) -> None:
         """It fired at one of them."""
         self._fired += 1
 
+    def meet(self, tensor: Tensor) -> bool:
+        """It had an opportunity at a tensor: count that, and give whether it fires, which takes values to read."""
+        self.called()
+        cause = unreadable(tensor)
+        self.hit() if cause is None else self.miss(cause)
+        return cause is None
+
     def miss(self, cause: str) -> None:
         """It could not fire at one of them."""
-        self._missed += 1
-        self.causes[cause] += 1
+        self._misses.append(cause)
 
     def excuse(self, cause: str) -> None:
-        """It had an opportunity at which a record has nothing to see by nature: noted, and not held against it."""
-        self._excused += 1
-        self.causes[cause] += 1
+        """It had an opportunity at which it is not expected to fire, such as a parameter that is frozen."""
+        self._excuses.append(cause)
+
+    def not_due(self) -> None:
+        """It had an opportunity while it was not due."""
+        self.elsewhere.add(self.clock.moment.phase)
 
     def settle(self, absent: str | None = None) -> None:
         """A turn in which the site was due is over: enter into the ledger what was expected and what was seen.
@@ -145,25 +181,36 @@ class LiveSite:
         Args:
             absent: The cause where there was no opportunity; the usual one of its kind without it.
         """
-        calls, fired, missed, excused = self._calls, self._fired, self._missed, self._excused
-        self._calls = self._fired = self._missed = self._excused = 0
-        self.expected += calls if calls or excused else 1
+        if not self.busy and self.rhythm == "micro_step" and self.is_frozen:
+            self.excuse(FROZEN)
+        calls, fired, excuses = self._calls, self._fired, self._excuses
+        self.expected += calls if calls or excuses else 1
         self.fired += fired
-        if not calls and not fired and not excused:
-            self.causes[self.site.note or absent or self.absent] += 1
-        elif fired + missed < calls:
-            self.causes[NO_GRADIENT] += calls - fired - missed
+        self.excuses.update(excuses)
+        if not calls and not fired and not excuses:
+            self.causes[self._unknown(absent or self.absent)] += 1
+        elif fired < calls:  # what checkpointing repeats may fire where the first pass could not
+            misses = self._misses[: calls - fired]
+            self.causes.update(misses)
+            if more := calls - fired - len(misses):
+                self.causes[self._unknown(NO_GRADIENT)] += more
+        self._calls = self._fired = 0
+        self._misses.clear()
+        self._excuses.clear()
+
+    def _unknown(self, cause: str) -> str:
+        """The cause where nothing was noted: the usual one, unless the module's forward pass was seen to break off."""
+        return RAISED if self.module_calls is not None and self.module_calls.broke_off else cause
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its parameter needs no gradient, or needed none when the step began."""
+        return self.site.parameter is not None and not (self.trained and self.current_parameter().requires_grad)
 
     @property
     def busy(self) -> bool:
         """Whether anything happened to it in the turn that is running."""
-        return bool(self._calls or self._fired or self._excused)
-
-    @property
-    def cause(self) -> str:
-        """Why it fired less often than expected, or was not expected to fire; empty where all is well."""
-        silent = self.fired < self.expected or not self.expected
-        return self.causes.most_common(1)[0][0] if silent and self.causes else ""
+        return bool(self._calls or self._fired or self._excuses)
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger, between two turns."""
@@ -171,6 +218,9 @@ class LiveSite:
             "expected": self.expected,
             "fired": self.fired,
             "causes": dict(self.causes),
+            "excuses": dict(self.excuses),
+            "elsewhere": sorted(self.elsewhere),
+            "copied": self.copied,
             "ever_due": self.ever_due,
             "absent": self.absent,
             "thin": self.thin,
@@ -180,7 +230,8 @@ class LiveSite:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a ledger."""
         self.expected, self.fired = state["expected"], state["fired"]
-        self.causes = Counter(state["causes"])
+        self.causes, self.excuses = Counter(state["causes"]), Counter(state["excuses"])
+        self.elsewhere, self.copied = set(state["elsewhere"]), state["copied"]
         self.ever_due, self.absent = state["ever_due"], state["absent"]
         self.thin, self.dues = state["thin"], state["dues"]
 
@@ -211,7 +262,7 @@ class LiveSite:
 
     def current_parameter(self) -> Parameter:
         """The parameter that stands at the site now."""
-        parameter = self.site.layer.module._parameters[self.site.own_name]
+        parameter = self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
         assert parameter is not None, "a site at a parameter was resolved from one"
         return parameter
 
@@ -231,9 +282,13 @@ class LiveSite:
 
         Raises:
             HookError: The action failed, or gave what does not fit; it names hook, kind, layer and step.
+            ConfigError: The spec does not fit the shape of the first tensor that the site sees.
         """
         spec, layer = self.site.spec, self.site.layer
         shard = is_sharded(tensor)
+        if self.tried is not None and path not in self.tried and not shard:
+            self.tried.add(path)
+            refuse_misfit(self.site, path, tensor)
         if shard and value is not None:
             value = (own_part if self.records else whole)(value)
         context = Context(
@@ -262,10 +317,19 @@ class LiveSite:
         return sharded_like(new, tensor) if is_sharded(tensor) else new
 
     def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
-        """A gradient of a loss that a gradient scaler multiplied: it is seen and changed in its true scale, in float32."""
-        true = tensor.float() / scale.to(tensor.device)
+        """A gradient of a loss that a gradient scaler multiplied: it is seen and changed in its true scale.
+
+        Elements that the action leaves as they are keep all of their bits, whatever the scale.
+        """
+        true = unscaled(tensor, scale)
         new = self._act(true, context)
-        return tensor if new is true else (new * scale.to(tensor.device)).to(tensor.dtype)
+        if new is true:
+            return tensor
+        scaled = (new * scale.to(tensor.device)).to(tensor.dtype)
+        if tensor.is_sparse:
+            return scaled
+        kept = (new == true) | (new.isnan() & true.isnan())
+        return straight_through(scaled, torch.where(kept, tensor, scaled))
 
     def _act(self, tensor: Tensor, context: Context) -> Tensor:
         if (meter := self.clock.meter) is None:
@@ -284,6 +348,12 @@ class LiveSite:
         return tensor if new is None else new
 
 
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """A gradient without the factor of a gradient scaler: in float32, where the gradient is not in a wider type."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.to(wide) / scale.to(gradient.device)
+
+
 class Uncopied:
     """A family that hangs on a module, and is copied or pickled along with it: what comes of it does nothing.
 
@@ -292,12 +362,19 @@ class Uncopied:
     """
 
     clock: Clock
+    lives: Sequence[LiveSite] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Uncopied:
+        self._note_copy()
         return _lifeless(type(self))
 
     def __reduce__(self) -> tuple[Callable[[type[Uncopied]], Uncopied], tuple[type[Uncopied]]]:
+        self._note_copy()
         return _lifeless, (type(self),)
+
+    def _note_copy(self) -> None:
+        for live in self.lives:
+            live.copied = True
 
 
 def _lifeless(family: type[Uncopied]) -> Uncopied:
@@ -327,3 +404,10 @@ def fire_all(
     for live in lives:
         tensor = live.fire(tensor, path, firing, value=value)
     return tensor
+
+
+def no_graph() -> str:
+    """Why a tensor that needs no gradient needs none, as far as that is known here."""
+    if torch.is_inference_mode_enabled():
+        return INFERENCE
+    return NO_GRAPH if torch.is_grad_enabled() else NO_GRAD

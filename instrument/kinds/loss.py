@@ -30,10 +30,11 @@ class LossHooks:
         if self.turn != self.clock.turn:
             self.turn, self.calls = self.clock.turn, 0
         self.calls += 1
-        for live in self.due:
-            live.called()
-            live.hit()
-        return fire_all(self.due, loss, "", Firing(self.calls - 1))
+        for live in self.lives:
+            if not live.due:
+                live.not_due()
+        firing = [live for live in self.due if live.meet(loss)]
+        return fire_all(firing, loss, "", Firing(self.calls - 1))
 
     def detach(self) -> None:
         """Nothing was attached to anything."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median, pvariance
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0  # as three networks had it, measured for minutes
+
+HELD_UP = 5.0  # times the median deviation from the median, beyond which a step was held up
 
 
 def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) -> float:
@@ -30,9 +32,18 @@ def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) 
     if min(len(looking), len(away)) < 3 or told <= 0.0:
         return USUAL_FACTOR
     found = (median(looking) - median(away)) / told
-    variance = (pvariance(looking) / len(looking) + pvariance(away) / len(away)) / told**2 + 1e-9
+    variance = (usual_variance(looking) / len(looking) + usual_variance(away) / len(away)) / told**2 + 1e-9
     usual, own = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
     return min(max((USUAL_FACTOR * usual + found * own) / (usual + own), 1.0), MOST_FACTOR)
+
+
+def usual_variance(seconds: Collection[float]) -> float:
+    """The variance of what steps took, without those in which the machine did something else, as a median has it."""
+    middle = median(seconds)
+    usual = median(abs(taken - middle) for taken in seconds)
+    kept = [taken for taken in seconds if abs(taken - middle) <= HELD_UP * usual]
+    mean = fmean(kept)
+    return fmean((taken - mean) ** 2 for taken in kept)
 
 
 class Meter:

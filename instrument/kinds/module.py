@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..compiler import outside_graphs
 from ..nested import map_leaves
+from ..stats.vector import unreadable
 from .calls import Call, Calls
 from .causes import NO_TENSOR, TRANSFORMED
 from .live import Clock, Firing, LiveSite, Uncopied, fire_all
@@ -22,15 +25,8 @@ from .tensor import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-HookT = TypeVar("HookT", bound=Callable[..., Any])
-
 
 _UNMEASURED = nullcontext()
-
-
-def outside_graphs(hook: HookT) -> HookT:
-    """Keep a hook out of what torch.compile compiles: it breaks the graph there, and runs as it is written."""
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
 
 class ModuleHooks(Uncopied):
@@ -52,21 +48,31 @@ class ModuleHooks(Uncopied):
         self.clock = clock
         self.active = False
         self.calls = Calls(clock)
+        for live in lives:
+            live.module_calls = self.calls
+        self.idle: list[LiveSite] = []  # sites that are not due, until the module is called
         self.pre: list[LiveSite] = []
         self.seen_input: list[LiveSite] = []
         self.output: list[LiveSite] = []
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
         self.handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self.before, prepend=prepend, with_kwargs=True),
-            module.register_forward_hook(self.after, prepend=prepend, with_kwargs=True, always_call=always_call),
+            module.register_forward_pre_hook(self._bound(ModuleHooks.before), prepend=prepend, with_kwargs=True),
+            module.register_forward_hook(
+                self._bound(ModuleHooks.after), prepend=prepend, with_kwargs=True, always_call=always_call
+            ),
         ]
+
+    def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of this object that torch.compile leaves alone; a copy of the model gets that of the copied object."""
+        return MethodType(outside_graphs(hook), self)
 
     def refresh(self) -> None:
         """Sort the sites that are due to where they act."""
         due = [live for live in self.lives if live.due]
         places = [(live.site.spec.kind, live.site.spec.tensor_role, live) for live in due]
         self.active = bool(due)
+        self.idle = [live for live in self.lives if not live.due]
         self.pre = [live for kind, _, live in places if kind == "forward_pre"]
         self.seen_input = [live for kind, role, live in places if kind == "forward" and role == "input"]
         self.output = [live for kind, role, live in places if kind == "forward" and role == "output"]
@@ -83,10 +89,15 @@ class ModuleHooks(Uncopied):
         ]
         self.input_gradients.total = [live for kind, role, live in places if kind == "tensor" and role == "input"]
 
-    @outside_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
-        if self.clock.closed or not self.active:
+        if self.clock.closed:
+            return None
+        if self.idle:
+            for live in self.idle:
+                live.not_due()
+            self.idle = []
+        if not self.active:
             return None
         with self.clock.meter or _UNMEASURED:
             return self._before(module, args, kwargs)
@@ -108,7 +119,6 @@ class ModuleHooks(Uncopied):
             self.output_gradients.note_inputs(new, call)
         return None if new is given else _part(new, len(args))
 
-    @outside_graphs
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs are seen and changed, and their gradients bespoken."""
         if self.clock.closed or not self.active or _is_transformed():
@@ -132,9 +142,13 @@ class ModuleHooks(Uncopied):
         """Let sites act on every tensor of a value. Of a pass that is made again no rows are written twice."""
         acting = [live for live in lives if not (call.again and live.records)]
         fired: set[LiveSite] = set()
+        obstacles: dict[LiveSite, str] = {}
 
         def act(path: str, tensor: Tensor) -> Tensor:
             mine = [live for live in acting if live.takes(tensor, path)]
+            if mine and (cause := unreadable(tensor)) is not None:
+                obstacles.update(dict.fromkeys(mine, cause))
+                return tensor
             fired.update(mine)
             return fire_all(mine, tensor, path, Firing(call.number, recompute=call.again))
 
@@ -142,7 +156,7 @@ class ModuleHooks(Uncopied):
         if not call.again:
             for live in lives:
                 live.called()
-                live.hit() if live in fired else live.miss(NO_TENSOR)
+                live.hit() if live in fired else live.miss(obstacles.get(live, NO_TENSOR))
         return new
 
     def detach(self) -> None:

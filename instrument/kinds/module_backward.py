@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from ..actions.base import UNKNOWN_CALL
 from ..errors import ConfigError, Mistake
 from ..nested import leaves, map_leaves
+from ..stats.vector import unreadable
 from .calls import Call, Calls
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
-from .live import Clock, Firing, LiveSite, Uncopied, fire_all
+from .live import Clock, Firing, LiveSite, Uncopied, fire_all, no_graph
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an output is modified in place
 
@@ -45,6 +46,8 @@ class ModuleBackwardHooks(Uncopied):
         self.clock = clock
         self.bare = True  # the output is a tensor, not a tuple of them
         self.calls = Calls(clock)
+        for live in lives:
+            live.module_calls = self.calls
         self.awaited: list[Call] = []  # whose gradients are to come: the last call's come first
         self.handles: list[RemovableHandle] = []
 
@@ -79,10 +82,9 @@ class ModuleBackwardHooks(Uncopied):
             if not live.due:
                 continue
             at_input = live.site.spec.tensor_role == "grad_input"
-            obstacle = (
-                NO_TENSOR if not isinstance(output, Tensor | tuple) else _obstacle(live, args if at_input else output)
-            )
-            if at_input and obstacle == NO_GRAPH and live.records and torch.is_grad_enabled():
+            value = args if at_input else output
+            obstacle = _obstacle(live, value) if isinstance(output, Tensor | tuple) else NO_TENSOR
+            if at_input and obstacle == NO_GRAPH and live.records:
                 live.excuse(NO_INPUT_GRAPH)
                 continue
             live.called()
@@ -118,7 +120,7 @@ class ModuleBackwardHooks(Uncopied):
 
         def act(path: str, gradient: Tensor) -> Tensor:
             path = "" if role == "grad_output" and self.bare else path
-            mine = [live for live in lives if live.takes(gradient, path)]
+            mine = [live for live in lives if live.takes(gradient, path) and unreadable(gradient) is None]
             fired.update(mine)
             return fire_all(mine, gradient, path, firing)
 
@@ -139,4 +141,7 @@ def _obstacle(live: LiveSite, value: Any) -> str:
     tensors = [tensor for path, tensor in leaves(value) if live.wants(path)]
     if not tensors:
         return NO_TENSOR
-    return "" if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) else NO_GRAPH
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return no_graph()
+    causes = [unreadable(tensor) for tensor in tensors if tensor.requires_grad]
+    return "" if None in causes else causes[0] or ""

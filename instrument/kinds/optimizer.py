@@ -9,21 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .causes import NO_PARAMETER_GRADIENT, NO_STATE
+from .causes import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED
 from .closure import Arguments, when_gradients_are_there
 from .live import Clock, Firing, LiveSite
+from .owners import Owners, held_by
 
 
 class StepHooks:
-    """The step_pre and step_post sites of all specs, served by one hook in front of `optimizer.step` and one behind it.
+    """The step_pre and step_post sites of an optimizer, served by one hook in front of its `step` and one behind it.
 
     The one in front also keeps the parameters whose update is asked for.
     """
 
-    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock, *, by_loop: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer, owners: Owners, lives: Sequence[LiveSite], clock: Clock, *, by_loop: bool = False
+    ) -> None:
         self.optimizer = optimizer
+        self.owners = owners
         self.clock = clock
         self.pre = [live for live in lives if live.site.spec.kind == "step_pre"]
         self.post = [live for live in lives if live.site.spec.kind == "step_post"]
@@ -49,17 +54,23 @@ class StepHooks:
         self._act(self.pre)
         self._keep()
 
-    def _on_gradients(self, call: int) -> None:
-        self._act([live for live in self.pre if _is_gradient(live)], call)
+    def _on_gradients(self) -> None:
+        self._act([live for live in self.pre if _is_gradient(live)])
 
     @torch.no_grad()
     def _keep(self) -> None:
-        """Keep what the parameters are before they are updated, in memory that is used again at the next step."""
-        for live in self.post:
-            if live.due and live.site.spec.tensor_role == "update":
+        """Keep what the parameters are before they are updated, in memory that is used again at the next step.
+
+        It is float32 at least: the difference of two numbers in half precision is in general none.
+        """
+        for live in self._due(self.post):
+            if live.site.spec.tensor_role == "update":
                 parameter, room = live.current_parameter(), self.before.get(live)
-                if room is None or (room.shape, room.dtype, room.device) != _kind_of(parameter):
-                    room = self.before[live] = torch.empty_like(parameter)
+                if is_lazy(parameter):
+                    continue
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                if room is None or (room.shape, room.dtype, room.device) != (parameter.shape, wide, parameter.device):
+                    room = self.before[live] = torch.empty_like(parameter, dtype=wide)
                 room.copy_(parameter)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
@@ -68,45 +79,58 @@ class StepHooks:
             self._act(self.post)
 
     @torch.no_grad()
-    def _act(self, lives: Sequence[LiveSite], call: int = 0) -> None:
-        for live in lives:
-            if not live.due:
-                continue
-            live.called()
+    def _act(self, lives: Sequence[LiveSite]) -> None:
+        for live in self._due(lives):
             tensor = self._tensor(live)
-            if tensor is None:
-                live.miss(NO_PARAMETER_GRADIENT if live.site.spec.tensor_role == "param_grad" else NO_STATE)
+            if tensor is None or not live.meet(tensor):
                 continue
-            live.hit()
             live.action.prepare([tensor])
             of = live.current_parameter() if live.site.spec.tensor_role == "update" else None
-            new = live.fire(tensor, live.site.own_name, Firing(call), value=of)
+            new = live.fire(tensor, live.site.own_name, Firing(live.call), value=of)
             if new is not tensor:
                 tensor.copy_(new)
 
+    def _due(self, lives: Sequence[LiveSite]) -> list[LiveSite]:
+        return self.owners.sites_of(self.optimizer, [live for live in lives if live.due])
+
     def _tensor(self, live: LiveSite) -> Tensor | None:
-        role = live.site.spec.tensor_role
-        if role == "buffer":
-            return live.site.layer.module._buffers[live.site.own_name]
-        parameter = live.current_parameter()
+        """What the site sees; None where there is nothing, and the cause is noted."""
+        role, site = live.site.spec.tensor_role, live.site
+        held = site.layer.module._buffers.get(site.own_name) if role == "buffer" else live.current_parameter()
+        if held is not None and is_lazy(held):
+            return held
+        tensor = None if held is None else self._in_role(live, role, held)
+        if tensor is not None:
+            return tensor
+        if held is None:
+            live.called()
+            live.miss(NO_TENSOR)
+        elif not held.requires_grad:
+            live.excuse(FROZEN)
+        elif id(held) not in held_by(self.optimizer):
+            live.excuse(NOT_OPTIMIZED)
+        else:
+            live.called()
+            live.miss(NO_PARAMETER_GRADIENT if role == "param_grad" else NO_STATE)
+        return None
+
+    def _in_role(self, live: LiveSite, role: str, held: Tensor) -> Tensor | None:
         match role:
+            case "buffer":
+                return held
             case "param":
-                return parameter.detach()
+                return held.detach()
             case "param_grad":
-                return parameter.grad
+                return held.grad
             case "update":
-                return torch.sub(parameter, self.before[live], out=self.before[live])
-        state = self.optimizer.state.get(parameter, {}).get(role.removeprefix("state."))
+                return torch.sub(held.to(self.before[live].dtype), self.before[live], out=self.before[live])
+        state = self.optimizer.state.get(held, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
     def detach(self) -> None:
         """Remove both hooks, the last one first."""
         while self.handles:
             self.handles.pop().remove()
-
-
-def _kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _is_gradient(live: LiveSite) -> bool:

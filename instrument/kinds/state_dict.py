@@ -2,12 +2,13 @@
 
 Entries in a state dict are the live weights themselves, so an intervention puts a new tensor in an entry's place and
 leaves the weights as they are. A dict that is loaded was copied by PyTorch before the hooks see it: the caller's own
-is not written to.
+is not written to. The runner's own checkpoints are seen by records, and left as they are by interventions: what a run
+resumes from holds the live values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .causes import NO_STATE
+from .causes import CHECKPOINT, NO_STATE
 from .live import Clock, LiveSite, Uncopied
+from .owners import Owners
 
 
 class StateDictHooks(Uncopied):
@@ -60,23 +62,20 @@ class StateDictHooks(Uncopied):
         if self.clock.closed:
             return
         own = {**self.module._parameters, **self.module._buffers}
-        entries = {name: value.detach() for name, value in own.items() if value is not None}
-        self._act(kind, entries, "")
+        self._act(kind, {name: value for name, value in own.items() if value is not None}, "")
 
     def _act(self, kind: str, state: dict[str, Any], prefix: str) -> None:
-        for live in self._due(kind):
-            live.called()
+        for live in [] if self.clock.closed else _due(self.by_kind[kind], self.clock):
             key = prefix + live.site.own_name
             if isinstance(state.get(key), Tensor):
-                live.hit()
+                if not live.meet(state[key]):
+                    continue
                 new = live.fire(state[key].detach(), live.site.own_name)
                 if not live.records:
                     state[key] = new
             else:
+                live.called()
                 live.miss(f"the state dict has no entry {live.site.own_name!r} of this module")
-
-    def _due(self, kind: str) -> list[LiveSite]:
-        return [] if self.clock.closed else [live for live in self.by_kind[kind] if live.due]
 
     def detach(self) -> None:
         """Remove the hooks, the last one first."""
@@ -85,9 +84,10 @@ class StateDictHooks(Uncopied):
 
 
 class OptimizerStateDictHooks:
-    """The sites of the four state-dict kinds with role state.*: the optimizer's tensors for a parameter."""
+    """The sites of the four state-dict kinds with role state.*: an optimizer's tensors for its parameters."""
 
-    def __init__(self, optimizer: Optimizer, lives: Sequence[LiveSite], clock: Clock) -> None:
+    def __init__(self, optimizer: Optimizer, owners: Owners, lives: Sequence[LiveSite], clock: Clock) -> None:
+        self.owners = owners
         self.clock = clock
         self.by_kind = {kind: [live for live in lives if live.site.spec.kind == kind] for kind in _REGISTER}
         self.handles: list[RemovableHandle] = []
@@ -120,31 +120,30 @@ class OptimizerStateDictHooks:
         self._see("load_state_dict_post", optimizer)
 
     def _see(self, kind: str, optimizer: Optimizer) -> None:
-        for live in self._due(kind):
+        for live in self._due(kind, optimizer):
             self._fire(live, optimizer.state.get(live.current_parameter(), {}))
 
     def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's stay as they are
-        for live in self._due(kind):
+        for live in self._due(kind, optimizer):
             parameter = id(live.current_parameter())
             self._fire(live, entries.get(order.index(parameter), {}) if parameter in order else {})
         return {**state, "state": entries}
 
-    def _due(self, kind: str) -> list[LiveSite]:
-        return [live for live in self.by_kind[kind] if live.due and not self.clock.closed]
+    def _due(self, kind: str, optimizer: Optimizer) -> list[LiveSite]:
+        return self.owners.sites_of(optimizer, _due(self.by_kind[kind], self.clock))
 
     @staticmethod
     def _fire(live: LiveSite, entry: dict[str, Any]) -> None:
         name = live.site.spec.tensor_role.removeprefix("state.")
-        live.called()
-        if isinstance(entry.get(name), Tensor):
-            live.hit()
+        if not isinstance(entry.get(name), Tensor):
+            live.called()
+            live.miss(NO_STATE)
+        elif live.meet(entry[name]):
             new = live.fire(entry[name].detach(), live.site.own_name)
             if not live.records:
                 entry[name] = new
-        else:
-            live.miss(NO_STATE)
 
     def detach(self) -> None:
         """Remove the hooks, the last one first."""
@@ -158,3 +157,14 @@ _REGISTER = {
     "load_state_dict_pre": "register_load_state_dict_pre_hook",
     "load_state_dict_post": "register_load_state_dict_post_hook",
 }
+
+
+def _due(lives: Iterable[LiveSite], clock: Clock) -> list[LiveSite]:
+    """The sites at a state dict that are due; of the run's own checkpoint those that only look."""
+    due = [live for live in lives if live.due]
+    if clock.in_checkpoint:
+        for live in due:
+            if not live.records:
+                live.excuse(CHECKPOINT)
+        return [live for live in due if live.records]
+    return due

@@ -28,10 +28,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
+from ..stats.vector import unreadable
 from .awaited import Awaited, Behind, Hook, LeafHooks, Part
 from .calls import Call
-from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
-from .live import Clock, Firing, LiveSite, fire_all
+from .causes import NO_INPUT_GRAPH, NO_TENSOR
+from .live import Clock, Firing, LiveSite, fire_all, no_graph
 from .share import Edge, Share, edge_of, find_shares, next_number
 
 
@@ -43,6 +44,7 @@ class GradientCall:
         self.call = call
         self.clock = clock
         self.seen = False
+        self.unreadable: dict[str, str] = {}  # by path, why a tensor that gets a gradient has no values to read
         self.awaited: set[str] = set()
         self.taken: set[tuple[LiveSite, int]] = set()
         self.aliases: dict[int, Tensor] = {}
@@ -53,6 +55,9 @@ class GradientCall:
         for path, tensor in leaves(value) if self.lives else ():
             self.seen = True
             if tensor.requires_grad and torch.is_grad_enabled():
+                if (cause := unreadable(tensor)) is not None:
+                    self.unreadable[path] = cause
+                    continue
                 self.awaited.add(path)
                 yield path, tensor
 
@@ -106,11 +111,14 @@ class GradientCall:
                 continue
             if any(live.wants(path) for path in self.awaited):
                 live.called()
+            elif causes := [cause for path, cause in self.unreadable.items() if live.wants(path)]:
+                live.called()
+                live.miss(causes[0])
             elif no_fault and self.seen and live.records and torch.is_grad_enabled():
                 live.excuse(NO_INPUT_GRAPH)
             else:
                 live.called()
-                live.miss(NO_GRAPH if self.seen else NO_TENSOR)
+                live.miss(no_graph() if self.seen else NO_TENSOR)
 
 
 class Given:
@@ -211,7 +219,7 @@ class OutputGradients:
     def note_inputs(self, value: Any, call: Call) -> None:
         """Remember which tensors went in, and at which version, to know an output that is the input itself."""
         inputs = [tensor for _, tensor in leaves(value)]
-        call.versions = {id(tensor): tensor._version for tensor in inputs}
+        call.versions = {id(tensor): tensor._version for tensor in inputs if not tensor.is_inference()}
         call.on_data = not any(tensor.requires_grad for tensor in inputs)
 
     def bespeak(self, module: nn.Module, output: Any, call: Call) -> Any:

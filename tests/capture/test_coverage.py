@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from instrument.capture.coverage import NEVER_DUE, coverage_warnings
+from instrument.kinds.causes import FROZEN, NO_INPUT_GRAPH
 
 
 def row(layer: str, fired: int, expected: int = 4, cause: str = "", path: str = "", hook: str = "h") -> dict[str, Any]:
@@ -20,7 +21,12 @@ def row(layer: str, fired: int, expected: int = 4, cause: str = "", path: str = 
 
 
 def test_where_all_is_well_there_is_no_warning() -> None:
-    assert coverage_warnings([row("a", 4), row("b", 0, expected=0, cause="its input needs no gradient")]) == []
+    assert coverage_warnings([row("a", 4), row("b", 0, expected=0, cause=NO_INPUT_GRAPH)]) == []
+
+
+def test_a_hook_not_expected_to_fire_is_reported() -> None:
+    (warning,) = coverage_warnings([row("b", 0, expected=0, cause=FROZEN)])
+    assert warning == (f"hook 'h' (forward) did not fire on b: {FROZEN}", "b")
 
 
 def test_each_hook_and_cause_has_one_warning_with_its_own_counts() -> None:

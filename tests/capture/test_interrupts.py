@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ def train_one_step(model: nn.Module, probe: instrument.Probe) -> None:
 
 
 def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # to this very thread, and before it returns
 
 
 def test_ctrl_c_is_raised_when_the_block_is_done() -> None:

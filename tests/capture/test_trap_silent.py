@@ -6,6 +6,7 @@ models: ordinary networks with hooks of all kinds on all of their modules give n
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
-import transformers
 from torch import Tensor, nn
 
 import instrument
@@ -42,6 +41,36 @@ def forward_only(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Prob
 def only_evaluated(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     with probe.evaluating(), torch.no_grad():
         model(torch.randn(3, 2, 4))
+
+
+def only_checked(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    probe.phase = "sanity"
+    forward_only(model, optimizer, probe)
+    probe.phase = "train"
+
+
+def trained_and_evaluated_apart(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    whole(model, optimizer, probe)
+    with probe.evaluating():
+        pass
+
+
+def inferred(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    with torch.inference_mode():
+        model(torch.randn(3, 2, 4))
+
+
+def caught(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(3, 2, 5, requires_grad=True))
+
+
+def copied(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    copy.deepcopy(model)(torch.randn(3, 2, 4))
+
+
+def of_tokens(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    model(**tokens())
 
 
 def replaced(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
@@ -102,13 +131,26 @@ class Number(nn.Module):
         return int(x.sum())
 
 
+class Attention(nn.Module):
+    """As in timm: what `fused_attn` says decides whether the module for dropout is called."""
+
+    fused_attn = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn_drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.attn_drop.p)
+
+
 @dataclass(frozen=True)
 class Silent:
     """A hook that cannot fire.
 
     Attributes:
         spec: The hook.
-        cause: Why, in the words of `coverage`.
+        cause: Why, in the words of `coverage`, or some of them.
         step: What the loop does.
         model: The model.
         expected: How often it should have fired.
@@ -127,20 +169,47 @@ def hook(layers: str, kind: str, **more: Any) -> dict[str, Any]:
     return {"layers": layers, "kind": kind, **LOOK, **more}
 
 
+def tokens() -> dict[str, Any]:
+    return {"input_ids": torch.randint(2, 40, (2, 6)), "use_cache": False}
+
+
+def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        model = getattr(transformers, name)
+        return model(model.config_class(vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=0, **sizes))
+
+    return make
+
+
+GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
 SILENT = {
     "a module that nothing calls": Silent(hook("never_called", "forward"), causes.NOT_CALLED),
     "its gradients": Silent(hook("never_called", "full_backward"), causes.NOT_CALLED),
     "its parameters' gradients": Silent(hook("never_called", "post_accumulate_grad"), causes.NO_PARAMETER_GRADIENT),
     ".forward() called directly": Silent(hook("bypassed", "forward"), causes.NOT_CALLED),
     "weights used functionally": Silent(hook("functional", "tensor"), causes.NOT_CALLED),
-    "attention's projection": Silent(hook("attention.out_proj", "forward"), causes.NOT_CALLED),
+    "attention's projection": Silent(hook("attention.out_proj", "forward"), causes.PROJECTION),
     "an entry that a walk leaves out": Silent(hook("walked.spare", "forward_pre"), causes.NOT_CALLED),
     "an output that the loss does not depend on": Silent(hook("dead_end", "full_backward_pre"), causes.NO_GRADIENT),
     "a parameter that the loss does not depend on": Silent(
         hook("dead_end", "parameter_grad_micro"), causes.NO_PARAMETER_GRADIENT
     ),
-    "under no_grad": Silent(hook("without_graph", "full_backward_pre"), causes.NO_GRAPH),
-    "a whole pass under no_grad": Silent(hook("used", "tensor"), causes.NO_GRAPH, step=forward_only),
+    "under no_grad": Silent(hook("without_graph", "full_backward_pre"), causes.NO_GRAD),
+    "a whole pass under no_grad": Silent(hook("used", "tensor"), causes.NO_GRAD, step=forward_only),
+    "PyTorch's own hooks under no_grad": Silent(
+        hook("used", "full_backward", via="module", role="grad_output"), causes.NO_GRAD, step=forward_only
+    ),
+    "a whole pass under inference_mode": Silent(hook("used", "full_backward"), causes.INFERENCE, step=inferred),
+    "a forward pass that raised": Silent(hook("dead_end", "forward"), causes.RAISED, step=caught),
+    "gradients of a forward pass that raised": Silent(
+        hook("dead_end", "full_backward_pre"), causes.RAISED, step=caught
+    ),
+    "an input's gradient in a forward pass that raised": Silent(hook(".", "full_backward"), causes.RAISED, step=caught),
+    "what a forward pass that raised did not reach": Silent(
+        hook("attention", "forward"), causes.NOT_CALLED, step=caught
+    ),
     "a backward pass that never comes": Silent(
         hook("used", "post_accumulate_grad"), causes.NO_PARAMETER_GRADIENT, step=forward_only
     ),
@@ -152,7 +221,7 @@ SILENT = {
     "an output that is no tensor": Silent(hook("counting.number", "forward"), causes.NO_TENSOR),
     "a path that is not there": Silent(hook("attention", "forward", path="7"), causes.NO_TENSOR),
     "a parameter that the optimizer does not hold": Silent(
-        hook("walked.0", "parameter_grad", params="weight"), causes.NOT_OPTIMIZED, optimized="used"
+        hook("walked.0", "parameter_grad", params="weight"), causes.NOT_OPTIMIZED, expected=0, optimized="used"
     ),
     "an optimizer that makes no step": Silent(hook("used", "step_post"), causes.NO_STEP, step=forward_only),
     "a state that a parameter without a gradient has not": Silent(
@@ -165,8 +234,46 @@ SILENT = {
         hook("0", "forward"), causes.TRANSFORMED, step=per_sample, model=lambda: nn.Sequential(nn.Linear(4, 4))
     ),
     "a schedule without a step": Silent(hook("used", "forward", start=5), NEVER_DUE, expected=0),
-    "a phase that never is": Silent(hook("used", "forward", phase="eval"), NEVER_DUE, expected=0),
-    "training hooks in an evaluation": Silent(hook("used", "forward"), causes.NOT_CALLED, step=only_evaluated),
+    "a phase that never is": Silent(hook("used", "forward", phase="eval"), causes.never_entered("eval"), expected=0),
+    "training hooks in an evaluation": Silent(
+        hook("used", "forward"),
+        "the module was called in phase eval only, and the hook is for phase train",
+        step=only_evaluated,
+    ),
+    "evaluation hooks in training": Silent(
+        hook("used", "forward_pre", phase="eval"),
+        "the module was called in phase train only, and the hook is for phase eval",
+        step=trained_and_evaluated_apart,
+    ),
+    "training hooks in a sanity check": Silent(
+        hook("used", "full_backward"),
+        "the module was called in the sanity check before training only, and the hook is for phase train",
+        step=only_checked,
+    ),
+    "a frozen parameter": Silent(hook("frozen", "parameter_grad_micro"), causes.FROZEN, expected=0),
+    "a frozen parameter at the optimizer": Silent(hook("frozen", "parameter_grad"), causes.FROZEN, expected=0),
+    "the gradient of a frozen parameter": Silent(
+        hook("frozen", "step_pre", role="param_grad"), causes.FROZEN, expected=0
+    ),
+    "a copy in its place": Silent(hook("used", "forward"), causes.NOT_CALLED_COPIED, step=copied),
+    "attention as one function of transformers": Silent(
+        hook("**.attn_dropout", "forward"),
+        'runs with attn_implementation="sdpa", which computes softmax and dropout in one function and calls no module for '
+        'them; attn_implementation="eager" calls',
+        step=of_tokens,
+        model=of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="sdpa"),
+    ),
+    "attention in steps of transformers": Silent(
+        hook("**.attn_dropout", "forward"),
+        causes.NOT_CALLED,
+        step=of_tokens,
+        model=of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"),
+    ),
+    "attention as one function of timm": Silent(
+        hook("1.attn_drop", "forward"),
+        "fused_attn=True",
+        model=lambda: nn.Sequential(nn.Linear(4, 4), Attention()),
+    ),
     "another module in its place": Silent(hook("used", "forward"), causes.REPLACED, step=replaced, expected=2),
 }
 
@@ -187,10 +294,40 @@ def test_a_silent_hook_is_named_with_its_cause(name: str) -> None:
             probe.end_step()
     rows = probe.sink.records("coverage")
     assert rows
-    assert {row["cause"] for row in rows} == {case.cause}
+    assert len({row["cause"] for row in rows}) == 1
+    assert case.cause in rows[0]["cause"]
     assert {row["expected"] for row in rows} == {case.expected}
     assert all(row["fired"] == max(0, case.expected - 1) for row in rows)
     assert any("hook 'mine'" in str(one.message) and case.cause in str(one.message) for one in told)
+
+
+def test_a_module_called_at_other_steps_is_reported() -> None:
+    model = Net()
+    with (
+        pytest.warns(InstrumentWarning, match="it was called at others"),
+        instrument.attach(model, {"mine": hook("used", "forward", every=2)}) as probe,
+    ):
+        for step in range(4):
+            if step != 2:
+                model(torch.randn(3, 2, 4))
+            probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"], row["cause"]) == (2, 1, causes.AT_OTHER_STEPS)
+
+
+def test_several_causes_are_all_named() -> None:
+    model, optimizer = Net(), torch.optim.SGD([torch.zeros(1)])
+    with (
+        pytest.warns(InstrumentWarning, match="fired 1 of 4 times"),
+        instrument.attach(model, {"mine": hook("used", "full_backward_pre")}) as probe,
+    ):
+        model(torch.randn(3, 2, 4)).sum().backward()
+        probe.end_step()
+        for step in (inferred, forward_only, forward_only):
+            step(model, optimizer, probe)
+            probe.end_step()
+    (row,) = probe.coverage()
+    assert row["cause"] == f"{causes.NO_GRAD}; {causes.INFERENCE}"
 
 
 def image(size: int = 32) -> Callable[[], dict[str, Any]]:
@@ -201,20 +338,13 @@ def features(*shape: int) -> Callable[[], dict[str, Any]]:
     return lambda: {"": torch.randn(*shape)}
 
 
-def tokens() -> dict[str, Any]:
-    return {"input_ids": torch.randint(2, 40, (2, 6)), "use_cache": False}
-
-
-def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+def vision(name: str, **more: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = getattr(transformers, name)
-        return model(model.config_class(vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=0, **sizes))
+        from torchvision.models import get_model
+
+        return get_model(name, weights=None, num_classes=5, **more)
 
     return make
-
-
-def vision(name: str, **more: Any) -> Callable[[], nn.Module]:
-    return lambda: torchvision.models.get_model(name, weights=None, num_classes=5, **more)
 
 
 WIDE = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -248,7 +378,7 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
     "regnet_x_400mf": (vision("regnet_x_400mf"), image(64)),
     "convnext_tiny": (vision("convnext_tiny"), image(64)),
     "gpt2": (
-        of_transformers("GPT2LMHeadModel", n_embd=8, n_layer=1, n_head=2, n_positions=16, attn_implementation="eager"),
+        of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"),
         tokens,
     ),
     "llama": (of_transformers("LlamaForCausalLM", **WIDE), tokens),
@@ -285,8 +415,7 @@ def total(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_a_clean_model_gives_no_false_alarm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_clean_model_gives_no_false_alarm(name: str) -> None:
     make, inputs = CLEAN[name]
     torch.manual_seed(0)
     model = make().train()
@@ -328,10 +457,3 @@ def test_a_fast_path_that_hooks_switch_off_is_told_and_they_fire() -> None:
         assert torch.equal(model(batch), bare)  # from outside it is left as it is
         probe.end_step()
     assert not probe.sink.records("events")
-
-
-def test_so_many_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print(f"\nsilent hooks: {len(SILENT)} cases, all of them named; clean models: {len(CLEAN)}, no false alarm")
-    assert len(SILENT) >= 15
-    assert len(CLEAN) >= 20

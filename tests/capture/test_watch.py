@@ -74,6 +74,48 @@ def test_a_clip_is_of_the_true_gradient_under_a_fused_optimizer() -> None:
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["parameter_grad_micro", "post_accumulate_grad", "full_backward_pre"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_scaled_gradient_changes_only_where_effects_say_so(dtype: torch.dtype, kind: str) -> None:
+    """Also where the scale is no power of two, so that dividing by it and multiplying with it again loses a bit."""
+
+    def gradients(bound: float | None) -> tuple[list[Tensor], list[int]]:
+        model, batch = make()
+        model, batch = model.to(dtype), batch.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+        hooks = {} if bound is None else {"x": {"layers": "2", "kind": kind, "action": "clip", "value": bound}}
+        with instrument.attach(model, hooks, optimizer=optimizer, scaler=scaler) as probe:
+            scaler.scale(model(batch).square().mean()).backward()
+            probe.end_step()
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return found, [row["changed"] for row in probe.sink.records("effects")]
+
+    bare, _ = gradients(None)
+    wide, changed = gradients(1e6)
+    assert set(changed) == {0}
+    assert all(torch.equal(one, other) for one, other in zip(bare, wide, strict=True))
+    if kind != "full_backward_pre":
+        narrow, changed = gradients(0.01)
+        differ = [int((one != other).sum()) for one, other in zip(bare, narrow, strict=True)]
+        assert sorted(changed) == sorted(differ[2:])
+        assert any(changed)
+
+
+def test_a_clip_sees_float16_gradients_that_vanish_without_their_scale() -> None:
+    model = nn.Linear(4, 1, bias=False).to(torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(65536.0), torch.zeros(())  # as a scaler hands them over
+    model.weight.grad = torch.full_like(model.weight, 1e-4)  # truly 1.5e-9 each, below float16's smallest number
+    hook = {"layers": ".", "kind": "parameter_grad", "action": "clip", "norm": 1e-9}
+    with instrument.attach(model, {"tame": hook}, optimizer=optimizer) as probe:
+        optimizer.step()
+        probe.end_step()
+    (effect,) = probe.sink.records("effects")
+    assert effect["norm_before"] == pytest.approx(2 * 1e-4 / 65536, rel=1e-3)
+    assert effect["factor"] == pytest.approx(1e-9 / (effect["norm_before"] + 1e-6), rel=1e-3)
+
+
 def test_a_replaced_module_is_named() -> None:
     model, batch = make()
     with instrument.attach(model, {"seen": {"layers": "*", "kind": "forward", "action": "record"}}) as probe:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import of_torchvision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import VisionTransformer, resnet18
 
 import instrument
 
@@ -83,6 +83,8 @@ def in_place_first() -> nn.Module:
 
 
 def small_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
     model = VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=10)
     nn.init.normal_(model.heads.head.weight)  # zeros as they come, and then so is every gradient before them
     return model
@@ -143,7 +145,7 @@ def plain_resnet(model: nn.Module) -> nn.Module:
 
 
 IMAGE = (2, 3, 8, 8)
-case((2, 3, 64, 64), "resnet18", lambda: resnet18(num_classes=10), plain_resnet)
+case((2, 3, 64, 64), "resnet18", lambda: of_torchvision("resnet18").make(), plain_resnet)
 case((2, 3, 16, 16), "vit", small_vit)
 case(IMAGE, "dense", lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)))
 case(IMAGE, "residual", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), Residual(), nn.ReLU(inplace=True)), plain_residual)

@@ -1,0 +1,258 @@
+"""Several optimizers of one model: hooks act at the boundary of the optimizer that holds the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import instrument
+from instrument import ConfigError, Probe
+
+RECORD = {"layers": "*", "action": "record", "tensors": True}
+KINDS: dict[str, Any] = {
+    "gradient": {**RECORD, "kind": "parameter_grad"},
+    "before": {**RECORD, "kind": "step_pre"},
+    "update": {**RECORD, "kind": "step_post", "role": "update"},
+    "running": {**RECORD, "layers": "norm", "kind": "step_post", "role": "buffer", "params": "running_mean"},
+}
+
+
+class Pair(nn.Module):
+    """A generator and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.critic = nn.Linear(3, 1)
+
+
+def optimizers_of(model: Pair) -> tuple[Optimizer, Optimizer]:
+    """The critic's first: it makes more steps."""
+    generator = [*model.generator.parameters(), *model.norm.parameters()]
+    return SGD(model.critic.parameters(), lr=0.1, momentum=0.9), Adam(generator, lr=0.01)
+
+
+def generate(model: Pair) -> Tensor:
+    fake: Tensor = model.norm(model.generator(torch.ones(4, 2) * torch.arange(4.0).view(4, 1)))
+    return fake
+
+
+def train(
+    model: Pair,
+    optimizers: Sequence[Optimizer],
+    end_step: Callable[[], object],
+    *,
+    steps: int = 6,
+    critics: int = 1,
+    every: int = 1,
+) -> None:
+    """`critics` steps of the critic in each step of the loop, and one of the generator in every so many."""
+    critic, generator = optimizers
+    for step in range(steps):
+        for _ in range(critics):
+            critic.zero_grad()
+            (model.critic(generate(model).detach()).mean() - model.critic(torch.ones(4, 3)).mean()).backward()
+            critic.step()
+        if step % every == 0:
+            generator.zero_grad()
+            (-model.critic(generate(model)).square().mean()).backward()
+            generator.step()
+        end_step()
+
+
+def trained(hooks: dict[str, Any], as_type: type = list, **loop: int) -> tuple[Probe, Pair]:
+    model = Pair()
+    optimizers = optimizers_of(model)
+    with instrument.attach(model, hooks, optimizer=as_type(optimizers)) as probe:
+        train(model, optimizers, probe.end_step, **loop)
+    return probe, model
+
+
+@pytest.mark.parametrize("as_type", [list, tuple])
+def test_each_parameter_is_seen_at_its_own_optimizers_step(as_type: type) -> None:
+    probe, model = trained(KINDS, as_type)
+    bare = Pair()
+    train(bare, optimizers_of(bare), lambda: None)
+    for ours, theirs in zip(model.state_dict().values(), bare.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [row for row in probe.coverage() if row["fired"] != 6 or row["expected"] != 6] == []
+    rows = {
+        (row["hook"], row["layer"], row["path"], row["step"], row["call"]): row["values"]
+        for row in probe.sink.records("tensors")
+    }
+    assert {call for *_, call in rows} == {0}
+    replayed = Pair()
+    optimizers = optimizers_of(replayed)
+
+    def check(optimizer: Optimizer, _: object, __: object) -> None:
+        """The gradients that this optimizer is about to use are those on record."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in replayed.named_parameters():
+            if id(parameter) in held:
+                layer, _, path = name.rpartition(".")
+                assert parameter.grad is not None
+                assert torch.equal(rows["gradient", layer, path, len(steps), 0], parameter.grad)
+                assert torch.equal(rows["before", layer, path, len(steps), 0], parameter)
+
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(check)
+    steps: list[int] = []
+    train(replayed, optimizers, lambda: steps.append(0))
+    for (hook, layer, path, step, _), update in rows.items():
+        if hook == "update" and step < 5:
+            later, earlier = rows["before", layer, path, step + 1, 0], rows["before", layer, path, step, 0]
+            assert torch.equal(update, later - earlier)
+
+
+def test_optimizers_that_step_at_different_rates_are_counted_by_their_own_steps() -> None:
+    probe, _ = trained(KINDS, steps=10, every=5)
+    counts = {(row["hook"], row["layer"]): (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert {count for (_, layer), count in counts.items() if layer == "critic"} == {(10, 10, "")}
+    assert {count for (_, layer), count in counts.items() if layer != "critic"} == {(2, 2, "")}
+    assert probe.warnings == []
+    steps = {row["step"] for row in probe.sink.records("stats") if row["layer"] == "generator"}
+    assert steps == {0, 5}
+
+
+def test_several_steps_of_one_optimizer_in_a_step_are_its_calls() -> None:
+    probe, _ = trained(KINDS, steps=3, critics=5)
+    rows = [row for row in probe.sink.records("stats") if row["hook"] == "gradient" and row["path"] == "weight"]
+    calls = [(row["step"], row["call"]) for row in rows if row["layer"] == "critic"]
+    assert calls == [(step, call) for step in range(3) for call in range(5)]
+    assert [row["call"] for row in rows if row["layer"] == "generator"] == [0, 0, 0]
+    expected = {row["layer"]: row["expected"] for row in probe.coverage() if row["hook"] == "update"}
+    assert expected == {"generator": 3, "norm": 3, "critic": 15}
+    assert probe.warnings == []
+
+
+def test_a_clip_is_of_the_gradients_of_the_optimizer_that_steps() -> None:
+    model, plain = Pair(), Pair()
+    clip = {"tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01}}
+    optimizers = optimizers_of(model)
+    with instrument.attach(model, clip, optimizer=optimizers) as probe:
+        train(model, optimizers, probe.end_step)
+    clipped = optimizers_of(plain)
+
+    def textbook(optimizer: Optimizer, _: object, __: object) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    for optimizer in clipped:
+        optimizer.register_step_pre_hook(textbook)
+    train(plain, clipped, lambda: None)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_state_is_that_of_the_optimizer_that_holds_the_parameter() -> None:
+    hooks = {
+        "moment": {**RECORD, "kind": "step_post", "role": "state.exp_avg"},
+        "saved": {**RECORD, "kind": "state_dict_post", "role": "state.momentum_buffer"},
+    }
+    model = Pair()
+    critic, generator = optimizers_of(model)
+    with instrument.attach(model, hooks, optimizer=[critic, generator]) as probe:
+        train(model, (critic, generator), probe.end_step, steps=1)
+        critic.state_dict()
+    rows = {
+        (row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors") if row["path"] == "bias"
+    }
+    assert rows.keys() == {("moment", "generator"), ("moment", "norm"), ("saved", "critic")}
+    assert torch.equal(rows["moment", "generator"], generator.state[model.generator.bias]["exp_avg"])
+    assert torch.equal(rows["saved", "critic"], critic.state[model.critic.bias]["momentum_buffer"])
+    with pytest.raises(ConfigError, match="SGD or Adam keeps no such state as it is set up"):
+        trained({"none": {**RECORD, "kind": "step_post", "role": "state.square"}})
+
+
+def test_a_parameter_of_two_optimizers_is_seen_at_the_step_of_each() -> None:
+    layer = nn.Linear(2, 1)
+    both = [SGD(layer.parameters(), lr=0.1), SGD([layer.weight], lr=0.2)]
+    hooks = {"g": {"layers": ".", "kind": "parameter_grad", "action": "record"}}
+    with instrument.attach(layer, hooks, optimizer=both) as probe:
+        layer(torch.ones(1, 2)).backward()
+        for optimizer in both:
+            optimizer.step()
+        probe.end_step()
+    assert [(row["path"], row["call"]) for row in probe.sink.records("stats")] == [
+        ("weight", 0),
+        ("bias", 0),
+        ("weight", 1),
+    ]
+
+
+def test_the_learning_rate_is_the_first_optimizers() -> None:
+    assert [row["lr"] for row in trained({}, steps=2)[0].sink.records("metrics")] == [0.1, 0.1]
+
+
+def scaled(worst: dict[str, float]) -> Probe:
+    """A step with one gradient scaler, whose losses are multiplied by these."""
+    model = Pair()
+    optimizers = dict(zip(("critic", "generator"), optimizers_of(model), strict=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with instrument.attach(model, KINDS, optimizer=[*optimizers.values()], scaler=scaler) as probe:
+        losses = {"critic": model.critic(torch.ones(4, 3)).mean(), "generator": generate(model).square().mean()}
+        for name, factor in worst.items():
+            scaler.scale(losses[name] * factor).backward()
+        for name in worst:
+            scaler.step(optimizers[name])
+        scaler.update()
+        probe.end_step()
+    return probe
+
+
+@pytest.mark.parametrize(
+    ("worst", "skipped", "critic", "generator"),
+    [
+        ({"critic": 1.0, "generator": 1.0}, False, (1, 1), (1, 1)),
+        ({"critic": 1.0, "generator": float("inf")}, False, (1, 1), (1, 0)),
+        ({"critic": float("inf"), "generator": float("inf")}, True, (1, 0), (1, 0)),
+        ({"critic": 1.0}, False, (1, 1), (0, 0)),
+    ],
+)
+def test_a_scaler_that_skips_one_of_several_optimizers_is_the_cause(
+    worst: dict[str, float], skipped: bool, critic: tuple[int, int], generator: tuple[int, int]
+) -> None:
+    probe = scaled(worst)
+    assert [row["skipped"] for row in probe.sink.records("metrics")] == [skipped]
+    rows = {row["layer"]: row for row in probe.coverage() if row["hook"] == "gradient"}
+    assert (rows["critic"]["expected"], rows["critic"]["fired"]) == critic
+    assert (rows["generator"]["expected"], rows["generator"]["fired"]) == generator
+    if generator == (1, 0):
+        assert rows["generator"]["cause"].startswith("the gradient scaler skipped")
+    if generator == (0, 0):
+        assert rows["generator"]["cause"].startswith("the optimizer that holds the parameter made no step")
+
+
+def test_a_loop_that_says_when_has_to_say_which() -> None:
+    model = Pair()
+    critic, generator = optimizers_of(model)
+    with instrument.attach(model, KINDS, optimizer=[critic, generator], steps_by_loop=True) as probe:
+        with pytest.raises(ValueError, match="is required"):
+            probe.before_optimizer_step()
+        with pytest.raises(ValueError, match="not one that the probe was given"):
+            probe.before_optimizer_step(SGD(model.parameters(), lr=0.1))
+        model.critic(torch.ones(1, 3)).backward()
+        probe.before_optimizer_step(critic)
+    assert {row["layer"] for row in probe.sink.records("stats")} == {"critic"}
+
+
+@pytest.mark.parametrize("given", [nn.Linear(1, 1), [SGD([torch.ones(1)], lr=0.1), 3]])
+def test_what_is_no_optimizer_is_refused(given: Any) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"optimizer: is not an optimizer(.|\n)*a list of them"),
+        instrument.attach(Pair(), {}, optimizer=given),
+    ):
+        pass
+
+
+def test_optimizers_that_hold_nothing_of_the_model_are_reported() -> None:
+    others = [SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
+    with instrument.attach(Pair(), {}, optimizer=others) as probe:
+        pass
+    assert [row["rule"] for row in probe.sink.records("events")] == ["optimizer"]

@@ -1,0 +1,276 @@
+"""Trap: a parameter that trains later, or no longer: it is unfrozen or frozen, added to the optimizer or taken away, or lazy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import ConfigError, InstrumentWarning, Probe
+from instrument.kinds.causes import FROZEN, NOT_OPTIMIZED
+from instrument.plan.sites import make_plan, refuse_frozen
+from instrument.run.attach import read_specs
+
+GRADIENTS = ("parameter_grad_micro", "post_accumulate_grad", "parameter_grad")
+AROUND = (
+    ("step_pre", "param_grad"),
+    ("step_pre", "param"),
+    ("step_post", "update"),
+    ("step_post", "state.momentum_buffer"),
+)
+HOOKS = {
+    f"{kind}__{role.replace('.', '_')}": {
+        "layers": "**",
+        "params": "weight",
+        "kind": kind,
+        "role": role,
+        "action": "record",
+        "tensors": True,
+    }
+    for kind, role in [*((kind, "param_grad") for kind in GRADIENTS), *AROUND]
+}
+ALWAYS = {"step_pre__param", "step_post__update"}  # what is there of a frozen parameter too
+
+Ledger = dict[str, tuple[int, int, str]]
+Change = Callable[[nn.Sequential, torch.optim.Optimizer], None]
+
+
+def make(*, frozen: bool = True) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Two layers; the first one is frozen, and the optimizer holds the second one alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    if frozen:
+        model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters() if frozen else model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] = lambda: None
+) -> Tensor | None:
+    """A step; gives the gradient of the first layer that the optimizer has used."""
+    optimizer.zero_grad()
+    model.zero_grad()
+    loss = model(torch.randn(4, 3)).square().sum()
+    between()
+    loss.backward()
+    optimizer.step()
+    gradient = model[0].weight.grad
+    return None if gradient is None else gradient.clone()
+
+
+def ledger(probe: Probe, layer: str = "0") -> Ledger:
+    rows = probe.coverage()
+    return {row["hook"]: (row["expected"], row["fired"], row["cause"]) for row in rows if row["layer"] == layer}
+
+
+def unfreeze(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_hooks_fire_from_the_first_gradient_of_an_unfrozen_parameter(at: int) -> None:
+    model, optimizer = make()
+    gradients = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstrumentWarning)
+        with instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
+            for number in range(4):
+                if number == at:
+                    unfreeze(model, optimizer)
+                gradients.append(step(model, optimizer))
+                probe.end_step()
+    assert ledger(probe) == {name: (4, 4, "") if name in ALWAYS else (4 - at, 4 - at, "") for name in HOOKS}
+    seen = [row for row in probe.sink.records("tensors") if row["layer"] == "0" and row["role"] == "param_grad"]
+    assert len(seen) == 4 * (4 - at)
+    assert all(torch.equal(row["values"], gradients[row["step"]]) for row in seen)
+    assert not model[0].weight._backward_hooks
+
+
+def test_a_parameter_can_be_added_to_one_of_several_optimizers() -> None:
+    model, first = make()
+    second = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    with instrument.attach(model, HOOKS, optimizer=[first, second]) as probe:
+        for number in range(3):
+            if number == 1:
+                unfreeze(model, second)
+            step(model, first)
+            second.step()
+            probe.end_step()
+    assert ledger(probe) == {name: (3, 3, "") if name in ALWAYS else (2, 2, "") for name in HOOKS}
+    seen = [row for row in probe.sink.records("tensors") if row["layer"] == "0"]
+    assert {row["step"] for row in seen if row["kind"] == "parameter_grad"} == {1, 2}
+
+
+def test_hooks_of_a_parameter_unfrozen_after_the_forward_pass() -> None:
+    model, optimizer = make()
+    with instrument.attach(model, {"h": {"layers": "**", "kind": "post_accumulate_grad", "action": "record"}}) as probe:
+        step(model, optimizer, lambda: unfreeze(model, optimizer))  # it is too late for this graph
+        probe.end_step()
+        step(model, optimizer)
+        probe.end_step()
+    assert ledger(probe) == {"h": (1, 1, "")}
+
+
+def test_hooks_on_frozen_parameters_only_wait_for_unfreezing() -> None:
+    model, optimizer = make()
+    clip = {"layers": "0", "params": "weight", "kind": "parameter_grad", "action": "clip", "norm": 0.01}
+    with instrument.attach(model, {"tame": clip}, optimizer=optimizer) as probe:
+        for number in range(3):
+            if number == 1:
+                unfreeze(model, optimizer)
+            gradient = step(model, optimizer)
+            probe.end_step()
+    assert gradient is not None
+    assert gradient.norm() <= 0.01
+    assert ledger(probe) == {"tame": (2, 2, "")}
+
+
+def test_a_run_refuses_hooks_on_frozen_parameters_only() -> None:
+    model, _ = make()
+    plan = make_plan(read_specs({"h": {**HOOKS["step_pre__param_grad"], "layers": "0"}}), model)
+    with pytest.raises(ConfigError, match=r"hooks\.h\.layers: kind step_pre needs gradients"):
+        refuse_frozen(plan)
+
+
+def test_a_parameter_that_stays_frozen_is_reported() -> None:
+    model, optimizer = make()
+    with pytest.warns(InstrumentWarning) as told, instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
+        for _ in range(2):
+            step(model, optimizer)
+            probe.end_step()
+    assert ledger(probe) == {name: (2, 2, "") if name in ALWAYS else (0, 0, FROZEN) for name in HOOKS}
+    assert len(told) == len(HOOKS) - len(ALWAYS)
+    assert ledger(probe, "1") == dict.fromkeys(HOOKS, (2, 2, ""))
+
+
+def frozen_again(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model[0].requires_grad_(False)
+
+
+def removed(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    first = {id(parameter) for parameter in model[0].parameters()}
+    group = optimizer.param_groups[0]
+    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in first]
+
+
+def regrouped(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": list(model[1].parameters())}]
+
+
+@pytest.mark.parametrize(
+    ("change", "counted"),
+    [(frozen_again, set(GRADIENTS)), (removed, {"parameter_grad"}), (regrouped, {"parameter_grad"})],
+)
+def test_hooks_are_not_expected_once_a_parameter_stops_training(change: Change, counted: set[str]) -> None:
+    model, optimizer = make(frozen=False)
+    hooks = {name: spec for name, spec in HOOKS.items() if spec["kind"] in GRADIENTS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstrumentWarning)
+        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+            for number in range(3):
+                if number == 2:
+                    change(model, optimizer)
+                step(model, optimizer)
+                probe.end_step()
+    fired = {name: 2 if spec["kind"] in counted else 3 for name, spec in hooks.items()}
+    assert ledger(probe) == {name: (count, count, "") for name, count in fired.items()}
+
+
+def test_time_frozen_does_not_hide_the_cause_of_a_miss() -> None:
+    model, optimizer = make()
+    unused = nn.Linear(3, 3).requires_grad_(False)
+    model.register_module("unused", unused)
+    model.forward = lambda x: model[1](model[0](x))
+    with (
+        pytest.warns(InstrumentWarning, match="fired 0 of 1 times on unused.weight"),
+        instrument.attach(model, {"h": HOOKS["post_accumulate_grad__param_grad"]}, optimizer=optimizer) as probe,
+    ):
+        for number in range(5):
+            unused.requires_grad_(number >= 3)
+            step(model, optimizer)
+            probe.end_step()
+    expected, fired, cause = ledger(probe, "unused")["h"]
+    assert (expected, fired) == (1, 0)
+    assert "the parameter had no gradient" in cause
+
+
+def test_a_parameter_outside_the_optimizer_is_reported() -> None:
+    model, optimizer = make()
+    model[0].requires_grad_(True)
+    with pytest.warns(InstrumentWarning), instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
+        step(model, optimizer)
+        probe.end_step()
+    assert ledger(probe)["parameter_grad__param_grad"] == (0, 0, NOT_OPTIMIZED)
+    assert ledger(probe)["step_post__state_momentum_buffer"] == (0, 0, NOT_OPTIMIZED)
+
+
+def lazy() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_hooks_on_lazy_modules_fire_from_the_first_step() -> None:
+    buffers = {"layers": "**", "kind": "step_post", "role": "buffer", "action": "record"}
+    seen = {"layers": "**", "kind": "forward", "action": "record"}
+    model, optimizer = lazy()
+    gradients = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstrumentWarning)
+        with instrument.attach(model, {**HOOKS, "buffers": buffers, "seen": seen}, optimizer=optimizer) as probe:
+            for _ in range(2):
+                gradients.append(step(model, optimizer))
+                probe.end_step()
+    rows = probe.coverage()
+    assert len(rows) == 3 * len(HOOKS) + 3 + 4
+    assert {(row["expected"], row["fired"], row["cause"]) for row in rows} == {(2, 2, "")}
+    values = [row for row in probe.sink.records("tensors") if row["layer"] == "0" and row["role"] == "param_grad"]
+    assert len(values) == 2 * 4
+    assert all(torch.equal(row["values"], gradients[row["step"]]) for row in values)
+    assert [(row["layer"], row["module_type"], row["parameters"]) for row in probe.sink.records("layers")][1:] == [
+        ("0", "Linear", 12),
+        ("1", "BatchNorm1d", 6),
+        ("2", "Linear", 4),
+    ]
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_lazy_modules_train_as_without_hooks() -> None:
+    weights = []
+    for hooks in ({}, HOOKS):
+        model, optimizer = lazy()
+        if hooks:
+            with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+                for _ in range(2):
+                    step(model, optimizer)
+                    probe.end_step()
+        else:
+            for _ in range(2):
+                step(model, optimizer)
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_a_lazy_module_that_never_runs_is_reported() -> None:
+    model = nn.Sequential(nn.Linear(3, 1))
+    model[0].register_module("spare", nn.LazyLinear(2))  # which a linear layer does not call
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saved: dict[str, Any] = {"saved": {"layers": "**", "kind": "state_dict_pre", "action": "record"}}
+    with pytest.warns(InstrumentWarning), instrument.attach(model, HOOKS | saved, optimizer=optimizer) as probe:
+        step(model, optimizer)
+        model.state_dict()
+        probe.end_step()
+    causes = {name: cause for name, (_, fired, cause) in ledger(probe, "0.spare").items() if not fired}
+    assert causes.keys() == HOOKS.keys() | {"saved"}
+    told = {causes["saved"], causes["step_pre__param"], causes["step_post__update"]}
+    assert len(told) == 1
+    assert "it is a parameter or a buffer of a lazy module, which no forward pass has run" in told.pop()
+    (row,) = [row for row in probe.sink.records("layers") if row["layer"] == "0.spare"]
+    assert (row["parameters"], row["trainable"]) == (None, None)
