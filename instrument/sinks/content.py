@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
-from PIL.Image import Image
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..capture.sink import Row
 from ..capture.tables import TABLES
 from .histogram import Histogram, merged
-from .pictures import Arriving, painted, tiles_of
 from .tags import SHOWN, Fold, place_tag, scalars
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from .pictures import Arriving
 
 _KIND = TABLES["tensors"].names.index("kind")
 
@@ -55,6 +58,8 @@ class Gathering:
 
     def add_tensor(self, key: Row, tensor: Tensor, dtype: torch.dtype | None) -> None:
         """Take a copy of what is to be drawn of a recorded tensor, where it is a picture and the first of its tag."""
+        from .pictures import tiles_of  # with PyTorch and Pillow, which nothing else that is shown needs
+
         tag = f"{place_tag(key)}/image"
         known = key[0] in self._steps and tag in self._steps[key[0]].pictures
         if not known and (tiles := tiles_of(key[_KIND], tensor, dtype)) is not None:
@@ -78,6 +83,6 @@ class _Gathered:
         return Content(
             {tag: values[0] if len(values) == 1 else fold(values) for (tag, fold), values in self.scalars.items()},
             {tag: merged(several) for tag, several in self.histograms.items()},
-            {tag: painted(tiles.here()) for tag, tiles in self.pictures.items()},
+            {tag: tiles.painted() for tag, tiles in self.pictures.items()},
             {tag: "\n\n".join(lines) for tag, lines in self.texts.items()},
         )

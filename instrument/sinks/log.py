@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from ..capture.ranks import own_rank
 from ..capture.tables import Table
 from .journal import Journal
-from .parts import Part, new_part, settle
+from .parts import Part, new_part, parts_of, settle
 
 
 class TableLog:
@@ -37,6 +37,26 @@ class TableLog:
         self.part = Part(own_rank(), first)
         self.journal: Journal | None = None
 
+    def is_there(self, *, parts: bool) -> bool:
+        """Whether what was written is still in its place, as far as names and sizes show.
+
+        Args:
+            parts: Whether parts have to be there too; where they are moved elsewhere they have not.
+
+        Raises:
+            OSError: The folder cannot be looked into.
+        """
+        if self.journal is not None and not self.journal.is_there():
+            return False
+        there = list(parts_of(self.folder, self.table.name)) if parts else []
+        own = [part for part in there if part.rank == self.part.rank]
+        return not parts or sum(part.end - part.number for part in own) >= self.part.number
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are in the journal."""
+        return 0 if self.journal is None else self.journal.rows
+
     def append(self, batch: pa.RecordBatch) -> None:
         """Add rows to the journal; a large one becomes a part first."""
         if self.journal is not None and self.journal.size >= self.journal_bytes:
@@ -50,8 +70,8 @@ class TableLog:
     def settle(self) -> None:
         """Make a part of the journal, where there is one."""
         if self.journal is not None:
+            settle(self.folder, self.table, self.part, self.rows, fsync=self.fsync)
             self.release()
-            settle(self.folder, self.table, self.part, fsync=self.fsync)
             self.part = self.part._replace(number=self.part.number + 1)
 
     @contextmanager

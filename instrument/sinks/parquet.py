@@ -20,12 +20,15 @@ from ..capture.sink import Row
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
 from .log import TableLog
-from .parts import JOURNALS, reserve_of
+from .parts import JOURNALS, reserve_of, row_counts_of
+from .recovery import has_moved
+from .row_counts import RowCounts
 from .tensors import TensorWriter
 
 ROWS_JOURNAL_BYTES = 32 * 2**20  # of a journal of rows, before a part takes its place: some 120,000 rows
 TENSORS_JOURNAL_BYTES = 64 * 2**20
 RESERVE_BYTES = 65_536
+PHASE = {name: table.names.index("phase") for name, table in TABLES.items() if "phase" in table.names}
 
 
 def warn(message: str) -> None:
@@ -64,8 +67,9 @@ class ParquetSink:
         self.on_error = on_error
         self.tell = tell
         self.failure: str | None = None
+        self._place: os.stat_result | None = None  # of the folder, once there are rows: it may be made after the sink
         self._has_reserve = False
-        self._step: int | None = None  # the last one whose row of metrics is safe
+        self._step: int | None = None  # the last training step whose rows were written
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
         self._logs = {
             name: TableLog(
@@ -77,6 +81,7 @@ class ParquetSink:
             )
             for name, table in TABLES.items()
         }
+        self._counts = RowCounts(row_counts_of(folder, own_rank()))
         self._tensors = TensorWriter(self._logs["tensors"], tensors=tensors, when_full=when_full)
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
@@ -114,11 +119,12 @@ class ParquetSink:
             for name, rows in self._rows.items():
                 if rows:
                     self._logs[name].append(as_batch(TABLES[name], rows))
+            self._count()
         except OSError as error:
             self._fail(error)
         else:
-            for step, _, phase, *_ in self._rows["metrics"]:
-                self._step = step if phase == "train" else self._step
+            latest = ((self._rows[name][-1], phase) for name, phase in PHASE.items() if self._rows[name])
+            self._step = max((row[0] for row, phase in latest if row[phase] == "train"), default=self._step)
             self._rows = {name: [] for name in TABLES}
 
     def settle(self) -> dict[str, int]:
@@ -130,6 +136,7 @@ class ParquetSink:
         try:
             for log in self._logs.values():
                 log.settle()
+            self._count()
         except OSError as error:
             self._fail(error)
         return {name: log.part.number for name, log in self._logs.items()}
@@ -146,6 +153,7 @@ class ParquetSink:
             if self.failure is None:
                 for log in self._logs.values():
                     log.close()
+                self._counts.remove()
                 self._reserve.unlink(missing_ok=True)
                 with suppress(OSError):  # somebody else has put something there
                     (self.folder / JOURNALS).rmdir()
@@ -154,6 +162,11 @@ class ParquetSink:
         finally:
             for log in self._logs.values():
                 log.release()
+            self._counts.release()
+
+    def _count(self) -> None:
+        """Write down how many rows the journals hold by now."""
+        self._counts.write((log.part.number, log.rows) for log in self._logs.values())
 
     @property
     def _reserve(self) -> Path:
@@ -162,16 +175,36 @@ class ParquetSink:
     def _set_aside(self) -> None:
         """Keep a little room on the disk, to have it when the disk is full and that is to be said."""
         if not self._has_reserve:
+            self._place = os.stat(self.folder)
             self._reserve.parent.mkdir(exist_ok=True)
             self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
             self._has_reserve = True
 
+    def _saved(self) -> str:
+        """What is on disk of all that was written, in words: it is looked for."""
+        try:
+            there = os.stat(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return "the folder is gone: nothing is saved there"
+        except OSError as error:
+            return f"what is saved cannot be seen: {error.strerror}"
+        if self._place is not None and not os.path.samestat(there, self._place):
+            return "another folder is in its place: nothing of this run is saved there"
+        if self._step is None:
+            return "nothing is saved"
+        try:
+            parts = not has_moved(self.folder)
+            lost = [name for name, log in self._logs.items() if not log.is_there(parts=parts)]
+        except OSError as error:
+            return f"what is saved cannot be seen: {error.strerror}"
+        steps = f"steps up to {self._step} are saved"
+        return f"{steps}, but files of {', '.join(lost)} are gone" if lost else steps
+
     def _fail(self, error: OSError) -> None:
         """Nothing is written from now on; it is said, and put down among the events where that is still possible."""
         step = 0 if self._step is None else self._step + 1
-        saved = "nothing is saved" if self._step is None else f"steps up to {self._step} are saved"
         problem = error.strerror or str(error)
-        self.failure = f"{self.folder} cannot be written any more: {problem}; {saved}"
+        self.failure = f"{self.folder} cannot be written any more: {problem}; {self._saved()}"
         event = (step, own_rank(), None, "recording", self.failure, "error")
         with suppress(OSError):
             self._reserve.unlink()

@@ -4,6 +4,7 @@
     stats/part-0000-000001-000007.parquet    parts 1 to 7 in one, see instrument.sinks.compaction
     journal/stats-0000-000008.arrows         the rows that will be part 8
     journal/stats-0000-000008.tmp            part 8 while it is written
+    journal/rows.0000                        how many rows there are in the journals of rank 0, see instrument.sinks.row_counts
 
 A part is written aside and put into its place by renaming; only then is what it takes the place of removed: the journal of
 its rows, or the parts that were merged to it. So whoever looks for journals first, and for parts then, meets every row, and
@@ -25,9 +26,11 @@ import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, placed
 from .journal import SUFFIX, Reading
+from .row_counts import NAME, cut_short
 
 JOURNALS = "journal"
 DAMAGED = ".damaged"
+OTHER_COLUMNS = "the columns are not those of this table: it is not read"
 ROW_GROUP_ROWS = 32_768
 TENSORS_ROWS = 8_192  # of the table of tensors: who wants one of them reads a row group
 AT_ONCE = 256  # files of a folder that the system lists in one go
@@ -85,13 +88,13 @@ def parts_of(folder: Path, table: str) -> dict[Part, Path]:
 def written_parts(folder: Path, table: str) -> dict[Part, Path]:
     """All Parquet files of a table, in order, a merged one before those that it was made of."""
     found = {}
-    for name in _names_in(folder / table):
+    for name in names_in(folder / table):
         if match := _PART.fullmatch(name):
             found[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
     return dict(sorted(found.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
 
 
-def _names_in(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     """The names of what is in a folder at one moment: the system lists many files in several goes, between which a merged
     one can come and those that it was made of can go."""
     try:
@@ -106,7 +109,7 @@ def _names_in(folder: Path) -> list[str]:
 def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:
     """The journals of a table, or of all tables, in order; some may be of rows that are in a part already."""
     found = {}
-    for name in _names_in(folder / JOURNALS):
+    for name in names_in(folder / JOURNALS):
         match = _JOURNAL.fullmatch(name)
         if match and match[1] in TABLES and table in (None, match[1]):
             found[match[1], Part(int(match[2]), int(match[3]))] = folder / JOURNALS / name
@@ -123,19 +126,31 @@ def reserves_of(folder: Path) -> list[Path]:
     return list((folder / JOURNALS).glob("reserve.*"))
 
 
+def row_counts_of(folder: Path, rank: int) -> Path:
+    """Where a process writes down how many rows its journals hold."""
+    return folder / JOURNALS / f"rows.{rank:04d}"
+
+
 def foreign_files(folder: Path, place: str) -> list[Path]:
     """Files in the folder of a table, or in that of the journals, that no run has put there, and that nothing here reads."""
-    names = _names_in(folder / place)
+    names = names_in(folder / place)
     if not names or (place != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # at once: there may be thousands of runs
     ours = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
     known = {*ours.values(), *reserves_of(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)
-    return sorted(file for file in found if file not in known and file.suffix != ".tmp")
+    return sorted(file for file in found if not (file in known or file.suffix == ".tmp" or NAME.fullmatch(file.name)))
 
 
-def settle(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Reading:
+def settle(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> Reading:
     """Make a part of its journal, and remove the journal; one that is damaged is kept under another name.
+
+    Args:
+        folder: The run's folder.
+        table: Which table.
+        part: The part.
+        written: How many rows were written to the journal, at least; 0 where nobody knows.
+        fsync: Whether the part is to outlive a power failure.
 
     Returns:
         What was found in the journal, with what could not be read of it.
@@ -145,6 +160,8 @@ def settle(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Re
     """
     journal = part.journal(folder, table.name)
     reading = Reading.of(journal, ours=True)
+    if reading.schema is not None and reading.schema != table.plain_schema:
+        reading.problem = OTHER_COLUMNS
     if not any(later.covers(part) for later in parts_of(folder, table.name)):
         usable = reading.batches() if reading.schema == table.plain_schema else iter(())
         with new_part(folder, table, part, fsync=fsync) as writer:
@@ -152,6 +169,7 @@ def settle(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Re
             for group in _groups(_joined(placed(table, batch) for batch in usable), most):
                 rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more
+        reading.problem = reading.problem or cut_short(reading.rows, written)
     if reading.problem is None:
         journal.unlink()
     else:
@@ -165,6 +183,9 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
     Raises:
         OSError: It cannot be taken away.
     """
+    row_counts_of(folder, rank).unlink(
+        missing_ok=True
+    )  # first: a journal that is gone is missed as long as it is there
     for name in TABLES:
         for part, file in written_parts(folder, name).items():
             if part.rank == rank and part.number >= counts[name]:

@@ -46,6 +46,10 @@ class Arriving(NamedTuple):
         found: np.ndarray[Any, Any] = self.tiles.numpy()
         return found
 
+    def painted(self) -> Image.Image:
+        """The tiles as one image; waits for them."""
+        return painted(self.here())
+
 
 def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Arriving | None:
     """A copy of what is to be drawn of a tensor, made without waiting for its device; None where it is no picture.

@@ -9,8 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..capture.tables import TABLES
-from .parts import JOURNALS, Part, journals_of, new_part, parts_of, reserves_of, settle
+from .lost_rows import lost_journals, row_counts_in, rows_written
+from .parts import (
+    JOURNALS,
+    Part,
+    journals_of,
+    new_part,
+    parts_of,
+    reserves_of,
+    settle,
+)
 from .remote import moved_to
+from .row_counts import DAMAGED
 
 
 @dataclass
@@ -37,25 +47,30 @@ def recover(folder: Path) -> Recovered:
     found = Recovered()
     for aside in (folder / JOURNALS).glob("*.tmp"):
         aside.unlink()
+    written, damaged = rows_written(folder)
+    found.problems += [f"{path.relative_to(folder)}: {DAMAGED}" for path in damaged]
     for (name, part), path in journals_of(folder).items():
-        reading = settle(folder, TABLES[name], part)
+        reading = settle(folder, TABLES[name], part, written.get((name, part), 0))
         found.rows[name] += reading.rows
         if reading.torn:
             found.torn.append(name)
         if reading.problem is not None:
             found.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
+    for name in TABLES:
+        lost = lost_journals(folder, name)
+        found.problems += [f"{path.relative_to(folder)}: {problem}" for path, problem in lost.items()]
     for name, table in TABLES.items():
-        if not parts_of(folder, name) and not _has_moved(folder):
+        if not parts_of(folder, name) and not has_moved(folder):
             with new_part(folder, table, Part(0, 0)):
                 pass
-    for reserve in reserves_of(folder):
-        reserve.unlink()
+    for file in (*reserves_of(folder), *row_counts_in(folder)):
+        file.unlink()
     with suppress(OSError):  # a damaged journal stays there
         (folder / JOURNALS).rmdir()
     return found
 
 
-def _has_moved(folder: Path) -> bool:
+def has_moved(folder: Path) -> bool:
     """Whether a table without a part may have had some, which are elsewhere by now."""
     with suppress(OSError, ValueError, AttributeError):
         return moved_to(json.loads((folder / "run.json").read_text())) is not None

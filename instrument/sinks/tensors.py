@@ -29,7 +29,10 @@ from .pool import PATIENCE, Pool
 POOL_BYTES = 256 * 2**20
 
 # What float32 holds to the bit; everything else is kept as bytes.
-FITS_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16)
+FITS_FLOAT32 = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
 
 
 class Copied(NamedTuple):

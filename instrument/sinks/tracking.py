@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..capture.sink import Row
 from ..errors import ConfigError, Mistake, SinkError
 from ..extras import pip_command
 from .content import Content, Gathering
 from .tags import SHOWN
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Outcome = Literal["done", "failed", "killed"]
 ENDINGS: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the event that tells it

@@ -45,7 +45,7 @@ class Upload:
         self.keep_local = keep_local
         self.sent = Sent()
         self._there: set[Path] | None = None  # parts that need not be sent; None before the first answer
-        self._looked: dict[Path, int] = {}  # the tables' folders as they were at the last look
+        self._looked: dict[Path, tuple[int, int]] = {}  # when tables' folders had changed, at the last two looks
         self._messages: deque[str] = deque()
         self._refused: Exception | None = None
         self._answered, self._over = threading.Event(), threading.Event()
@@ -120,7 +120,10 @@ class Upload:
                 if self._refused or (not lost and (failures >= ATTEMPTS or not self._answered.is_set())):
                     lost = True
                     goes_on = "nothing is sent" if self._refused else "it is tried again"
-                    self._messages.append(f"{self.remote.address}: {told(error)}; {goes_on}, all is in {self.folder}")
+                    rest = "all" if self.keep_local or not self.sent.files else "what was not sent"
+                    self._messages.append(
+                        f"{self.remote.address}: {told(error)}; {goes_on}, {rest} is in {self.folder}"
+                    )
             else:
                 if lost:
                     self._messages.append(f"{self.remote.address} is reached again")
@@ -160,11 +163,15 @@ class Upload:
         refuse_other_run(self.folder, self.remote)
 
     def _unseen(self) -> Iterator[Path]:
-        """The parts in those tables' folders that have changed since all of their parts were sent."""
+        """The parts in those tables' folders that have changed since the look before the last.
+
+        Not since the last one: a part that comes just behind it can leave the folder's time as it is, which goes on in ticks.
+        """
         for table in TABLES:
             place = self.folder / table
             with suppress(FileNotFoundError):
                 changed = place.stat().st_mtime_ns
-                if self._looked.get(place) != changed:
+                before = self._looked.get(place, (0, 0))
+                if before != (changed, changed):
                     yield from (file for part, file in parts_of(self.folder, table).items() if part.rank == self.rank)
-                    self._looked[place] = changed
+                    self._looked[place] = (before[1], changed)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,9 @@ from torch import Tensor
 
 import instrument
 from instrument.capture.tables import TABLES
+from instrument.errors import SinkError
 from instrument.sinks import parquet, parts, tensors
+from instrument.sinks.journal import Journal
 from instrument.sinks.parquet import ParquetSink
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -76,7 +82,7 @@ def test_every_dtype_comes_back_to_the_bit_in_its_shape(tmp_path: Path, mode: An
             assert np.ascontiguousarray(back).tobytes() == bits(tensor)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
     mode=st.sampled_from(["list", "bytes"]),
@@ -201,6 +207,100 @@ def test_files_have_the_declared_types_and_say_what_each_column_means(tmp_path: 
         for column in table.columns:
             meaning = schema.field(column.name).metadata[b"meaning"].decode()
             assert meaning == column.meaning != ""
+
+
+def replace_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+
+
+def lose_parts(folder: Path) -> None:
+    shutil.rmtree(folder / "metrics")
+
+
+def move_parts(folder: Path) -> None:
+    """As `sink.keep_local=false` does with parts that were sent."""
+    record = {"config": {"sink": {"keep_local": False}}, "remote": "s3://bucket/run"}
+    (folder / "run.json").write_text(json.dumps(record))
+    lose_parts(folder)
+
+
+def cut_journal(folder: Path) -> None:
+    (folder / "journal" / "stats-0000-000001.arrows").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("happens", "saved"),
+    [
+        (shutil.rmtree, "the folder is gone: nothing is saved there"),
+        (replace_folder, "another folder is in its place: nothing of this run is saved there"),
+        (lose_parts, "steps up to 1 are saved, but files of metrics are gone"),
+        (move_parts, "steps up to 1 are saved"),
+        (cut_journal, "steps up to 1 are saved, but files of stats are gone"),
+        (lambda folder: None, "steps up to 1 are saved"),
+    ],
+    ids=["removed", "replaced", "parts lost", "parts moved", "journal cut", "read-only"],
+)
+def test_what_is_said_to_be_saved_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], object], saved: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sink = ParquetSink(folder)
+    for step in range(2):
+        sink.write("metrics", [(step, *METRICS[1:])] if step == 0 else [])
+        sink.write("stats", [stats_row(step)])
+        sink.end_step()
+        if step == 0:
+            sink.settle()
+    happens(folder)
+    monkeypatch.setattr(Journal, "append", read_only)
+    sink.write("stats", [stats_row(2)])
+    with pytest.raises(SinkError, match=f"Read-only file system; {saved}$"):
+        sink.end_step()
+
+
+def stats_row(step: int) -> tuple[Any, ...]:
+    cells = {"step": step, "rank": 0, "phase": "train"}
+    return tuple(cells.get(name) for name in TABLES["stats"].names)
+
+
+def read_only(self: Journal, batch: pa.RecordBatch) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_folder_that_may_not_be_looked_into_is_said_to_be_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("stats", [stats_row(0)])
+    sink.end_step()
+
+    plain = os.stat
+
+    def denied(path: Any, **more: Any) -> os.stat_result:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return plain(path, **more)
+
+    monkeypatch.setattr("instrument.sinks.parquet.os.stat", denied)
+    monkeypatch.setattr(Journal, "append", read_only)
+    sink.write("stats", [stats_row(1)])
+    with pytest.raises(SinkError, match="what is saved cannot be seen: Permission denied"):
+        sink.end_step()
+
+
+def test_a_journal_that_another_process_cuts_is_noticed_at_the_next_step(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    for step in range(2):
+        sink.write("stats", [stats_row(step)])
+        sink.end_step()
+    os.truncate(tmp_path / "journal" / "stats-0000-000000.arrows", 3000)
+    sink.write("stats", [stats_row(2)])
+    with pytest.raises(
+        SinkError, match="was changed by another process while it was written; steps up to 1 are saved, but"
+    ):
+        sink.end_step()
 
 
 def test_a_part_that_is_not_whole_yet_is_seen_by_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from waiting import HANGS
 
 from instrument.sinks.pool import GRAIN, Pool
 
@@ -62,7 +63,7 @@ def test_who_waits_goes_on_when_there_is_room() -> None:
     first = pool.take(1, pinned=False, wait=never)
     assert first is not None
     waiting = threading.Event()
-    threading.Thread(target=lambda: (waiting.wait(10), pool.give_back(first)), daemon=True).start()
+    threading.Thread(target=lambda: (waiting.wait(HANGS), pool.give_back(first)), daemon=True).start()
     assert pool.take(1, pinned=False, wait=waiting.set) is not None
     assert waiting.is_set()
 

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from buckets import NO_ANSWER, new_clients
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
@@ -273,19 +274,13 @@ def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypa
     assert remote.read("stats/a") == b"new"
 
 
-def test_python_s_random_numbers_stay_the_run_s_own_where_nobody_answers(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_s_random_numbers_stay_the_run_s_own_where_nobody_answers(bucket: str, tmp_path: Path) -> None:
     import random
 
-    import fsspec
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
     file = tmp_path / "file"
     file.touch()
     before = random.getstate()
-    with pytest.raises(Exception, match="Could not connect"):
+    with new_clients(AWS_ENDPOINT_URL=NO_ANSWER), pytest.raises(Exception, match="Could not connect"):
         RemoteFolder(bucket, "sink.remote").put(file, "a")
     assert random.getstate() == before
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from waiting import HANGS
 
 import instrument
 from instrument.errors import SinkError
@@ -31,7 +32,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     take = module.TensorWriter._take
 
     def slowly(self: module.TensorWriter, copied: module.Copied) -> None:
-        assert opened.wait(60)
+        assert opened.wait(HANGS)
         take(self, copied)
 
     monkeypatch.setattr(module.TensorWriter, "_take", slowly)
@@ -49,7 +50,9 @@ def test_a_hook_waits_for_room_and_nothing_is_lost(
 ) -> None:
     monkeypatch.setattr(module, "POOL_BYTES", 100_000)
     sink = ParquetSink(tmp_path)
-    kept = []
+    kept, full = [], threading.Event()
+    hurry = module.TensorWriter._hurry
+    monkeypatch.setattr(module.TensorWriter, "_hurry", lambda self: (full.set(), hurry(self)))
 
     def train() -> None:
         for number in range(50):
@@ -59,11 +62,10 @@ def test_a_hook_waits_for_room_and_nothing_is_lost(
 
     training = threading.Thread(target=train)
     training.start()
-    training.join(1.0)
-    assert training.is_alive()
+    assert full.wait(HANGS)
     assert kept == [0, 1]
     gate.set()
-    training.join(60)
+    training.join(HANGS)
     assert not training.is_alive()
     sink.close()
     assert [float(values[0]) for values in finished(tmp_path).tensors()["values"]] == list(range(50))
@@ -169,7 +171,7 @@ def test_a_tensor_is_cut_and_cast_before_it_is_copied(tmp_path: Path, mode: Any,
 
 
 def test_memory_of_the_pool_is_bounded_and_given_back(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     sink = ParquetSink(tmp_path, tensors="bytes")
     for step in range(6):
         for _ in range(30):
@@ -177,7 +179,7 @@ def test_memory_of_the_pool_is_bounded_and_given_back(tmp_path: Path) -> None:
             assert sink._tensors.pool.used <= module.POOL_BYTES
         sink.end_step()
         assert sink._tensors.pool.used == 0
-        assert threading.active_count() == before + 1
+        (thread,) = {thread for thread in threading.enumerate() if thread.name == "instrument-tensors"} - before
     sink.close()
-    assert threading.active_count() == before
+    assert not thread.is_alive()
     assert len(finished(tmp_path).tensors(step=5)) == 30

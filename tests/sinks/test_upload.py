@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from waiting import HANGS, until
 
 from instrument import ConfigError
 from instrument.capture.tables import TABLES
@@ -17,8 +20,6 @@ from instrument.sinks.recovery import recover
 from instrument.sinks.remote import RemoteFolder, UploadError
 from instrument.sinks.sending import remove_sent, send_all, take_back
 from instrument.sinks.upload import Upload
-
-WAIT = 20.0  # seconds at most for what takes a few hundredths
 
 
 @pytest.fixture(autouse=True)
@@ -59,22 +60,14 @@ class Fragile(RemoteFolder):
 
 
 def record(folder: Path, **more: object) -> None:
-    (folder / "run.json").write_text(json.dumps({"started": "now", "status": "running", **more}))
+    """Write run.json, as runs do: whole, while an upload may read it."""
+    (folder / "run.json.tmp").write_text(json.dumps({"started": "now", "status": "running", **more}))
+    (folder / "run.json.tmp").rename(folder / "run.json")
 
 
 def add_part(folder: Path, part: Part, table: str = "stats") -> None:
     with new_part(folder, TABLES[table], part):
         pass
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait for something that a thread does."""
-    pause = threading.Event()
-    for _ in range(int(WAIT / 0.01)):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not come to hold")
 
 
 @pytest.fixture
@@ -92,8 +85,8 @@ def test_parts_are_there_when_they_are_closed_and_the_rest_at_the_end(
     until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     assert json.loads(remote.read("run.json") or b"")["status"] == "running"
     add_part(folder, Part(0, 1))
-    until(lambda: "stats/part-0000-000001.parquet" in remote.sizes())
-    assert set(remote.sizes()) == {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
+    both = {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
+    until(lambda: set(remote.sizes()) == both)  # what is on its way is there under another name
     record(folder, status="done")
     (folder / ".lock").touch()
     (folder / ".lock-1").touch()
@@ -123,12 +116,24 @@ def test_a_part_is_sent_once(begun: Upload, folder: Path, remote: Fragile) -> No
 def test_tables_in_which_nothing_changes_are_not_listed_again(
     begun: Upload, remote: Fragile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
-    listed: list[str] = []
-    until(lambda: begun._looked)
+    looks, listed = [], []
+    look = begun._look
+    monkeypatch.setattr(begun, "_look", lambda: (look(), looks.append(len(listed))))
+    until(lambda: len(looks) > 3)  # the last change was seen twice
     monkeypatch.setattr(upload, "parts_of", lambda folder, table: listed.append(table) or {})
-    threading.Event().wait(20 * upload.LOOK)
+    seen = len(looks)
+    until(lambda: len(looks) > seen + 3)
     assert listed == []
+
+
+def test_a_part_that_comes_in_the_tick_of_the_last_look_is_sent(folder: Path, remote: Fragile) -> None:
+    going = Upload(folder, remote, rank=0)
+    going._look()
+    before = (folder / "stats").stat()
+    add_part(folder, Part(0, 1))
+    os.utime(folder / "stats", ns=(before.st_atime_ns, before.st_mtime_ns))
+    going._look()
+    assert "stats/part-0000-000001.parquet" in remote.sizes()
 
 
 def test_a_process_that_is_not_the_first_sends_its_own_parts_alone(folder: Path, remote: Fragile) -> None:
@@ -168,12 +173,13 @@ def test_an_answer_that_does_not_come_is_not_waited_for(
     answer = threading.Event()
     monkeypatch.setattr(upload, "PATIENCE", 0.05)
     monkeypatch.setattr(upload, "STALLED", 0.05)
-    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(WAIT))
+    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(HANGS))
     going = Upload(folder, remote, rank=0)
     going.begin()
     assert "has not answered" in going.messages()[0]
     assert going.end().missing == {"": "nothing could be sent for 0 s"}
     answer.set()
+    going._thread.join(HANGS)
 
 
 def test_what_is_not_sent_at_the_end_is_told(folder: Path, remote: Fragile) -> None:
@@ -264,17 +270,23 @@ def test_a_checkpoint_there_gives_way_to_the_one_that_is_here(folder: Path, remo
 def test_the_end_waits_as_long_as_bytes_are_sent(
     folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "STALLED", 0.2)
-    put, pause = RemoteFolder.put, threading.Event()
+    put, asked, now = RemoteFolder.put, threading.Event(), [0.0]
+
+    def monotonic() -> float:
+        asked.set()
+        return now[0]
 
     def slow(self: RemoteFolder, file: Path, name: str) -> None:
         if name.startswith("checkpoints/"):
             for _ in range(10):  # one file, and longer than what is taken for a standstill
-                pause.wait(0.08)
                 self.moved += 1
+                asked.clear()
+                assert asked.wait(HANGS)
+                now[0] += 0.6 * upload.STALLED
         put(self, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", slow)
+    monkeypatch.setattr(upload, "time", SimpleNamespace(monotonic=monotonic))
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000006.pt").write_bytes(b"large")
     going = Upload(folder, remote, rank=0)
@@ -284,13 +296,14 @@ def test_the_end_waits_as_long_as_bytes_are_sent(
 
 
 def test_the_end_does_not_wait_for_a_standstill(folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PATIENCE", 0.05)
     monkeypatch.setattr(upload, "STALLED", 0.05)
     released = threading.Event()
     put = RemoteFolder.put
 
     def stuck(self: RemoteFolder, file: Path, name: str) -> None:
         if name.startswith("stats/"):
-            released.wait(WAIT)
+            released.wait(HANGS)
         put(self, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", stuck)
@@ -298,6 +311,7 @@ def test_the_end_does_not_wait_for_a_standstill(folder: Path, remote: Fragile, m
     going.begin()
     assert "nothing could be sent" in going.end().missing[""]
     released.set()
+    going._thread.join(HANGS)
 
 
 def test_a_part_of_another_size_is_not_overwritten(folder: Path, remote: Fragile, tmp_path: Path) -> None:
