@@ -2,27 +2,73 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+_FLOAT8 = {"float8_e4m3fn": (3, 7), "float8_e4m3fnuz": (3, 8), "float8_e5m2": (2, 15), "float8_e5m2fnuz": (2, 16)}
+"""Of each type with a sign the bits of the mantissa, and what is taken away from the exponent."""
 
-def array_of(values: Any, data: Any, shape: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """The recorded tensor in its shape; bfloat16, which NumPy does not have, as float32.
+_Array = np.ndarray[Any, Any]
+
+
+def array_of(values: Any, data: Any, shape: Any, dtype: str) -> _Array:
+    """The recorded tensor in its shape; of types that NumPy does not have in the next wider one.
 
     Args:
         values: The elements as numbers, flat; None where `data` has them.
         data: Their bytes, little-endian; None where `values` has them.
         shape: The tensor's.
-        dtype: What PyTorch calls its type.
+        dtype: What PyTorch calls its type; bfloat16 and float8 become float32, complex32 becomes complex64.
 
     Raises:
-        TypeError: NumPy has no such type.
+        TypeError: There is no such type; see `is_known`.
     """
     if data is None:
         array = np.asarray(values, dtype=np.float32)
         exact = {"float16": np.float16, "bool": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16}
         return array.astype(exact.get(dtype, np.float32)).reshape(shape)
+    return _from_bytes(data, dtype).reshape(shape)
+
+
+def is_known(dtype: str) -> bool:
+    """Whether tensors of a type can be read as arrays."""
+    try:
+        _from_bytes(b"", dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_bytes(data: Any, dtype: str) -> _Array:
     if dtype == "bfloat16":
-        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "complex32":
+        return np.frombuffer(data, np.float16).astype(np.float32).view(np.complex64)
+    if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
+        found: _Array = _numbers_of(dtype)[np.frombuffer(data, np.uint8)]
+        return found
+    return np.frombuffer(data, np.dtype(dtype))
+
+
+@cache
+def _numbers_of(dtype: str) -> _Array:
+    """The 256 numbers of a type of 8 bits, float32: "OCP 8-bit Floating Point Specification"; fnuz is Graphcore's and AMD's."""
+    bits = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        return np.where(bits == 0xFF, np.nan, np.exp2(bits - 127.0)).astype(np.float32)
+    mantissa_bits, bias = _FLOAT8[dtype]
+    exponent, mantissa = (bits & 0x7F) >> mantissa_bits, (bits & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    is_normal = exponent > 0
+    numbers = (is_normal + mantissa) * np.exp2(np.maximum(exponent, 1) - float(bias))
+    numbers = np.where(bits & 0x80, -numbers, numbers)
+    if dtype.endswith("fnuz"):
+        numbers[0x80] = np.nan
+    elif dtype == "float8_e4m3fn":
+        numbers[[0x7F, 0xFF]] = np.nan
+    else:
+        numbers[[0x7C, 0xFC]] = np.inf, -np.inf
+        numbers[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    found: _Array = numbers.astype(np.float32)
+    return found

@@ -14,13 +14,22 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..capture.tables import AS_WRITTEN, POSITION, TABLES, Table, as_table
+from ..capture.tables import AS_WRITTEN, POSITION, TABLES, Table
 from ..errors import InstrumentWarning
-from ..sinks.journal import Reading
 from ..sinks.lock import is_locked
-from ..sinks.parts import JOURNALS, Part, as_written, foreign_files, journals_of, parts_of
+from ..sinks.lost_rows import lost_journals, rows_written
+from ..sinks.parts import (
+    JOURNALS,
+    Part,
+    as_written,
+    foreign_files,
+    journals_of,
+    parts_of,
+)
 from ..sinks.remote import arrow_name, moved_to
+from ..sinks.row_counts import DAMAGED
 from ..spec.statistics import STATISTICS
+from .journals import Journals
 from .remote_files import arrow_files, reached
 
 ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
@@ -45,6 +54,7 @@ class RunFiles:
         self.folder = folder
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
+        self._journals = Journals(folder)
         self._looked_at: set[str] = set()  # folders, for files of others
         self._unsound: set[Path] = set()
         self._sound: set[Path] = set()
@@ -83,10 +93,21 @@ class RunFiles:
     def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
         """The Parquet files of a table that are not known to be damaged, and the rows that are in none yet."""
         self._look_for_others(name)
-        journals = self._journals(TABLES[name])  # first of all: one that becomes a part meanwhile is met as that part
+        journals = self._unwritten(name)  # first of all: one that becomes a part meanwhile is met as that part
         parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._unsound}
         rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
-        return list(parts.values()), rows
+        return list(parts.values()), [piece for pieces in rows for piece in pieces]
+
+    def _unwritten(self, name: str) -> dict[Part, list[pa.Table]]:
+        """The rows of a table's journals; of a run behind an address there are none, since they are never sent."""
+        if self._arrow is not None:
+            return {}
+        written, damaged = rows_written(self.folder)
+        rows, problems = self._journals.read(TABLES[name], written)
+        problems |= dict.fromkeys(damaged, DAMAGED) | lost_journals(self.folder, name)
+        for path, problem in problems.items():
+            self._problem(path, problem)
+        return rows
 
     def check(self, name: str) -> None:
         """Look into the heads of all Parquet files of a table: what is damaged, or of other columns, is listed no more.
@@ -211,22 +232,6 @@ class RunFiles:
     def _opened(self, file: Path) -> ds.Fragment:
         content = pa.OSFile(str(file)) if self._arrow is None else self._arrow.open_input_file(arrow_name(file))
         return ds.ParquetFileFormat().make_fragment(content)
-
-    def _journals(self, table: Table) -> dict[Part, pa.Table]:
-        found = {}
-        journals = journals_of(self.folder, table.name) if self._arrow is None else {}  # they are never sent
-        for (_, part), path in journals.items():
-            try:
-                reading = Reading.of(path)
-            except FileNotFoundError:
-                continue  # it is a part by now
-            if reading.schema is not None and reading.schema != table.plain_schema:
-                reading.problem = "the columns are not those of this table: it is not read"
-            elif reading.schema is not None:
-                found[part] = as_table(table, list(reading.batches()))
-            if reading.problem is not None:
-                self._problem(path, reading.problem)
-        return found
 
     def _is_sound(self, file: Path, table: Table) -> bool:
         try:

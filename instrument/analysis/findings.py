@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..capture.tables import NEVER_DUE
+from ..capture.tables import is_silent
 from ..errors import ConfigError, InstrumentError
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks
 from ..spec.statistics import USUAL_UPDATES
+from .finite import NEEDED, not_finite_in
 from .load import Run
 from .series import place_of
 from .summary import changed
@@ -113,8 +114,8 @@ def _gradients(run: Run) -> Iterator[Finding]:
     row = _largest(run, "l2", gradient)
     if row is not None:
         here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
-        (norms,) = _columns(run, "stats", ["l2"], here & ds.field("l2").is_valid())
-        value = f"{row['l2']:.4g}, median there {np.median(norms):.4g}"
+        there = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
+        value = f"{row['l2']:.4g}, median there {np.median(np.concatenate(there)):.4g}"
         yield Finding("largest gradient norm", _where(row), row["step"], value, number=row["l2"])
         return
     training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
@@ -157,7 +158,7 @@ def _saturated(run: Run) -> Iterator[Finding]:
 def _updates(run: Run) -> Iterator[Finding]:
     """Parameters whose updates are usually larger or smaller than a network that learns well has them."""
     columns = ["layer", "path", "kind", "update_ratio"]
-    batches = list(run.scan("stats", columns, ds.field("update_ratio").is_valid()))
+    batches = list(_finite(run, columns, ds.field("update_ratio").is_valid()))
     if not sum(batch.num_rows for batch in batches):
         return
     frame = pa.Table.from_batches(batches).unify_dictionaries().to_pandas()
@@ -179,7 +180,7 @@ def _not_fired(run: Run) -> Iterator[Finding]:
     rows = [row for batch in run.scan("coverage", columns) for row in batch.to_pylist()]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["cause"] == NEVER_DUE or row["fired"] < row["expected"]:
+        if is_silent(row):
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     for (hook, kind, cause), group in groups.items():
         fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
@@ -228,10 +229,16 @@ def _columns(run: Run, table: str, columns: list[str], condition: ds.Expression)
     return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
 
 
+def _finite(run: Run, columns: list[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
+    """Columns of the rows of statistics that meet a condition and are finite."""
+    for batch in run.scan("stats", list(dict.fromkeys([*columns, *NEEDED])), condition):
+        yield batch.filter(pa.array(~not_finite_in(batch)))
+
+
 def _largest(run: Run, column: str, condition: ds.Expression) -> dict[str, Any] | None:
-    """The first of the rows of statistics with the largest value in a column; None where no row has one."""
+    """The first of the finite rows of statistics with the largest value in a column; None where no row has one."""
     best: dict[str, Any] | None = None
-    for batch in run.scan("stats", [*_IDENTITY, column], condition & ~ds.field(column).is_null(nan_is_null=True)):
+    for batch in _finite(run, [*_IDENTITY, column], condition & ~ds.field(column).is_null(nan_is_null=True)):
         if batch.num_rows:
             at = int(batch[column].to_numpy(zero_copy_only=False).argmax())
             if best is None or batch[column][at].as_py() > best[column]:

@@ -7,10 +7,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..capture.tables import TABLES
+from ..errors import InstrumentError
 from ..sinks.parts import JOURNALS
-from ..sinks.remote import is_address
+from ..sinks.remote import is_address, opened
 
 RUN_FILE = "run.json"
+
+
+class NoRunError(InstrumentError):
+    """There is no run in the folder, nor in any folder below it."""
+
+
+def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
+    """The folder at a path or an address, and the folders of the runs in it.
+
+    Raises:
+        NoRunError: There is none.
+        ConfigError: The address is none, or a package that reads from there is missing.
+    """
+    root = opened(path)
+    folders = runs_in(root)
+    if not folders:
+        there = root.is_dir()
+        raise NoRunError(f"no run.json in {root} or below it" if there else f"there is no folder {root}")
+    return root, folders
 
 
 def runs_in(root: Path) -> list[Path]:

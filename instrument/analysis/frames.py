@@ -1,9 +1,12 @@
-"""Rows of a run as a DataFrame: with plain labels, and with what the run was started with."""
+"""Rows of a run as a DataFrame: with plain labels, with tensors as arrays, and with what the run was started with."""
 
 from __future__ import annotations
 
 import pandas as pd
 import pyarrow as pa
+
+from .arrays import array_of, is_known
+from .files import RunFiles
 
 
 def plain_labels(table: pa.Table) -> pa.Table:
@@ -12,6 +15,24 @@ def plain_labels(table: pa.Table) -> pa.Table:
         if pa.types.is_dictionary(field.type):
             table = table.set_column(i, field.name, table.column(i).cast(pa.string()))
     return table
+
+
+def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
+    """Rows of tensors without those of types that NumPy does not have, which are named among the problems of the files."""
+    known = frame["dtype"].map(is_known).astype(bool)
+    for dtype in frame["dtype"][~known].unique():
+        files.note_left_out("tensors", f"NumPy has no type {dtype}")
+    return frame if known.all() else frame[known].reset_index(drop=True)
+
+
+def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of tensors with an array in each, and with their shapes as tuples."""
+    cells = zip(frame["values"], frame["data"], frame["shape"], frame["dtype"], strict=True)
+    return frame.assign(
+        values=pd.Series([array_of(*cell) for cell in cells], dtype=object),
+        shape=pd.Series([tuple(shape) for shape in frame["shape"]], dtype=object),
+        source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
+    ).drop(columns="data")
 
 
 def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place: int) -> None:

@@ -13,12 +13,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
-from ..errors import InstrumentError
-from ..sinks.remote import is_address, opened
-from .arrays import array_of
+from ..sinks.remote import is_address
 from .files import RunFiles
-from .folders import runs_in
-from .frames import add_overrides, plain_labels
+from .folders import find_runs
+from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .lazy import scan
 from .query import Queried
 from .sql import ask
@@ -31,10 +29,6 @@ JUDGED = "objective"  # what run.json has beside the metrics where a sweep went 
 READERS = 32  # of run.json at once, where each takes a while to answer
 
 
-class NoRunError(InstrumentError):
-    """There is no run in the folder, nor in any folder below it."""
-
-
 def load(path: str | Path) -> Run:
     """Open a run's folder, or any folder above several of them, such as a sweep's, by its path or its address.
 
@@ -44,12 +38,7 @@ def load(path: str | Path) -> Run:
         NoRunError: There is none.
         ConfigError: The address is none, or a package that reads from there is missing.
     """
-    root = opened(path)
-    folders = runs_in(root)
-    if not folders:
-        there = root.is_dir()
-        raise NoRunError(f"no run.json in {root} or below it" if there else f"there is no folder {root}")
-    return Run(root, folders)
+    return Run(*find_runs(path))
 
 
 class Run:
@@ -57,6 +46,10 @@ class Run:
 
     Of a folder above runs, every table has further columns: `run`, the folder below the one that was opened, `seed`, and one
     for each override that any of them was started with, such as `hooks.tame.norm`.
+
+    Of a run that goes on meanwhile, a method sees the rows that are there when it is called: each byte of a journal is read once,
+    and then what was added to it. `infos` and the tables as attributes, such as `stats`, stay as they were when they were first
+    asked for: `load` again to see them as they are.
 
     Attributes:
         path: The folder that was opened.
@@ -181,8 +174,9 @@ class Run:
             where: Values that columns must have, or lists of them: `layer="encoder.0", step=[0, 99]`.
 
         Returns:
-            The rows of the tensors table that match; `values` holds an array of the recorded shape in each. bfloat16,
-            which NumPy does not have, is given as float32.
+            The rows of the tensors table that match; `values` holds an array of the recorded shape in each. Of types that
+            NumPy does not have, bfloat16 and float8 are given as float32, complex32 as complex64. Rows of any other are
+            left out, and named in `problems`.
 
         Raises:
             KeyError: There is no such column.
@@ -195,13 +189,7 @@ class Run:
             allowed = list(value) if isinstance(value, list | tuple | set | range) else [value]
             test = ds.field(name).isin(pa.array(allowed))
             condition = test if condition is None else condition & test
-        frame = self._frame("tensors", condition)
-        cells = zip(frame["values"], frame["data"], frame["shape"], frame["dtype"], strict=True)
-        return frame.assign(
-            values=pd.Series([array_of(*cell) for cell in cells], dtype=object),
-            shape=pd.Series([tuple(shape) for shape in frame["shape"]], dtype=object),
-            source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
-        ).drop(columns="data")
+        return with_arrays(self._frame("tensors", condition))
 
     def effects_of(
         self,
@@ -288,6 +276,8 @@ class Run:
         overrides = self._given()
         for place, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
             frame: pd.DataFrame = plain_labels(files.read(table, condition=condition)).to_pandas()
+            if table == "tensors":
+                frame = without_unknown_types(frame, files)
             if self._several:
                 add_overrides(frame, str(folder.relative_to(self.path)), overrides, place)
             frames.append(frame)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..spec.kinds import KINDS
+from .arrays import is_known
 from .load import Run
 from .series import KEYS, Series, place_of
 
@@ -67,7 +68,7 @@ class Maps:
             sample: Of those that were recorded, from 0.
 
         Returns:
-            [C, H, W], or [out, in, H, W] of filters; as they were recorded.
+            [C, H, W], or [out, in, H, W] of filters; as they were recorded, of complex values the magnitudes.
 
         Raises:
             IndexError: There are not so many samples.
@@ -77,6 +78,7 @@ class Maps:
         where |= {key: getattr(self.series, key) for key in KEYS}
         found = run.tensors(**where) if isinstance(run, Run) else _where(run, where)
         array: np.ndarray = found["values"].iloc[0]
+        array = np.abs(array) if np.iscomplexobj(array) else array
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
 
 
@@ -95,7 +97,11 @@ def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
         run: A run, of which no values are read here, or rows of its `tensors()`.
     """
     columns = [*IDENTITY, "recompute", "shape", "source_shape"]
-    frame: pd.DataFrame = run.read("tensors", columns) if isinstance(run, Run) else run[columns]
+    if isinstance(run, Run):
+        frame = run.read("tensors", [*columns, "dtype"])
+        frame = frame[frame["dtype"].map(is_known).astype(bool)]
+    else:
+        frame = run[columns]
     found = []
     for row in frame.to_dict("records"):
         shape = tuple(int(size) for size in row["shape"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..capture.tables import IDENTITY, TABLES
+from .finite import OF_FINITE_VALUES, not_finite_in
 from .load import Run
 
 Steps = tuple[int | None, int | None]
@@ -90,7 +92,18 @@ def _last_evaluation(run: Run, condition: ds.Expression) -> int | None:
 def _batches(
     run: Run, table: str, keys: Sequence[str], conditions: Sequence[ds.Expression]
 ) -> Iterator[pa.RecordBatch]:
-    return run.scan(table, [*keys, *NUMBERS[table]], _all(conditions))
+    for batch in run.scan(table, [*keys, *NUMBERS[table]], _all(conditions)):
+        yield _with_nan(batch) if table == "stats" else batch
+
+
+def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Rows of statistics, with NaN for what is not finite."""
+    lost = pa.array(not_finite_in(batch))
+    if not pc.any(lost).as_py():
+        return batch
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    columns |= {name: pc.if_else(lost, math.nan, batch[name]) for name in OF_FINITE_VALUES}
+    return pa.RecordBatch.from_pydict(columns)
 
 
 def _averaged(batches: Iterable[pa.RecordBatch], table: str) -> Means:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from ..spec.kinds import KINDS
 from ..spec.statistics import ALL, STATISTICS
+from .finite import finite_only, is_gradient
 from .load import Run
 
 KEYS = ("hook", "kind", "role", "phase")
@@ -44,7 +45,7 @@ class Series:
     @property
     def is_gradient(self) -> bool:
         """Whether it saw gradients."""
-        return "grad" in self.role or (self.kind == "tensor")
+        return is_gradient(self.kind, self.role)
 
     @property
     def is_of_parameters(self) -> bool:
@@ -192,7 +193,7 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
     """Statistics, or what interventions came to, by place and group of steps.
 
     Several tensors of one place and group, of several calls or steps, come to one number: the largest of the maxima and
-    counts, the smallest of the minima, the mean of the others.
+    counts, the smallest of the minima, the mean of the others. Rows that are not finite (`finite`) have their counts alone.
 
     Args:
         frame: Rows of one series.
@@ -201,7 +202,7 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
         most: Groups of steps.
     """
     groups = groups_of(frame["step"], most)
-    keyed = frame.assign(place=places_in(frame, order), group=frame["step"].map(groups.number))
+    keyed = finite_only(frame).assign(place=places_in(frame, order), group=frame["step"].map(groups.number))
     merged = keyed.groupby(["place", "group"], observed=True)[list(columns)].agg(
         {name: _merged(name) for name in columns}
     )

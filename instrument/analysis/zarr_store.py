@@ -65,7 +65,7 @@ def write_zarr(files: RunFiles, folder: Path) -> int:
     """Write all recorded tensors into a new store; gives the number of arrays.
 
     What is in memory at once does not grow with the run, but for the coordinates. A type that NumPy does not have is noted
-    among the problems of `files`, and left out; bfloat16 becomes float32.
+    among the problems of `files`, and left out; bfloat16 and float8 become float32, complex32 becomes complex64.
 
     Raises:
         OSError: It cannot be written.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from ..analysis.choice import choose, choose_place, refuse_unless
+from ..analysis.finite import finite_only
 from ..analysis.load import Run
 from ..analysis.series import forward_order, matrices, places_in
 from ..capture.tables import MOMENT, TABLES
@@ -110,7 +111,7 @@ def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str 
     """A statistic of one place of each run over the steps; of several calls in a step what the statistic's rule makes of them."""
     fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
     series, place, rows = choose_place(fitting, layer, **wanted)
-    merged = rows.groupby(["run", "step"], sort=False)[name].agg(STATISTICS[name].merged)
+    merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(STATISTICS[name].merged)
     values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
     return Curves(f"{name} of {place} ({series.label})", axis_name(name), values)
 

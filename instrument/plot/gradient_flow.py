@@ -135,7 +135,7 @@ def _without_mark(chart: Ends) -> list[str]:
     for column, step in enumerate(chart.steps):
         values = chart.values[:, column]
         zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
-        told = [f"{zero} are 0"] * bool(zero) + [f"{none} have no finite value"] * bool(none)
+        told = [f"{zero} are 0"] * bool(zero) + [f"{none} are not finite"] * bool(none)
         if told:
             found.append(f"not shown at step {step:,}: {', '.join(told)}")
     return found

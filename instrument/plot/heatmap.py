@@ -100,7 +100,7 @@ def _mark(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
     from matplotlib.colors import ListedColormap
 
     if np.isnan(table.values).any():
-        hatch(axes, 0, table.values.shape[1], "no value: not recorded, or nothing finite")
+        hatch(axes, 0, table.values.shape[1], "no value: not recorded, or not finite")
     zeros = table.values == 0.0
     if zeros.any() and has_log_colours(table.values):
         axes.pcolormesh(np.ma.masked_where(~zeros, table.values), cmap=ListedColormap([ZERO]))

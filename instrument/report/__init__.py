@@ -5,7 +5,19 @@ instrument.report.make(run).save("report.html")
 
 from __future__ import annotations
 
-from .numbers import FILE
-from .page import Report, check_packages, command_for, make
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .command import FILE, command_for
+
+if TYPE_CHECKING:
+    from .page import Report, check_packages, make
 
 __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]
+
+
+def __getattr__(name: str) -> Any:
+    # Most runs make no report, and only name the command for one.
+    if name in __all__:
+        return getattr(import_module(".page", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..analysis.load import NoRunError, load
+from ..analysis.folders import NoRunError
+from ..analysis.load import load
 from ..errors import ConfigError, InstrumentError, InstrumentWarning
 from ..sinks.remote import refuse_address
 from . import FILE, make

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 DIGITS = 6
-FILE = "report.html"  # what a page is called in a run's folder
 
 
 def rounded(values: Any) -> Any:

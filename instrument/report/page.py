@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -15,10 +14,9 @@ from ..analysis.names import short_names
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
-from ..sinks.remote import is_address
 from ..spec.statistics import STATISTICS, USUAL_UPDATES
 from . import run_page, sweep_page
-from .numbers import FILE, as_json, packed
+from .numbers import as_json, packed
 
 LETTERS = (44, 18)  # of a name on an axis of a wide page, and of a narrow one
 TEMPLATES = Path(__file__).parent / "template"
@@ -80,12 +78,6 @@ def make(run: Run | str | Path) -> Report:
             data=packed(data),
         )
     )
-
-
-def command_for(folder: Path) -> str:
-    """What to type to make the report of a run or a sweep; that of a remote one is written here."""
-    place = f" --out {FILE}" if is_address(folder) else ""
-    return f"python -m instrument.report {shlex.quote(str(folder))}{place}"
 
 
 def check_packages() -> None:

@@ -43,10 +43,8 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
     for one in (one for turn in turns for one in turn):
         if _size(one, pixels) > room:
             continue
-        picture = _picture(run, one, pixels, images)
-        if picture is not None:
-            room -= sum(len(row) for row in picture["mosaic"]["z"])
-            shown[ranks[id(one)]] = picture
+        picture = shown[ranks[id(one)]] = _picture(run, one, pixels, images)
+        room -= sum(len(row) for row in picture["mosaic"]["z"])
     of = {"places": len(places), "pictures": sum(len(found) for found in places)}
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": images.drawn, **of}
 
@@ -101,27 +99,12 @@ class _Images:
         if image is None:
             return None
         if image not in self._numbers:
-            values = _plain(self.run, image)
-            if values is None:
-                return None
             self._numbers[image] = len(self.drawn)
-            self.drawn.append(_image(values))
+            self.drawn.append(_image(image.values(self.run)))
         return self._numbers[image]
 
 
-def _plain(run: Run, one: Maps) -> np.ndarray | None:
-    """The values of maps, of complex ones their magnitudes; None of a type that NumPy does not have."""
-    try:
-        values = one.values(run)
-    except TypeError:
-        return None
-    return np.abs(values) if np.iscomplexobj(values) else values
-
-
-def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any] | None:
-    values = _plain(run, one)
-    if values is None:
-        return None
+def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any]:
     return {
         "what": one.what,
         "label": one.series.label,
@@ -129,7 +112,7 @@ def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any
         "step": one.step,
         "shape": list(one.shape),
         "samples": one.shape[0] if len(one.shape) == 4 and not one.series.is_of_parameters else 1,
-        "mosaic": _mosaic(values, pixels),
+        "mosaic": _mosaic(one.values(run), pixels),
         "image": images.number_of(one),
     }
 

@@ -89,6 +89,7 @@ def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
         "seed": info.get("seed"),
         "started": _moment(info.get("started")),
         "took": _duration(info),
+        "overhead": None if info.get("overhead") is None else f"{info['overhead']:+.1%} a step",
         "parameters": f"{int(run.layers['parameters'].sum()):,}" if len(run.layers) else None,
         "torch": (info.get("versions") or {}).get("torch"),
         "revision": (info.get("git_revision") or "")[:12] or None,

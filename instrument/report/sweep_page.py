@@ -15,7 +15,8 @@ from ..analysis.interval import half_width
 from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
 from ..analysis.trainings import in_yaml
-from .numbers import FILE, told
+from .command import FILE
+from .numbers import told
 from .sweeps import Part, charts, name_of, overrides_of, parts_of
 
 METRICS = ("loss", "accuracy")

@@ -53,7 +53,7 @@ def find(run: str, ranks: int, rank: int = 0, **changed: Any) -> list[list[float
         return batch[rank * len(batch) // ranks : (rank + 1) * len(batch) // ranks]
 
     archive = RunArchive(ranks, share)
-    archive.open(run, "hooks.h.run")
+    archive.open(run, None, "hooks.h")
     found: list[list[float]] = archive.find(run, None, None, context(rank, **changed)).tolist()
     return found
 

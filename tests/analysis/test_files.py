@@ -6,7 +6,7 @@ import json
 import pickle
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -20,9 +20,12 @@ import instrument
 from instrument import InstrumentError, InstrumentWarning, recover
 from instrument.analysis.files import RunFiles, size_on_disk
 from instrument.capture.tables import TABLES
+from instrument.sinks.journal import Journal, Reading
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
+from instrument.sinks.recovery import recover as recover_files
+from instrument.sinks.row_counts import RowCounts
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
@@ -246,16 +249,123 @@ def test_recover_says_what_it_did_and_takes_a_whole_sweep(
     for job in range(2):
         shutil.copytree(original, tmp_path / "sweep" / str(job))
     journal = tmp_path / "sweep" / "0" / "journal" / "stats-0000-000003.arrows"
-    journal.write_bytes(journal.read_bytes()[:-3])
+    journal.write_bytes(journal.read_bytes() + last_message(journal)[:-3])  # of the step that was being written
     assert recover.main([str(tmp_path / "sweep")]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert "rows turned into Parquet: 3 of metrics, 2 of stats, 3 of tensors" in first
+    assert "rows turned into Parquet: 3 of metrics, 3 of stats, 3 of tensors" in first
     assert first.endswith("the step that was being written is not among them (stats)")
     assert second.endswith("3 of metrics, 3 of stats, 3 of tensors")
     assert recover.main([str(tmp_path / "sweep" / "0")]) == 0
     assert "all is Parquet already" in capsys.readouterr().out
     assert recover.main([str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def boundaries(journal: Path) -> list[int]:
+    """The ends of all messages of a journal, that of the schema first."""
+    reading = Reading.of(journal)
+    return [reading.end, *(reading.end for _ in reading.batches())]
+
+
+def last_message(journal: Path) -> bytes:
+    *_, start, end = boundaries(journal)
+    return journal.read_bytes()[start:end]
+
+
+@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
+@pytest.mark.parametrize("table", ["stats", "metrics", "tensors"])
+def test_a_journal_that_is_cut_anywhere_is_named(folder: Path, table: str) -> None:
+    journal = folder / "journal" / f"{table}-0000-000003.arrows"
+    content, ends = journal.read_bytes(), boundaries(journal)
+    draw = random.Random(0)
+    for size in {0, *ends, *(draw.randrange(len(content)) for _ in range(12))}:
+        journal.write_bytes(content[:size])
+        files = RunFiles(folder)
+        rows = files.read(table).num_rows
+        whole = sum(end <= size for end in ends[1:])
+        assert rows == STEPS - 3 + whole
+        told = [f"journal/{journal.name}: it was cut short: {whole} of 3 rows are there"]
+        assert files.problems == (told if whole < 3 else []), size
+
+
+def test_a_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the folder at each moment between two writes, and in the middle of each, is what a kill would leave."""
+    folder, plain, count = tmp_path / "run", Journal.append, RowCounts.write
+    moments = 0
+
+    def killed(path: Path | None = None, half: bytes = b"") -> None:
+        nonlocal moments
+        moments += 1
+        left = Path(shutil.copytree(folder, tmp_path / str(moments)))
+        if path is not None:
+            with open(left / path.relative_to(folder), "ab") as journal:
+                journal.write(half)
+        files = RunFiles(left)
+        assert files.read("stats").num_rows >= files.read("metrics").num_rows == done
+        assert files.problems == []
+        assert recover_files(left).problems == []
+        assert RunFiles(left).read("metrics").num_rows == done
+        shutil.rmtree(left)
+
+    def append(self: Journal, batch: pa.RecordBatch) -> None:
+        message = batch.serialize().to_pybytes()
+        killed(self.path, message[: len(message) // 2])
+        plain(self, batch)
+
+    def write(self: RowCounts, counts: Iterable[tuple[int, int]]) -> None:
+        nonlocal done
+        done += 1
+        killed()
+        count(self, counts)
+        killed()
+
+    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(RowCounts, "write", write)
+    monkeypatch.setattr("instrument.sinks.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts meanwhile
+    folder.mkdir()
+    sink, done = ParquetSink(folder), 0
+    for step in range(4):
+        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None)])
+        sink.write("metrics", [(step, *METRICS)])
+        sink.end_step()
+    assert moments == 16
+    assert len(list(folder.glob("stats/*.parquet"))) > 0
+
+
+def test_a_journal_that_is_gone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "journal" / "stats-0000-000003.arrows").unlink()
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="the file is gone"):
+        assert len(run.stats) == STEPS - 3
+    assert run.problems == ["journal/stats-0000-000003.arrows: the file is gone, with 3 rows"]
+    assert recover.main([str(folder)]) == 1
+    assert "the file is gone, with 3 rows" in capsys.readouterr().err
+
+
+def test_row_counts_that_are_damaged_are_named_and_all_rows_are_read(folder: Path) -> None:
+    counts = folder / "journal" / "rows.0000"
+    counts.write_bytes(b"\x01" + counts.read_bytes()[1:])
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="whether a journal was cut short is not known"):
+        assert len(run.stats) == STEPS
+
+
+def test_recover_keeps_a_journal_that_was_cut_short(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = folder / "journal" / "stats-0000-000003.arrows"
+    content = journal.read_bytes()[: boundaries(journal)[1]]
+    journal.write_bytes(content)
+    assert recover.main([str(folder)]) == 1
+    assert f"journal/{journal.name}: it was cut short: 1 of 3 rows are there" in capsys.readouterr().err
+    assert journal.with_suffix(".damaged").read_bytes() == content
+    assert len(pd.read_parquet(folder / "stats")) == STEPS - 2
+
+
+def test_recover_keeps_a_journal_of_other_columns(folder: Path) -> None:
+    journals = folder / "journal"
+    content = (journals / "metrics-0000-000003.arrows").read_bytes()
+    (journals / "stats-0000-000003.arrows").write_bytes(content)
+    assert recover.main([str(folder)]) == 1
+    assert (journals / "stats-0000-000003.damaged").read_bytes() == content
 
 
 def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

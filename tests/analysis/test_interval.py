@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scipy.stats import ttest_1samp
 
 from instrument.analysis.interval import half_width
 
@@ -16,7 +16,7 @@ def test_it_is_the_one_of_scipy(numbers: list[float], confidence: float) -> None
     given_ones = np.array(numbers)
     mean, squares = given_ones.mean(), ((given_ones - given_ones.mean()) ** 2).sum()
     assume(given_ones.std() > 1e-6 * (1 + abs(mean)))
-    interval = ttest_1samp(given_ones, 0.0).confidence_interval(confidence)
+    interval = scipy.stats.ttest_1samp(given_ones, 0.0).confidence_interval(confidence)
     width = half_width(squares, np.array(len(numbers)), confidence)
     assert [mean - width, mean + width] == pytest.approx([interval.low, interval.high], rel=1e-6, abs=1e-9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from buckets import connected
 from test_sql import make_run, part, spoil
 
 import instrument
@@ -26,17 +28,18 @@ from instrument.sinks.sending import send_all
 RUN, LAYER, STEP, ODD, LR, NAME = (pl.col(name) for name in ("run", "layer", "step", "odd", "lr", "name"))
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five runs with overrides; the rows of one are in no file yet."""
+    place = tmp_path_factory.mktemp("runs") / "s"
     for job in range(5):
         overrides = {
             "lr": None if job == 2 else 0.1 * job,
             "odd": job % 2,
             "name": "x" if job < 3 else None,
         }
-        make_run(tmp_path / "s" / str(job), overrides=overrides, mean=100 * job, close=job != 3)
-    return tmp_path / "s"
+        make_run(place / str(job), overrides=overrides, mean=100 * job, close=job != 3)
+    return place
 
 
 @pytest.fixture
@@ -212,14 +215,32 @@ def test_files_that_are_merged_while_they_are_listed_are_listed_again(
     assert run.problems == []
 
 
-@pytest.fixture(params=["memory", "s3"])
-def there(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> str:
-    """The address of the same runs, all of which have closed their files."""
-    address = request.getfixturevalue("bucket") if request.param == "s3" else f"memory://{tmp_path}"
-    recover(folder / "3")
-    for run in sorted(folder.iterdir()):
-        assert send_all(run, RemoteFolder(f"{address}/s/{run.name}", "")).missing == {}
-    return f"{address}/s"
+@pytest.fixture(scope="module")
+def closed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same runs, all of which have closed their files."""
+    place = shutil.copytree(folder, tmp_path_factory.mktemp("closed") / "s")
+    recover(place / "3")
+    return place
+
+
+@pytest.fixture(scope="module", params=["memory", "s3"])
+def sent(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
+    """Their address."""
+    address = request.getfixturevalue("kept_bucket") if request.param == "s3" else "memory:/"
+    with connected(s3_server):
+        for run in sorted(closed.iterdir()):
+            assert send_all(run, RemoteFolder(f"{address}{closed}/{run.name}", "")).missing == {}
+    return f"{address}{closed}"
+
+
+@pytest.fixture
+def there(sent: str, s3: None) -> str:
+    return sent
+
+
+def test_all_rows_of_a_remote_folder_are_the_same(there: str, closed: Path) -> None:
+    here, remote = (instrument.load(place).lazy("stats") for place in (closed, there))
+    assert remote.collect().equals(here.collect())
 
 
 @pytest.mark.parametrize(
@@ -232,9 +253,8 @@ def there(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> str:
         LR.is_null(),
     ],
 )
-def test_a_remote_folder_gives_the_same(there: str, folder: Path, condition: pl.Expr) -> None:
-    here, remote = (instrument.load(place).lazy("stats") for place in (folder, there))
-    assert remote.collect().equals(here.collect())
+def test_a_remote_folder_gives_the_same(there: str, closed: Path, condition: pl.Expr) -> None:
+    here, remote = (instrument.load(place).lazy("stats") for place in (closed, there))
     assert remote.filter(condition).collect().equals(here.filter(condition).collect())
     assert (
         remote.filter(condition)
@@ -257,9 +277,12 @@ def test_a_number_that_is_none_is_the_largest_in_a_remote_folder_too(tmp_path: P
         assert instrument.load(place).lazy("stats").filter(pl.col("mean") > 1e300).collect().height == 12
 
 
-def test_a_damaged_file_of_a_remote_folder_is_named_and_the_rest_is_read(there: str, tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_remote_folder_is_named_and_the_rest_is_read(
+    there: str, closed: Path, tmp_path: Path
+) -> None:
+    remote = RemoteFolder(f"{there}-damaged", "")
+    send_all(closed / "1", remote)
     (tmp_path / "bad").write_bytes(b"no parquet")
-    RemoteFolder(f"{there}/1", "").put(tmp_path / "bad", "stats/part-0000-000001.parquet")
-    run = instrument.load(there)
+    remote.put(tmp_path / "bad", "stats/part-0000-000001.parquet")
     with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
-        assert run.lazy("stats").collect().height == 56
+        assert instrument.load(remote.address).lazy("stats").collect().height == 8

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import instrument
+from instrument.analysis.maps import maps_in
 from instrument.sinks.parquet import ParquetSink
 
 
@@ -181,6 +182,65 @@ def test_tensors_cannot_be_chosen_by_what_is_no_column(tmp_path: Path, name: str
     run = instrument.load(make_run(tmp_path / "run"))
     with pytest.raises(KeyError, match=rf"no column '{name}' to choose by; it has step, micro_step, .*layer"):
         run.tensors(**{name: "a"})
+
+
+FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
+def kept(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument.Run:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"status": "done", "seed": 0, "overrides": {}, "metrics": {}}')
+    sink = ParquetSink(folder, tensors=mode)
+    for tensor in tensors:
+        key = (0, 0, 0, "train", 0, "seen", "a", "Conv2d", "forward", "output", "", 0, 0, False, "global")
+        sink.keep(key, list(tensor.shape), tensor)
+    sink.end_step()
+    sink.close()
+    return instrument.load(folder)
+
+
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_every_number_of_8_bits_is_read_as_pytorch_reads_it(tmp_path: Path, mode: str, name: str) -> None:
+    tensor = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).reshape(16, 16)
+    (row,) = kept(tmp_path / "run", mode, tensor).tensors().to_dict("records")
+    assert (row["dtype"], row["shape"], row["values"].dtype) == (name, (16, 16), np.float32)
+    assert np.array_equal(row["values"], tensor.to(torch.float32).numpy(), equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+def test_tensors_of_all_types_are_read_together(tmp_path: Path, mode: str) -> None:
+    plain = torch.tensor([[1.5, -2.0, 0.0], [4.0, 0.25, 3.0]])
+    complexes = [torch.complex(plain, -plain).to(dtype) for dtype in (torch.complex32, torch.complex64)]
+    tensors = [*complexes, plain.double(), plain.bfloat16(), plain.half(), plain.to(torch.float8_e4m3fn), plain.long()]
+    rows = kept(tmp_path / "run", mode, *tensors, torch.zeros(0, 3, dtype=torch.complex32)).tensors()
+    assert [f"torch.{name}" for name in rows.dtype] == [str(tensor.dtype) for tensor in [*tensors, complexes[0]]]
+    for array, tensor in zip(rows["values"], tensors, strict=False):
+        wanted = tensor.to(torch.complex64 if tensor.is_complex() else torch.float64).numpy()
+        assert array.dtype == wanted.dtype or not tensor.is_complex()
+        assert np.array_equal(array, wanted)
+    assert rows["values"].iloc[-1].shape == (0, 3)
+
+
+def test_a_type_that_numpy_has_not_blocks_no_other(tmp_path: Path) -> None:
+    for job in ("0", "1"):
+        bits = torch.zeros(2, 3, 8, 8, dtype=torch.uint8).view(torch.bits8)
+        kept(tmp_path / "s" / job, "list", torch.ones(2, 3, 8, 8), *([bits] if job == "1" else []))
+    rows = (run := instrument.load(tmp_path / "s")).tensors()
+    assert [(row.run, row.dtype, row.values.shape) for row in rows.itertuples()] == [
+        ("0", "float32", (2, 3, 8, 8)),
+        ("1", "float32", (2, 3, 8, 8)),
+    ]
+    assert run.problems == ["1/tensors: NumPy has no type bits8: left out"]
+    assert len(maps_in(instrument.load(tmp_path / "s" / "1"))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_maps_of_complex_values_are_their_magnitudes(tmp_path: Path) -> None:
+    run = kept(tmp_path / "run", "list", torch.full((2, 3, 8, 8), 3.0 - 4.0j, dtype=torch.complex32))
+    (maps,) = maps_in(run)
+    assert np.array_equal(maps.values(run), np.full((3, 8, 8), 5.0, np.float32))
 
 
 def test_tensors_of_a_sweep_have_the_run_and_the_overrides(tmp_path: Path) -> None:

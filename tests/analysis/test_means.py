@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from swept import job
 
@@ -37,7 +37,6 @@ def mean_of(means: Means, table: str, place: dict[str, str], name: str) -> float
     return float(means.values[i, column]) if means.counts[i, column] else None
 
 
-@settings(deadline=None)
 @given(rows=st.lists(st.tuples(st.sampled_from("ab"), CELL, CELL), min_size=1, max_size=30), size=st.integers(1, 31))
 def test_the_mean_of_all_rows_at_a_place(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, float | None, float | None]], size: int

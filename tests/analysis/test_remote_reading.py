@@ -10,17 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from buckets import NO_ANSWER, connected, new_clients
+from waiting import HANGS
 
 import instrument
 from instrument import ConfigError, InstrumentError
 from instrument.analysis.files import RunFiles
-from instrument.analysis.load import NoRunError
+from instrument.analysis.folders import NoRunError
 from instrument.capture.tables import TABLES
 from instrument.export import main as export
 from instrument.report.__main__ import main as report
@@ -59,13 +60,25 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
-def there(request: pytest.FixtureRequest, local: Path, tmp_path: Path) -> str:
-    """The same folder's address on each sort of file system."""
-    above = request.getfixturevalue("bucket") if request.param == "s3" else f"{request.param}://{tmp_path}/there"
-    for folder in sorted(local.iterdir()):
-        assert send_all(folder, RemoteFolder(f"{above}/some/sweep/{folder.name}", "")).missing == {}
+@pytest.fixture(scope="module", params=["memory", "file", "s3"])
+def above(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of an empty folder on each sort of file system."""
+    place = tmp_path_factory.mktemp("there")
+    return f"{request.getfixturevalue('kept_bucket') if request.param == 's3' else f'{request.param}:/'}{place}"
+
+
+@pytest.fixture(scope="module")
+def sent(above: str, local: Path, s3_server: str) -> str:
+    """The same folder's address there."""
+    with connected(s3_server):
+        for folder in sorted(local.iterdir()):
+            assert send_all(folder, RemoteFolder(f"{above}/some/sweep/{folder.name}", "")).missing == {}
     return f"{above}/some/sweep"
+
+
+@pytest.fixture
+def there(sent: str, s3: None) -> str:
+    return sent
 
 
 def test_every_table_of_a_run_is_the_same(there: str, local: Path) -> None:
@@ -89,7 +102,7 @@ def test_what_runs_are_is_asked_of_several_at_once(there: str, monkeypatch: pyte
     both, info = threading.Barrier(2), RunFiles.info
 
     def together(self: RunFiles) -> dict[str, Any]:
-        both.wait(timeout=20)
+        both.wait(HANGS)
         return info(self)
 
     monkeypatch.setattr(RunFiles, "info", together)
@@ -110,13 +123,13 @@ def test_queries_give_the_same(there: str, local: Path) -> None:
 
 
 def test_a_run_that_goes_on_is_running_and_what_comes_is_met_when_it_is_opened_again(
-    there: str, local: Path, tmp_path: Path
+    above: str, s3: None, local: Path, tmp_path: Path
 ) -> None:
     going = tmp_path / "going"
     shutil.copytree(local / "0", going)
     path = going / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "status": "running"}))
-    remote = RemoteFolder(f"{there}/../going".replace("sweep/../", ""), "")
+    remote = RemoteFolder(f"{above}/going", "")
     remote.put(path, "run.json")
     before = instrument.load(remote.address)
     assert (before.info["status"], len(before.stats)) == ("running", 0)
@@ -129,10 +142,12 @@ def test_where_there_is_no_run_it_is_said(there: str) -> None:
         instrument.load(f"{there}/elsewhere")
 
 
-def test_a_damaged_part_is_told_and_the_rest_is_read(there: str, tmp_path: Path) -> None:
+def test_a_damaged_part_is_told_and_the_rest_is_read(above: str, s3: None, local: Path, tmp_path: Path) -> None:
+    remote = RemoteFolder(f"{above}/damaged", "")
+    send_all(local / "0", remote)
     (tmp_path / "bad").write_bytes(b"no Parquet")
-    RemoteFolder(f"{there}/0", "").put(tmp_path / "bad", "stats/part-0000-000001.parquet")
-    run = instrument.load(f"{there}/0")
+    remote.put(tmp_path / "bad", "stats/part-0000-000001.parquet")
+    run = instrument.load(remote.address)
     assert len(run.stats) > 0
     (problem,) = run.problems
     assert problem.startswith("stats/part-0000-000001.parquet: cannot be read")
@@ -195,16 +210,15 @@ def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
     assert "hushhush" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        (PermissionError, ()),
-        (ConnectionError, ()),
-        (TimeoutError, ()),
-        (OSError, (5,)),
-        (RuntimeError, ()),
-    ],  # the last as a client's own
-)
+FAILURES: list[Callable[[str], Exception]] = [
+    PermissionError,
+    ConnectionError,
+    TimeoutError,
+    lambda text: OSError(5, text),
+    RuntimeError,  # as a client's own
+]
+
+
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize(
     "ask",
@@ -220,13 +234,13 @@ def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
 def test_a_network_that_fails_while_a_run_is_read_is_no_damaged_file(
     there: str,
     monkeypatch: pytest.MonkeyPatch,
-    kind: type[Exception],
-    number: tuple[int, ...],
     opens: bool,
     ask: Callable[[instrument.Run], Any],
 ) -> None:
+    failure: Exception
+
     def fail(*_: Any) -> Any:
-        raise kind(*number, "the token has expired: http://me:hushhush@host/")
+        raise failure
 
     run = instrument.load(f"{there}/0")
     run.infos  # noqa: B018
@@ -237,14 +251,16 @@ def test_a_network_that_fails_while_a_run_is_read_is_no_damaged_file(
     def breaks(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
         return _Torn(original(self, path, *arguments, **options), fail) if opens else fail()
 
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patched.setattr(files, "open", breaks)
-        with pytest.raises(InstrumentError, match=r"Error: .*expired") as told:
-            ask(run)
-    assert "hush" not in str(told.value)
-    assert told.value.__cause__ is None
-    assert run.problems == []
+    for make in FAILURES:
+        failure = make("the token has expired: http://me:hushhush@host/")
+        with monkeypatch.context() as patched, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patched.setattr(files, "open", breaks)
+            with pytest.raises(InstrumentError, match=rf"{type(failure).__name__}: .*expired") as told:
+                ask(run)
+        assert "hush" not in str(told.value)
+        assert told.value.__cause__ is None
+        assert run.problems == []
     assert len(run.stats) == wanted
 
 
@@ -259,8 +275,9 @@ class _Torn:
         return getattr(self._file, name)
 
 
-def test_where_nobody_answers_it_is_said_in_a_line(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    with pytest.raises(InstrumentError, match="s3://bucket/runs cannot be read: EndpointConnectionError"):
+def test_where_nobody_answers_it_is_said_in_a_line(bucket: str) -> None:
+    with (
+        new_clients(AWS_ENDPOINT_URL=NO_ANSWER),
+        pytest.raises(InstrumentError, match="s3://bucket/runs cannot be read: EndpointConnectionError"),
+    ):
         instrument.load(f"{bucket}/runs")

@@ -86,7 +86,7 @@ def test_what_a_logarithmic_axis_cannot_show_is_said() -> None:
         axes = gradient_flow(frame).axes[0]
     assert axes.get_xlabel().splitlines()[1:] == [
         "not shown at step 0: 1 are 0",
-        "not shown at step 1: 2 have no finite value",
+        "not shown at step 1: 2 are not finite",
     ]
     assert np.isnan(marks(axes)["a.weight"]).all()
 

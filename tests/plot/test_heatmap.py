@@ -76,7 +76,7 @@ def test_cells_without_a_value_and_cells_that_are_not_finite_are_explained(tmp_p
     (marks,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
     assert {(x, y) for x, y in zip(*marks.get_data(), strict=True)} >= {(2.5, 0.5), (3.5, 4.5)}
     assert min(marks.get_xdata()) == 2.5
-    assert legend_of(figure) == ["no value: not recorded, or nothing finite", "has NaN or infinite elements"]
+    assert legend_of(figure) == ["no value: not recorded, or not finite", "has NaN or infinite elements"]
     assert legend_of(heatmap(stats_of({"a": [1.0]}))) == []
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, deep, train
+from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, deep, new_page, train
 from torch import nn
 
 import instrument
@@ -63,11 +63,11 @@ def open_page(browser: Browser, tmp_path: Path) -> Open:
     @contextmanager
     def opened(reported_run: instrument.Run | Path, *, width: int = WIDE, dark: bool = False) -> Iterator[Shown]:
         file = make(reported_run).save(tmp_path / "report.html")
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
+        page = new_page(browser, viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
         shown = Shown(page)
         try:
             page.goto(file.as_uri())
-            page.wait_for_selector("html[data-drawn=yes]", timeout=60_000)
+            page.wait_for_selector("html[data-drawn=yes]")
             yield shown
             assert shown.complaints == []
             assert [url for url in shown.requests if not url.startswith(("data:", "blob:"))] == [file.as_uri()]

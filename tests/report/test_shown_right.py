@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reported import IMAGE, SPREAD, convolutional, data_of, deep, train
+from reported import IMAGE, SPREAD, convolutional, data_of, deep, new_page, train
 from torch import nn
 
 import instrument
@@ -169,7 +169,7 @@ def test_overrides_are_those_that_change_a_training_and_may_be_infinite(tmp_path
 def drawn(browser: Any, html: str, tmp_path: Path) -> Any:
     file = tmp_path / "page.html"
     file.write_text(html)
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page = new_page(browser, viewport={"width": 1400, "height": 900})
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -222,7 +222,7 @@ def test_updates_of_all_hooks_can_be_chosen(browser: Any, tmp_path: Path) -> Non
 def test_links_of_a_page_in_a_frame_stay_in_it(browser: Any, tmp_path: Path) -> None:
     report = make(train(tmp_path / "r", deep(2), {"h": ACTS}))
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>notebook{report._repr_html_()}</body>")
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto((tmp_path / "notebook.html").as_uri())
     frame = page.frame_locator("iframe")
     frame.locator("html[data-drawn=yes]").wait_for()

@@ -28,9 +28,11 @@ function ends(series, statistic) {
 
 /** What the dots do not show, in words. */
 function remarks(first, last) {
-  const lost = last.values.filter((value) => value === null).length;
+  const without = (end) => end.values.filter((value) => value === null).length;
+  const ends = first.step === last.step ? [last] : [first, last];
   const zeros = [...first.values, ...last.values].filter((value) => value === 0).length;
-  const words = [zeros ? `◁ ${zeros} are zero` : "", lost ? `${lost} have no finite value at step ${last.step}` : ""].filter(Boolean);
+  const lost = ends.filter(without).map((end) => `${without(end)} are not finite at step ${end.step}`);
+  const words = [...(zeros ? [`◁ ${zeros} are zero`] : []), ...lost];
   return words.length ? [words.join("; ")] : [];
 }
 

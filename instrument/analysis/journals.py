@@ -1,0 +1,103 @@
+"""The rows of a run's journals, of which each byte is read once, however often they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import pyarrow as pa
+
+from ..capture.tables import Table, as_table, placed
+from ..sinks.journal import Reading
+from ..sinks.parts import OTHER_COLUMNS, Part, journals_of
+from ..sinks.row_counts import cut_short
+
+MOST_PIECES = 16  # of a journal that grew while it was asked for, before they are joined to one
+
+
+@dataclass
+class _Known:
+    """What was read of a journal so far."""
+
+    stat: os.stat_result
+    reading: Reading
+    pieces: list[pa.Table] = field(default_factory=list)
+
+
+class Journals:
+    """Reads journals, and keeps their rows: a table's journal has 32 MB at most, that of tensors 64.
+
+    A journal only grows, so of one that was read before only what was added is read. One whose file is another one, is
+    shorter, or was changed and did not grow is read again as a whole.
+
+    Args:
+        folder: The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[Path, _Known] = {}
+        self._lock = Lock()
+
+    def read(
+        self, table: Table, written: Mapping[tuple[str, Part], int]
+    ) -> tuple[dict[Part, list[pa.Table]], dict[Path, str]]:
+        """The rows of each journal of a table as they are now, and what is wrong with any of them.
+
+        Args:
+            table: Which one.
+            written: How many rows each journal has at least, as it was said before this is called.
+        """
+        rows: dict[Part, list[pa.Table]] = {}
+        problems: dict[Path, str] = {}
+        with self._lock:
+            found = journals_of(self.folder, table.name)
+            for (_, part), path in found.items():
+                try:
+                    known = self._known[path] = self._refreshed(table, path)
+                except FileNotFoundError:
+                    continue  # it is a part by now
+                rows[part] = list(known.pieces)
+                problem = known.reading.problem or cut_short(known.reading.rows, written.get((table.name, part), 0))
+                if problem is not None:
+                    problems[path] = problem
+            for path in [path for path in self._known if path.name.startswith(f"{table.name}-")]:
+                if path not in found.values():
+                    del self._known[path]
+        return rows, problems
+
+    def _refreshed(self, table: Table, path: Path) -> _Known:
+        there, known = path.stat(), self._known.get(path)
+        if known is not None and _same(known.stat, there):
+            return known
+        grew = known is not None and _grew(known.stat, there) and known.reading.problem is None
+        before = known if grew and known is not None else _Known(there, Reading(path))
+        reading = Reading.of(path, after=before.reading)
+        if reading.schema is not None and reading.schema != table.plain_schema:
+            reading.problem = OTHER_COLUMNS
+            return _Known(there, reading)
+        pieces = [*before.pieces, *_piece(table, reading)]
+        if len(pieces) > MOST_PIECES:
+            pieces = [pa.concat_tables(pieces).unify_dictionaries().combine_chunks()]
+        return _Known(there, reading, pieces)
+
+
+def _piece(table: Table, reading: Reading) -> list[pa.Table]:
+    """All rows of a reading in one chunk: a scan takes as long as a table has chunks, and each step's rows are one."""
+    batches = [placed(table, batch) for batch in reading.batches()]
+    return [as_table(table, pa.Table.from_batches(batches).combine_chunks())] if batches else []
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    return _file(one) == _file(other) and (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+
+
+def _grew(one: os.stat_result, other: os.stat_result) -> bool:
+    return _file(one) == _file(other) and one.st_size < other.st_size
+
+
+def _file(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino

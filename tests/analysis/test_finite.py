@@ -1,0 +1,113 @@
+"""Which rows of statistics stand for their tensors, and that everything that reads statistics goes by it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import instrument
+from instrument.analysis.findings import findings
+from instrument.analysis.finite import finite_only, is_not_finite
+from instrument.analysis.means import NUMBERS, means_of
+from instrument.analysis.series import matrices
+from instrument.report.charts import heat_maps
+
+GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}
+OUTPUT = {"kind": "forward", "role": "output"}
+
+
+def row(of: dict[str, str], numel: float | None, nan: float | None, inf: float | None) -> dict[str, Any]:
+    return {**of, "numel": numel, "nan_count": nan, "inf_count": inf, "l2": 0.0, "mean": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "lost"),
+    [
+        (row(GRADIENT, 1000, 0, 0), False),
+        (row(GRADIENT, 1000, 9, 0), False),
+        (row(GRADIENT, 1000, 10, 0), True),
+        (row(GRADIENT, 1000, 5, 5), True),
+        (row(GRADIENT, 3, 1, 0), True),
+        (row({"kind": "step_post", "role": "update"}, 100, 0, 1), True),
+        (row({"kind": "full_backward", "role": "grad_input"}, 100, 1, 0), True),
+        (row({"kind": "tensor", "role": "output"}, 100, 1, 0), True),
+        (row(OUTPUT, 1000, 0, 499), False),
+        (row(OUTPUT, 1000, 0, 500), True),
+        (row(OUTPUT, None, 1, None), True),
+        (row(OUTPUT, None, None, None), False),
+        (row(OUTPUT, 0, 0, 0), False),
+    ],
+)
+def test_a_row_with_many_values_that_are_not_finite_is_lost(one: dict[str, Any], lost: bool) -> None:
+    frame = pd.DataFrame([row(GRADIENT, 10, 0, 0), one], index=[7, 9])
+    assert is_not_finite(frame).to_dict() == {7: False, 9: lost}
+    kept = finite_only(frame)
+    assert (kept is frame) == (not lost)
+    assert math.isnan(kept["l2"][9]) == math.isnan(kept["mean"][9]) == lost
+    assert kept["l2"][7] == 0.0
+    assert kept["nan_count"].equals(frame["nan_count"])
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """A run whose gradient is NaN but for two zeros from step 2 on."""
+    folder: Path = tmp_path_factory.mktemp("finite") / "run"
+    model = torch.nn.Linear(100, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hook = {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "all"}
+    with (
+        pytest.warns(instrument.errors.InstrumentWarning),
+        instrument.attach(model, {"g": hook}, optimizer=optimizer, out=folder) as probe,
+    ):
+        for step in range(4):
+            model.weight.grad = torch.full_like(model.weight, 2.0 if step < 2 else math.nan)
+            model.weight.grad[0, :2] = 0.0
+            optimizer.step()
+            probe.end_step()
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "overrides": {}}))
+    return instrument.load(folder)
+
+
+NORM = 2.0 * math.sqrt(98)
+
+
+def test_a_broken_gradient_has_no_norm_in_pictures(broken: instrument.Run) -> None:
+    assert broken.stats["l2"].tolist() == pytest.approx([NORM, NORM, 0.0, 0.0])  # as it was measured
+    table = matrices(broken.stats, ["l2", "nan_count"], [""], 4)
+    np.testing.assert_allclose(table["l2"].values, [[NORM, NORM, math.nan, math.nan]])
+    assert table["nan_count"].values.tolist() == [[0, 0, 98, 98]]
+    together = matrices(broken.stats, ["l2"], [""], 1)["l2"]  # steps in one group: the mean of the finite ones
+    assert together.values == pytest.approx(np.array([[NORM]]))
+
+
+def test_a_broken_gradient_is_marked_in_every_picture(broken: instrument.Run) -> None:
+    from instrument.plot import compare, gradient_flow, heatmap
+
+    assert gradient_flow(broken).axes[0].get_xlabel().splitlines()[1:] == ["not shown at step 3: 1 are not finite"]
+    axes = heatmap(broken, "l2").axes[0]
+    (marks,) = (line for line in axes.lines if line.get_marker() == "x")
+    assert marks.get_xdata().tolist() == [2.5, 3.5]
+    frame = broken.stats.assign(run="one", seed=0)
+    (line,) = (line for line in compare(frame, "l2", layer="weight").axes[0].lines if len(line.get_xdata()) == 4)
+    np.testing.assert_allclose(line.get_ydata(), [NORM, NORM, math.nan, math.nan])
+    (shown,) = heat_maps(broken.stats, [""])
+    assert shown["statistics"]["l2"] == [[pytest.approx(NORM, rel=1e-5)] * 2 + [None] * 2]
+    assert shown["statistics"]["zero_fraction"][0][2:] == [None, None]
+    assert shown["statistics"]["nan_count"] == [[0, 0, 98, 98]]
+
+
+def test_a_broken_gradient_is_not_small_in_findings_and_means(broken: instrument.Run) -> None:
+    told = {finding.what: finding.value for finding in findings(broken)}
+    assert told["largest gradient norm"] == f"{NORM:.4g}, median there {NORM:.4g}"
+    assert told["first recorded non-finite value"] == "98 NaN, 0 infinite of 100"
+    means = means_of(broken, "stats")
+    assert math.isnan(means.values[0, NUMBERS["stats"].index("l2")])
+    assert means.values[0, NUMBERS["stats"].index("nan_count")] == 49.0
