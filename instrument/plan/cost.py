@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from ..errors import ConfigError, Mistake
-from ..spec.base import parse_slice
-from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.record import RecordSpec
 from ..spec.schedule import Evaluations, common
-from .sites import HookPlan, Site
-from .trial import TensorInfo, Trial, tensors_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Forecast:
 
     Attributes:
         cost: By spec.
-        bare: What a step takes without hooks, in seconds.
+        bare: What a step takes without hooks, in seconds; to load its batches is part of it.
         hooked: What it will take with them, on average over the run's steps.
     """
 
@@ -114,48 +106,3 @@ def firings_of(spec: HookSpec, length: Length) -> Firings:
         stateless = spec.kind == "step_pre" and spec.tensor_role.startswith("state.") and 0 in steps
         return Firings(steps, len(steps) - stateless, 1)  # before its first step an optimizer has no state
     return Firings(steps, length.micro_steps(steps), length.accumulate)
-
-
-def refuse_misfit_slices(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
-    """Every `slice` has to fit the tensors that its hook will see.
-
-    Raises:
-        ConfigError: One does not.
-    """
-    for site in plan.sites:
-        spec = site.spec
-        if isinstance(spec, RecordSpec) and spec.slice is not None:
-            for info in _tensors_at(site, trials[spec.phase]):
-                first = tuple(min(spec.samples or size, size) for size in info.shape[:1])  # a scalar has no samples
-                _refuse_misfit(first + info.shape[1:], spec.name, spec.slice)
-
-
-def _refuse_misfit(shape: tuple[int, ...], name: str, written: str) -> None:
-    try:
-        torch.empty(shape, device="meta")[parse_slice(written)[: len(shape)]]
-    except IndexError:
-        raise ConfigError(
-            Mistake(
-                f"hooks.{name}.slice",
-                f"does not fit a tensor of shape {list(shape)} that the hook will see",
-                written=written,
-            )
-        ) from None
-
-
-def _tensors_at(site: Site, trial: Trial) -> list[TensorInfo]:
-    """The tensors that a site sees in a trial, which has no backward pass: one that a gradient may come to is among them."""
-    spec = site.spec
-    if spec.definition.family == "loss":
-        return [TensorInfo("", (), torch.float32, True)]
-    if spec.definition.family != "module":
-        own = {**site.layer.module._parameters, **site.layer.module._buffers}
-        parameter = site.parameter if site.parameter is not None else own[site.own_name]
-        assert parameter is not None, "a site at a parameter or buffer was resolved from one"
-        return [TensorInfo(site.own_name, tuple(parameter.shape), parameter.dtype, True)]
-    infos = tensors_of(site.layer.module, spec.tensor_role, trial)
-    return [
-        info
-        for info in infos
-        if (spec.path is None or matches(spec.path, info.path)) and (info.requires_grad or not spec.definition.gradient)
-    ]

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..quantities import human_bytes, human_seconds
 from ..spec.description import describe_action
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
@@ -198,17 +199,3 @@ def _has_some_below_alone(spec: HookSpec, layer: Layer, seen: set[int]) -> bool:
         return False
     missed = [name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in seen]
     return any(not spec.params or any(matches(pattern, own) for pattern in spec.params) for own in missed)
-
-
-def human_bytes(count: float) -> str:
-    """`1.2 MB`: powers of 1000, three digits."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 999.5 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.3g} {units[0]}" if count < 999.5 else f"{count:,.0f} {units[0]}"
-
-
-def human_seconds(seconds: float) -> str:
-    """`25.3 ms`: three digits."""
-    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

@@ -45,11 +45,20 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class HookPlan:
-    """All sites of all specs on one model: specs in the order written, layers in the order of the model."""
+    """All sites of all specs on one model: specs in the order written, layers in the order of the model.
+
+    Attributes:
+        layers: The modules of the model.
+        specs: The specs, by name.
+        sites: Where they act.
+        tried: Whether a trial forward pass has checked the specs against the shapes of the modules' tensors. Without
+            it each site checks the first tensor that it sees.
+    """
 
     layers: Layers
     specs: Mapping[str, HookSpec]
     sites: tuple[Site, ...]
+    tried: bool = False
 
     def of(self, hook: str) -> list[Site]:
         """The sites of one spec."""
@@ -64,7 +73,7 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
     """Resolve every spec against a model. Touches nothing.
 
     Raises:
-        ConfigError: With every spec that matches no module or no parameter, or only frozen ones.
+        ConfigError: With every spec that matches no module or no parameter.
     """
     layers = Layers.of(model)
     sites: list[Site] = []
@@ -129,7 +138,6 @@ def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, wher
         if _wanted(spec, names):
             note = "" if parameter.requires_grad else "the parameter is frozen"
             sites.setdefault(id(parameter), Site(spec, layer, own, parameter, note))
-    _refuse_frozen(spec, list(sites.values()), where)
     return list(sites.values())
 
 
@@ -179,17 +187,26 @@ def _has_none(what: str, spec: HookBase, selected: list[Layer], below: list[Laye
     )
 
 
-def _refuse_frozen(spec: HookBase, sites: list[Site], where: str) -> None:
-    if not spec.definition.gradient or spec.tensor_role in ("param", "buffer"):
-        return
-    for pattern in spec.globs:
-        matched = [site for site in sites if any(matches(pattern, name) for name in site.layer.names)]
-        if matched and all(site.note for site in matched):
-            raise ConfigError(
-                Mistake(
-                    f"{where}.layers",
-                    f"kind {spec.kind} needs gradients, and every parameter that this pattern matches is frozen (requires_grad is False)",
-                    written=pattern,
-                    allowed="parameters that train; frozen are " + some([site.label for site in matched]),
+def refuse_frozen(plan: HookPlan) -> None:
+    """Stop where a pattern matches nothing but frozen parameters, and the kind needs gradients.
+
+    This is for a training in which they stay frozen.
+
+    Raises:
+        ConfigError: With every such pattern.
+    """
+    mistakes = []
+    for name, spec in plan.specs.items():
+        if not spec.definition.gradient or spec.tensor_role in ("param", "buffer"):
+            continue
+        for pattern in spec.globs:
+            matched = [site for site in plan.of(name) if any(matches(pattern, own) for own in site.layer.names)]
+            if matched and all(site.note for site in matched):
+                problem = (
+                    f"kind {spec.kind} needs gradients, and every parameter that this pattern matches is frozen "
+                    "(requires_grad is False)"
                 )
-            )
+                allowed = "parameters that train; frozen are " + some([site.label for site in matched])
+                mistakes.append(Mistake(f"hooks.{name}.layers", problem, written=pattern, allowed=allowed))
+    if mistakes:
+        raise ConfigError(*mistakes)

@@ -47,18 +47,21 @@ class Calls:
 
 Trial = dict[int, Calls]
 """The calls of every module that ran, by the module's `id`."""
+See = Callable[[nn.Module, str, Any], None]
 
 
-def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool) -> Trial:
+def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool, see: See | None = None) -> Trial:
     """Run a forward pass once and look at every module on the way.
 
     Args:
         model: The model.
         forward: Runs the model on a batch, and the loss on what comes out.
         training: Whether the model is in training mode meanwhile.
+        see: Called with each module, `input` or `output`, and the value that goes in or comes out.
 
     Raises:
-        ConfigError: It fails; the message names the first layer that did, and the shapes that met there.
+        ConfigError: It fails; the message names the first layer that did, and the shapes that met there. Or `see` or
+            `forward` raised one.
     """
     layers = Layers.of(model)
     trial: Trial = {}
@@ -68,11 +71,15 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         running.append((layers.by_module[id(module)], given))
         trial.setdefault(id(module), Calls()).inputs.append(_infos(given))
+        if see is not None:
+            see(module, "input", given)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         while running.pop()[0].module is not module:
             pass  # a layer below it failed, and the model caught that itself
         trial[id(module)].outputs.append(_infos(output))
+        if see is not None:
+            see(module, "output", output)
 
     handles = []
     try:
@@ -83,6 +90,8 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
             ]
         with _no_trace(model, training), torch.enable_grad():
             forward()
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(_misfit(error, running)) from error
     finally:
@@ -93,10 +102,15 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool)
 
 def tensors_of(module: nn.Module, role: str, trial: Trial) -> list[TensorInfo]:
     """The tensors that went into a module, or came out of it, in all of its calls in a trial pass."""
+    return [info for call in calls_of(module, role, trial) for info in call]
+
+
+def calls_of(module: nn.Module, role: str, trial: Trial) -> list[list[TensorInfo]]:
+    """The same, call by call."""
     calls = trial.get(id(module))
     if calls is None:
         return []
-    return [info for call in (calls.inputs if role in ("input", "grad_input") else calls.outputs) for info in call]
+    return calls.inputs if role in ("input", "grad_input") else calls.outputs
 
 
 def _infos(value: Any) -> list[TensorInfo]:
@@ -125,14 +139,11 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
     known = {module: dict(module._buffers) for module in model.modules()}
-    python, numpy = random.getstate(), np.random.get_state()
     model.train(training)
     try:
-        with torch.random.fork_rng():
+        with random_state_kept():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
         with torch.no_grad():
             for module, names in known.items():
                 for name in module._buffers.keys() - names.keys():
@@ -143,6 +154,18 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
                 module._buffers[name] = buffer
         for module, flag in flags.items():
             module.training = flag
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put back the random states of Python, NumPy and PyTorch."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Mistake:

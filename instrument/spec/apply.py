@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from .base import UnknownNameError
 from .fields import Count, Number, Selection, Target
 
-INIT_FUNCTIONS = (
-    "constant_",
-    "dirac_",
-    "eye_",
-    "kaiming_normal_",
-    "kaiming_uniform_",
-    "normal_",
-    "ones_",
-    "orthogonal_",
-    "sparse_",
-    "trunc_normal_",
-    "uniform_",
-    "xavier_normal_",
-    "xavier_uniform_",
-    "zeros_",
-)
+_KAIMING = ("a", "mode", "nonlinearity")
+INIT_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "constant_": ("val",),
+    "dirac_": ("groups",),
+    "eye_": (),
+    "kaiming_normal_": _KAIMING,
+    "kaiming_uniform_": _KAIMING,
+    "normal_": ("mean", "std"),
+    "ones_": (),
+    "orthogonal_": ("gain",),
+    "sparse_": ("sparsity", "std"),
+    "trunc_normal_": ("mean", "std", "a", "b"),
+    "uniform_": ("a", "b"),
+    "xavier_normal_": ("gain",),
+    "xavier_uniform_": ("gain",),
+    "zeros_": (),
+}
+"""The functions of `torch.nn.init`, and their arguments."""
 
 
 class ApplyBase(Selection):
@@ -47,8 +50,15 @@ class InitSpec(ApplyBase):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in INIT_FUNCTIONS:
-            raise UnknownNameError("function of torch.nn.init", value, INIT_FUNCTIONS)
+            raise UnknownNameError("function of torch.nn.init", value, tuple(INIT_FUNCTIONS))
         return value
+
+    @model_validator(mode="after")
+    def _finite(self) -> InitSpec:
+        for name, value in self.arguments.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} has to be finite, not {value}")
+        return self
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -96,6 +106,13 @@ class SetSpec(ApplyBase):
     action: Literal["set"]
     attribute: str = Field(min_length=1, description="The attribute's name.")
     value: Any = Field(description="Its new value.")
+
+    @field_validator("value")
+    @classmethod
+    def _a_number(cls, value: Any) -> Any:
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError("has to be a value other than NaN")
+        return value
 
 
 class AddParameterSpec(ApplyBase):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from .fields import Count, Index, Path, Selection
+from .fields import Count, Glob, Index, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
 
@@ -36,7 +36,7 @@ class HookBase(Selection):
     name: str = Field("", description="The key in the mapping; an item of a list may give its own.")
     kind: KindName = Field(description="Where PyTorch lets us in.")
     role: str | None = Field(None, description="Which of the kind's tensors; the kind's first where it is not said.")
-    path: Path | None = Field(None, description="Which tensor of a nested value: '0', 'logits', '1.*'; all without it.")
+    path: Glob | None = Field(None, description="Which tensor of a nested value: '0', 'logits', '1.*'; all without it.")
     via: Literal["tensor", "module"] = Field(
         "tensor", description="Tensor hooks, or PyTorch's own module hooks, for full_backward*."
     )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from .apply import ApplySpec
 from .budget import BudgetConfig
-from .fields import Count, Index, Seed, Spec, Target
+from .fields import Count, Index, Seed, Spec, Target, spelled
 from .hooks import HookSpec
 
-Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(spelled)]
 
 
 def _mapping(value: Any) -> Any:
     if value is None:
         return {}
     return value
+
+
+def _of_test(value: Any) -> Any:
+    """What is evaluated on is of the other split, also where an override names another field of it alone."""
+    return {"split": "test", **value} if isinstance(value, Mapping) else value
 
 
 class SliceSpec(Spec):
@@ -50,7 +56,9 @@ class DataConfig(Spec):
     dataset: Target = Field(description="Called with split='train' or 'test'; gives a dataset of (input, target).")
     root: str = Field("data", description="The folder that datasets on disk lie in; INSTRUMENT_DATA where it is set.")
     slice: SliceSpec = Field(default_factory=SliceSpec, description="What is trained on.")
-    eval_slice: SliceSpec = Field(default_factory=lambda: SliceSpec(split="test"), description="What is evaluated on.")
+    eval_slice: Annotated[SliceSpec, BeforeValidator(_of_test)] = Field(
+        default_factory=lambda: SliceSpec(split="test"), description="What is evaluated on; of the split test."
+    )
     fallback: Literal["digits"] | None = Field(None, description="What is used, loudly, where the dataset is missing.")
 
 
@@ -139,7 +147,7 @@ class SinkConfig(Spec):
 class RunConfig(Spec):
     """Everything that a run is made from."""
 
-    name: Names = Field("run", description="The folder under runs/.")
+    name: RunName = Field("run", description="The folder under runs/.")
     seed: Seed = Field(0, description="Of Python's, NumPy's and PyTorch's random state, and of everything drawn here.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
     deterministic: bool = Field(False, description="Refuse algorithms that give other results from run to run.")
@@ -161,7 +169,9 @@ class RunConfig(Spec):
     model: Target = Field(description="The torch.nn.Module.")
     data: DataConfig
     task: Target = Field(description="What a batch and a model make a loss of.")
-    optimizer: Target = Field(description="Called with the parameters that train.")
+    optimizer: Target = Field(
+        description="Called with the parameters that train, or with the model where it takes one."
+    )
     scheduler: Target | None = Field(None, description="Called with the optimizer; one step of it a training step.")
     train: TrainConfig
     apply: SkipValidation[dict[str, ApplySpec]] = Field(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from .globs import compile_glob
 
@@ -13,13 +24,13 @@ from .globs import compile_glob
 class Spec(BaseModel):
     """Frozen, and no field that is not declared is let through."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, defer_build=True)
 
 
 class Target(BaseModel):
     """Something importable and its arguments: `{_target_: package.name, argument: value}`, as Hydra writes it."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, defer_build=True)
 
     target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function.")
 
@@ -48,11 +59,13 @@ def _glob(pattern: str) -> str:
 
 
 def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | int | float) else value
 
 
-def _spelled(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+def spelled(value: Any) -> Any:
+    """A name that YAML reads as a number: the item `0` of a list, or the function `nan`; floats are ambiguous (`1.10`)."""
+    is_name = isinstance(value, int) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_name and not isinstance(value, bool) else value
 
 
 def _no_bool(value: Any) -> Any:
@@ -61,10 +74,9 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-Glob = Annotated[str, AfterValidator(_glob)]
-Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
-# The path of an item is a number to YAML, and a name to us.
-Path = Annotated[Glob, BeforeValidator(_spelled, json_schema_input_type=str | int)]
+Name = Annotated[str, BeforeValidator(spelled, json_schema_input_type=str | int)]
+Glob = Annotated[Name, AfterValidator(_glob)]
+Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | int | list[str | int])]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 # Bounds stand beside the type, where the JSON Schema takes them from. Finite they are by the configuration of `Spec`.
 Number = Annotated[float, BeforeValidator(_no_bool)]
@@ -73,6 +85,7 @@ LARGEST = 10**12  # more steps, samples or elements than anything has
 
 Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_no_bool)]
 Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_no_bool)]
+Dimension = Annotated[int, BeforeValidator(_no_bool)]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_bool)]
 
 
@@ -90,13 +103,24 @@ class Selection(Spec):
     types: Names = Field((), description="Class names, short or full; subclasses count.")
     params: Globs = Field((), description="Globs on the parameter's own name: weight, bias.")
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _some_selection(cls, value: Any) -> Any:
+    def _some_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         of_the_model = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss
-        if isinstance(value, Mapping) and value.get("layers") is None and not value.get("types") and not of_the_model:
-            raise ValueError("needs 'layers' (globs on module names), 'types' (class names), or both")
-        return value
+        if not isinstance(value, Mapping) or value.get("layers") is not None or value.get("types") or of_the_model:
+            return validate(value)
+        problem = PydanticCustomError(
+            "no_selection", "needs 'layers' (globs on module names), 'types' (class names), or both"
+        )
+        found: list[InitErrorDetails] = [{"type": problem, "loc": (), "input": value}]
+        try:
+            validate({**value, "layers": "**"})
+        except ValidationError as error:  # an unknown field may be 'layers', misspelled
+            found += [
+                {"type": item["type"], "loc": item["loc"], "input": item["input"], "ctx": item.get("ctx", {})}
+                for item in error.errors()
+            ]
+        raise ValidationError.from_exception_data(cls.__name__, found)
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .base import Intervention, SliceText
-from .fields import Count, Index, NonNegative, Number, Target
+from .fields import Count, Dimension, Index, NonNegative, Number, Target, spelled
 
-Fraction = Annotated[Number, Field(ge=0, le=1)]
+Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 
 
 class ModifySpec(Intervention):
@@ -48,7 +48,7 @@ class MeanSpec(ModifySpec):
     """The mean over some dimensions in place of each value (mean ablation)."""
 
     fn: Literal["mean"]
-    dim: tuple[int, ...] | int | None = Field(0, description="The dimensions averaged over; null is all of them.")
+    dim: Dimensions | Dimension | None = Field(0, description="The dimensions averaged over; null is all of them.")
 
 
 class ResampleSpec(ModifySpec):
@@ -89,9 +89,11 @@ class SignSpec(ModifySpec):
 class NanSpec(ModifySpec):
     """Put NaN, or another bad value, at random places: a fire drill."""
 
-    fn: Literal["nan"]
+    fn: Annotated[Literal["nan"], BeforeValidator(spelled)]
     count: Count = Field(1, description="How many elements.")
-    value: Literal["nan", "inf", "-inf"] = Field("nan", description="What is put there.")
+    value: Annotated[Literal["nan", "inf", "-inf"], BeforeValidator(spelled)] = Field(
+        "nan", description="What is put there."
+    )
 
 
 class PenaltySpec(ModifySpec):
@@ -112,7 +114,7 @@ class PenaltySpec(ModifySpec):
 
 
 class RecordedSpec(ModifySpec):
-    """A tensor recorded in another run, at the same layer, path and call: all of it (replace), or a part (patch)."""
+    """A tensor recorded in another run, at the same layer, path, call and batch: all of it (replace), or a part (patch)."""
 
     fn: Literal["replace", "patch"]
     run: str = Field(min_length=1, description="The folder of that run.")

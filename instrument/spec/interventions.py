@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
 from .base import Intervention
-from .fields import NonNegative, Number
+from .fields import Dimension, NonNegative, Number
 
 Fraction = Annotated[Number, Field(gt=0, le=1)]
 
@@ -26,7 +26,7 @@ class ClipSpec(Intervention):
         None,
         description="No unit's gradient norm above this share of its weight's norm: adaptive clipping (Brock et al. 2021).",
     )
-    ord: Annotated[float, Field(ge=0)] = Field(
+    ord: Annotated[Number, Field(ge=0)] = Field(
         2.0, description="The order of the norm; .inf for the largest value.", allow_inf_nan=True
     )
     scope: Literal["tensor", "sample", "all"] | None = Field(
@@ -103,7 +103,7 @@ class ScaleSpec(Intervention):
         description="A number; a list, one for each index of `dim`; or a mapping from steps to numbers, linear between them "
         "and level outside."
     )
-    dim: int = Field(1, description="The dimension that a list of factors runs along: the channels.")
+    dim: Dimension = Field(1, description="The dimension that a list of factors runs along: the channels.")
     reverse: bool = Field(
         False,
         description="Leave the value and multiply its gradient by -factor: gradient reversal (Ganin & Lempitsky 2015).",

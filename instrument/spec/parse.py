@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,8 +16,10 @@ from .apply import ApplySpec
 from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
+from .fields import spelled
 from .functions import FUNCTIONS, FunctionSpec
 from .hooks import HookSpec
+from .keys import fields_of, fields_of_specs, model_at
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -54,6 +57,8 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
                 allowed="data=mnist or another of conf/data, or data.dataset: {_target_: ...} of your own",
             )
         )
+    for section in ("optimizer", "scheduler"):
+        mistakes += _not_finite(raw.get(section), section)
     missing = {mistake.where for mistake in mistakes}
     rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply")}
     try:
@@ -63,6 +68,18 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if mistakes:
         raise ConfigError(*mistakes)
     return config
+
+
+def _not_finite(value: Any, where: str) -> Iterable[Mistake]:
+    """Every number in a section that is NaN or infinite: PyTorch's optimizers and schedulers train with most of them."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _not_finite(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _not_finite(item, f"{where}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Mistake(where, "has to be finite", written=value, allowed="a finite number")
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
@@ -98,6 +115,8 @@ def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], 
     for name, value in _named(section, raw):
         where = f"{section}.{name}"
         try:
+            if not isinstance(name, str):
+                raise ConfigError(Mistake(section, _not_a_word(name), written=name, allowed="the name in quotes"))
             if not NAME.fullmatch(name):
                 raise ConfigError(Mistake(section, "a name has to be letters, digits and underscores", written=name))
             if not isinstance(value, Mapping):
@@ -108,7 +127,7 @@ def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], 
                 )
             if name in specs:
                 raise ConfigError(Mistake(where, "this name is used twice; names have to differ"))
-            specs[name] = _build(choose(value, where), {**value, "name": name}, where)
+            specs[name] = _build(_chosen(section, choose, value, where), {**value, "name": name}, where)
         except ConfigError as error:
             mistakes += error.mistakes
     if mistakes:
@@ -116,7 +135,29 @@ def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], 
     return specs
 
 
-def _named(section: str, raw: Any) -> Iterable[tuple[str, Any]]:
+def _chosen(
+    section: str, choose: Callable[[Mapping[str, Any], str], Any], value: Mapping[str, Any], where: str
+) -> type[BaseModel]:
+    """The model of a spec. Where its action is not known, fields that no action has are reported too."""
+    try:
+        model: type[BaseModel] = choose(value, where)
+    except ConfigError as error:
+        known = fields_of_specs(section)
+        unknown = [str(key) for key in value if key not in (*known, "name")]
+        raise ConfigError(*error.mistakes, *(_unknown(key, value[key], known, where) for key in unknown)) from None
+    return model
+
+
+def _unknown(field: str, written: object, fields: Sequence[str], where: str) -> Mistake:
+    close = nearest(field, fields)
+    return Mistake(where, f"unknown field '{field}'", f"{field}: {written}", allowed=fields, nearest=close)
+
+
+def _not_a_word(value: object) -> str:
+    return f"YAML reads this as {value!r} ({type(value).__name__}), and not as a word"
+
+
+def _named(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
     if raw is None:
         return []
     if isinstance(raw, Mapping):
@@ -130,7 +171,11 @@ def _named(section: str, raw: Any) -> Iterable[tuple[str, Any]]:
         raise ConfigError(
             Mistake(section, "has to be a mapping from a name to a spec, or a list of specs", written=raw)
         )
-    return [(str(name), value) for name, value in items if value is not None]
+    return [
+        (str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value)
+        for name, value in items
+        if value is not None
+    ]
 
 
 def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
@@ -160,18 +205,21 @@ def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
 def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: str, more: str = "") -> str:
     names = tuple(options)
     allowed = [*names, more] if more else names
-    if key not in value:
+    if value.get(key) is None:
         raise ConfigError(
             Mistake(
-                f"{where}.{key}", "is missing", allowed=allowed, nearest=nearest(key, [str(name) for name in value])
+                f"{where}.{key}",
+                "is missing",
+                allowed=allowed,
+                nearest=nearest(key, [str(name) for name in value if name != key]),
             )
         )
-    written = value[key]
+    written = spelled(value[key])
     if written not in names:
         raise ConfigError(
             Mistake(
                 f"{where}.{key}",
-                f"unknown {key}",
+                f"unknown {key}" if isinstance(written, str) else _not_a_word(written),
                 written=written,
                 allowed=allowed,
                 nearest=nearest(str(written), names),
@@ -198,14 +246,8 @@ def _mistake(item: dict[str, Any], where: str, model: type[BaseModel]) -> Mistak
     loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
     place = ".".join([part for part in (where, *loc) if part])
     if kind == "extra_forbidden":
-        fields = _fields(_inner(model, loc[:-1]))
-        return Mistake(
-            ".".join([part for part in (where, *loc[:-1]) if part]),
-            f"unknown field '{loc[-1]}'",
-            written=f"{loc[-1]}: {item['input']}",
-            allowed=fields,
-            nearest=nearest(loc[-1], fields),
-        )
+        fields = fields_of(model_at(model, loc[:-1]) or model)
+        return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":
         return Mistake(place, "is missing")
     cause = context.get("error")
@@ -218,35 +260,15 @@ def _mistake(item: dict[str, Any], where: str, model: type[BaseModel]) -> Mistak
             nearest=nearest(cause.name, cause.allowed),
         )
     written = None if isinstance(item["input"], Mapping) else item["input"]
+    if kind == "string_type" and isinstance(written, bool | int | float):
+        return Mistake(place, _not_a_word(written), written=written, allowed="the word in quotes")
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
         return Mistake(
             place,
-            "not one of the values allowed",
+            "not one of the values allowed" if isinstance(written, str | None) else _not_a_word(written),
             written=written,
             allowed=options,
             nearest=nearest(str(written), options),
         )
     return Mistake(place, item["msg"].removeprefix("Value error, "), written=written)
-
-
-def _fields(model: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in model.model_fields.items() if name != "name" or model is RunConfig]
-
-
-def _inner(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
-    """The model of a nested section, followed down from the root."""
-    for part in loc:
-        annotation = model.model_fields[part].annotation
-        inner = next(
-            (
-                kind
-                for kind in (annotation, *getattr(annotation, "__args__", ()))
-                if isinstance(kind, type) and issubclass(kind, BaseModel)
-            ),
-            None,
-        )
-        if inner is None:
-            break
-        model = inner
-    return model

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from .base import HookBase, SliceText, UnknownNameError
-from .fields import Count
+from .fields import Count, Dimension
 from .statistics import ALL, DEFAULT, STATISTICS
 
 Statistics = Annotated[
@@ -57,7 +57,7 @@ class RecordSpec(HookBase):
 
     action: Literal["record"]
     stats: Statistics = Field("default", description="Which statistics; in a list, 'default' stands for those.")
-    unit_dim: int | None = Field(
+    unit_dim: Dimension | None = Field(
         None, description="The dimension that the units of dead_fraction are along, where it is not the usual one."
     )
     quantiles: Levels = Field(
@@ -71,7 +71,7 @@ class RecordSpec(HookBase):
     slice: SliceText | None = Field(None, description="Keep this part, in NumPy's notation: '0:4, :, ::2'.")
     max_elements: Count | None = Field(None, description="Keep no more than the first N elements, flat.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
-        None, description="Convert before keeping."
+        None, description="Convert before keeping; complex tensors keep their type."
     )
 
     @field_validator("stats", mode="before")

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from instrument.plan.cost import Cost, Forecast, Length, firings_of
-from instrument.plan.printed import describe_action, human_bytes, plan_notes, plan_view
+from instrument.plan.printed import describe_action, plan_notes, plan_view
 from instrument.plan.sites import HookPlan, make_plan
 from instrument.plan.trial import Trial, try_forward
 from instrument.spec.parse import parse_hooks
@@ -254,21 +254,3 @@ def test_the_notes_stand_below_the_plan() -> None:
 def test_an_action_in_a_few_words(spec: dict[str, Any], words: str) -> None:
     (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
     assert describe_action(parsed) == words
-
-
-@pytest.mark.parametrize(
-    ("count", "told"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (12_345, "12.3 kB"),
-        (999_400, "999 kB"),
-        (999_999, "1 MB"),
-        (2.5e9, "2.5 GB"),
-        (1e13, "10 TB"),
-        (5e15, "5,000 TB"),
-    ],
-)
-def test_bytes_for_people(count: float, told: str) -> None:
-    assert human_bytes(count) == told

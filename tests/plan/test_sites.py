@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instrument.errors import ConfigError, Mistake
-from instrument.plan.sites import HookPlan, make_plan
+from instrument.plan.sites import HookPlan, make_plan, refuse_frozen
 from instrument.spec.parse import parse_hooks
 
 
@@ -38,7 +38,7 @@ def labels(model: nn.Module, **spec: Any) -> list[str]:
 
 def mistakes(model: nn.Module, **hooks: dict[str, Any]) -> tuple[Mistake, ...]:
     with pytest.raises(ConfigError) as caught:
-        plan_of(model, **hooks)
+        refuse_frozen(plan_of(model, **hooks))
     return caught.value.mistakes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,15 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from tiers import tiered
 from torch import nn
-from torch.optim import Optimizer
 
+from instrument import ConfigError
 from instrument.plan.sites import make_plan
 from instrument.run.apply import apply_specs, build_module
 from instrument.run.cli.reading import read_config
 from instrument.run.data import load_data
-from instrument.run.experiment import prepare
+from instrument.run.experiment import _build_optimizer, prepare
 from instrument.run.models import DenseGAN
 from instrument.run.tasks import Outcome
 from instrument.spec.config import RunConfig
@@ -84,7 +86,7 @@ def test_every_experiment_begins_with_the_command_that_runs_it(file: Path) -> No
 @pytest.mark.parametrize(
     "group", ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"]
 )
-@pytest.mark.parametrize("experiment", options("exp"))
+@pytest.mark.parametrize("experiment", tiered(options("exp"), ["mnist_hooks"]))
 def test_every_option_composes_over_every_experiment(group: str, experiment: str) -> None:
     for option in options(group):
         # The experiments count in steps; who wants epochs takes the steps away.
@@ -149,12 +151,12 @@ def test_every_task_makes_a_loss_that_can_be_differentiated(name: str) -> None:
 
 @pytest.mark.parametrize("name", options("optimizer"))
 def test_every_optimizer_makes_a_step(name: str) -> None:
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = build(over_base("optimizer", name).optimizer, "optimizer", [weight])
-    assert isinstance(optimizer, Optimizer)
-    weight.sum().backward()
+    model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("generator", "critic")})
+    before = copy.deepcopy(model)
+    optimizer = _build_optimizer(over_base("optimizer", name).optimizer, model)
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
-    assert (weight < 1).all()
+    assert all((now < was).all() for now, was in zip(model.parameters(), before.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", options("scheduler"))
@@ -216,3 +218,45 @@ def test_a_hook_is_changed_and_taken_away_from_the_command_line() -> None:
     assert compose_here("hooks.tame.norm=0.1").hooks["tame"].norm == 0.1  # type: ignore[union-attr]
     assert "noisy" not in compose_here("~hooks.noisy").hooks
     assert "noisy" not in compose_here("hooks.noisy=null").hooks
+
+
+TASKS = {"autoencoder": "autoencoder", "dense_gan": "wgan_gp", "tiny_gpt": "next_token"}
+DATA: dict[str, tuple[str, ...]] = {
+    "digits": ("data=digits",),
+    "digits of 28": ("data=digits", "data.dataset.size=28"),
+    "random": ("data=random",),
+    "colour": ("data=random", "data.dataset.shape=[3,32,32]"),
+    "english": ("data=english",),
+}
+FIT = {
+    *{("mlp", data) for data in ("digits", "digits of 28", "random", "colour")},
+    *{(model, data) for model in ("mnist_cnn", "lenet") for data in ("digits of 28", "random")},
+    *{(model, "digits") for model in ("autoencoder", "dense_gan")},
+    *{(model, "colour") for model in ("resnet18", "vgg11", "vit")},
+    ("tiny_gpt", "english"),
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("model", options("model"))
+def test_every_model_takes_every_data_or_says_why_not(model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kaiming_uniform_", "kaiming_normal_", "normal_"):  # of 130 million parameters
+        monkeypatch.setattr(nn.init, name, lambda tensor, *arguments, **named: tensor)
+    task = f"task={TASKS.get(model, 'cross_entropy')}"
+    config = config_of(f"model={model}", *DATA[data], task, "hooks=gradients", "train.batch_size=2")
+    if (model, data) in FIT:
+        assert prepare(config).plan.sites
+        return
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    (problem,) = caught.value.mistakes
+    assert problem.where in ("data, model", "task")
+    assert problem.written
+
+
+def test_mlp_takes_its_first_size_from_the_data() -> None:
+    experiment = prepare(config_of("model=mlp", "data=digits", "train.steps=1"))
+    first = next(experiment.model.parameters())
+    assert (type(experiment.model.layers[0][0]), first.shape) == (nn.Linear, (128, 64))  # type: ignore[index,union-attr]
+    with pytest.raises(ConfigError, match="only the first size may be null"):
+        prepare(config_of("model=mlp", "model.sizes=[64,null,10]", "data=digits"))

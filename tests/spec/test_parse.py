@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import pickle
 from typing import Any
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
 from instrument.errors import ConfigError, Mistake
 from instrument.spec import apply as apply_specs
 from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
+from instrument.spec.budget import BudgetConfig
+from instrument.spec.functions import FUNCTIONS
 from instrument.spec.kinds import KINDS
 from instrument.spec.parse import parse_apply, parse_config, parse_hooks
 from instrument.spec.record import DEFAULT_BINS, DEFAULT_LEVELS
@@ -213,7 +218,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"kind": "parameter_grad", "path": "0"}, "", "use 'params'"),
     (RECORD, {"path": "a..b"}, "path", "empty segment"),
     (RECORD, {"layers": []}, "layers", "at least 1 item"),
-    (RECORD, {"layers": 5}, "layers", "tuple"),
+    (RECORD, {"layers": True}, "layers.0", "YAML reads this as True"),
     (RECORD, {"layers": ["a", "b["]}, "layers.1", "not closed"),
     (RECORD, {"layers": "re:("}, "layers.0", "regular expression"),
     (RECORD, {"layers": "[z-a]"}, "layers.0", "range"),
@@ -329,8 +334,9 @@ def test_a_missing_field_is_told(missing: str, where: str) -> None:
 
 
 def test_a_misspelt_key_is_offered_where_the_right_one_is_missing() -> None:
-    mistake = mistake_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "acton": "record"}})
-    assert (mistake.where, mistake.problem, list(mistake.nearest)) == ("hooks.mine.action", "is missing", ["acton"])
+    missing, unknown = mistakes_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "acton": "record"}})
+    assert (missing.where, missing.problem, list(missing.nearest)) == ("hooks.mine.action", "is missing", ["acton"])
+    assert (unknown.where, unknown.problem) == ("hooks.mine", "unknown field 'acton'")
     mistake = mistake_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "action": "modify"}})
     assert mistake.where == "hooks.mine.fn"
     assert "noise" in mistake.allowed
@@ -475,7 +481,7 @@ def test_the_functions_that_init_knows_are_those_of_torch() -> None:
         ({"data": {**CONFIG["data"], "fallback": "mnist"}}, "data.fallback", "not one of the values"),
         ({"sink": {"tensors": "csv"}}, "sink.tensors", "not one of the values"),
         ({"sink": {"when_full": "perhaps"}}, "sink.when_full", "not one of the values allowed"),
-        ({"sink": {"on_error": True}}, "sink.on_error", "not one of the values allowed"),
+        ({"sink": {"on_error": True}}, "sink.on_error", "YAML reads this as True"),
         ({"hooks": "all"}, "hooks", "has to be a mapping"),
         ({"apply": 3}, "apply", "has to be a mapping"),
     ],
@@ -556,3 +562,131 @@ def test_in_python_a_function_may_stand_for_its_own_path(function: Any) -> None:
 def test_a_function_without_a_path_is_refused(function: Any) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.mine\.fn.*name at the top of its module"):
         parse_hooks({"mine": {"layers": "**", "kind": "forward", "action": "modify", "fn": function}})
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def numeric_fields() -> list[tuple[type[Any], str]]:
+    """Every field of a spec that takes a number which need not be whole."""
+    models = [*hook_specs.ACTIONS.values(), *FUNCTIONS.values(), *apply_specs.ACTIONS.values(), BudgetConfig]
+    return [
+        (model, name)
+        for model in dict.fromkeys(models)
+        for name, schema in model.model_json_schema()["properties"].items()
+        if '"number"' in json.dumps(schema)
+    ]
+
+
+@pytest.mark.parametrize(("model", "field"), numeric_fields(), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("shape", [float, lambda x: [x], lambda x: {0: x}], ids=["number", "list", "mapping"])
+def test_no_number_of_a_spec_is_nan(model: type[Any], field: str, shape: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({"layers": "**", field: shape(math.nan)})
+    assert any(error["loc"][:1] == (field,) for error in caught.value.errors())
+
+
+def test_every_numeric_field_is_found() -> None:
+    names = {field for _, field in numeric_fields()}
+    assert names >= {"std", "mean", "p", "coefficient", "norm", "ord", "factor", "quantiles", "ratio", "value", "time"}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_arguments_of_init_are_finite(number: float) -> None:
+    with pytest.raises(ConfigError, match="std has to be finite"):
+        parse_apply({"a": {"layers": "**", "action": "init", "fn": "normal_", "std": number}})
+
+
+def test_an_attribute_is_not_set_to_nan() -> None:
+    with pytest.raises(ConfigError, match="other than NaN"):
+        parse_apply({"a": {"layers": "**", "action": "set", "attribute": "p", "value": math.nan}})
+    assert parse_apply({"a": {"layers": "**", "action": "set", "attribute": "p", "value": math.inf}})
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_hyperparameters_are_finite(section: str, number: float) -> None:
+    given = {"_target_": "torch.optim.SGD", "lr": 0.1, "groups": [{"lr": number}]}
+    with pytest.raises(ConfigError) as caught:
+        parse_config({section: given})
+    assert f"{section}.groups[0].lr" in {problem.where for problem in caught.value.mistakes}
+
+
+# ------------------------------------------------------------------------------------------------ words that YAML reads otherwise
+
+
+@pytest.mark.parametrize("written", ["nan", math.nan, yaml.safe_load(".nan")])
+def test_nan_is_a_function_however_yaml_reads_it(written: Any) -> None:
+    (spec,) = parse_hooks({"h": _nan(written)}).values()
+    assert spec.fn == "nan"  # type: ignore[union-attr]
+
+
+def _nan(written: Any) -> dict[str, Any]:
+    return {"layers": "**", "kind": "forward", "action": "modify", "fn": written}
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan"), ("inf", "inf")]
+)
+def test_bad_values_may_be_numbers_to_yaml(written: Any, value: str) -> None:
+    assert parse_hooks({"h": {**_nan("nan"), "value": written}})["h"].value == value  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("spec", "where"),
+    [
+        ("{layers: a, kind: off, action: record}", "hooks.h.kind"),
+        ("{layers: a, kind: 1, action: record}", "hooks.h.kind"),
+        ("{layers: a, kind: forward, action: on}", "hooks.h.action"),
+        ("{layers: a, kind: forward, action: modify, fn: no}", "hooks.h.fn"),
+        ("{layers: on, kind: forward, action: record}", "hooks.h.layers.0"),
+        ("{layers: [a, no], kind: forward, action: record}", "hooks.h.layers.1"),
+        ("{layers: 1.10, kind: forward, action: record}", "hooks.h.layers.0"),
+        ("{layers: a, path: off, kind: forward, action: record}", "hooks.h.path"),
+        ("{layers: a, phase: no, kind: forward, action: record}", "hooks.h.phase"),
+    ],
+)
+def test_a_word_that_yaml_reads_otherwise_is_named(spec: str, where: str) -> None:
+    (found,) = mistakes_in(parse_hooks, yaml.safe_load(f"h: {spec}"))
+    assert found.where == where
+    assert found.problem.startswith("YAML reads this as ")
+
+
+@pytest.mark.parametrize("key", ["fn", "action"])
+def test_null_is_a_missing_word(key: str) -> None:
+    (found,) = mistakes_in(parse_hooks, {"h": {**_nan("nan"), key: None}})
+    assert (found.where, found.problem) == (f"hooks.h.{key}", "is missing")
+    assert key not in found.nearest
+
+
+@pytest.mark.parametrize("name", ["on", "no", "null", "1.5"])
+def test_a_name_that_yaml_reads_otherwise_is_refused(name: str) -> None:
+    (found,) = mistakes_in(parse_hooks, yaml.safe_load(f"{name}: {{layers: a, kind: forward, action: record}}"))
+    assert found.where == "hooks"
+    assert found.problem.startswith("YAML reads this as ")
+
+
+def test_layers_and_runs_may_be_called_by_numbers() -> None:
+    (spec,) = parse_hooks({"h": {**RECORD, "layers": [0, 2], "exclude": 1}}).values()
+    assert (spec.layers, spec.exclude) == (("0", "2"), ("1",))
+    assert parse_config({**CONFIG, "name": 2024}).name == "2024"
+
+
+def test_unknown_fields_are_reported_with_missing_layers() -> None:
+    found = mistakes_in(parse_hooks, {"q": {"layerz": "fc", "kind": "forwrd", "action": "record"}})
+    assert [problem.where for problem in found] == ["hooks.q", "hooks.q.kind", "hooks.q"]
+    assert "needs 'layers'" in found[0].problem
+    assert found[1].nearest[0] == "forward"
+    assert (found[2].problem, found[2].nearest[0]) == ("unknown field 'layerz'", "layers")
+
+
+def test_unknown_fields_are_reported_with_a_missing_action() -> None:
+    found = mistakes_in(parse_apply, {"q": {"layerz": "fc", "acton": "freeze"}})
+    assert [problem.problem for problem in found] == ["is missing", "unknown field 'layerz'", "unknown field 'acton'"]
+
+
+def test_what_is_evaluated_on_is_of_the_split_test() -> None:
+    data = {**CONFIG["data"], "eval_slice": {"stop": 8}}
+    assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "test"
+    data = {**CONFIG["data"], "eval_slice": {"split": "train"}}
+    assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "train"

@@ -1,0 +1,154 @@
+"""Check the fields of a spec that name dimensions, indices and dtypes against the tensors that its hook will see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, Mistake
+from ..spec.base import parse_slice
+from ..spec.functions import MeanSpec, RecordedSpec
+from ..spec.globs import matches
+from ..spec.hooks import HookSpec
+from ..spec.interventions import ScaleSpec
+from ..spec.record import RecordSpec
+from .sites import HookPlan, Site
+from .trial import TensorInfo, Trial, calls_of
+
+
+def refuse_misfits(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
+    """Check every spec against the tensors at its sites.
+
+    Args:
+        plan: The sites.
+        trials: What a trial forward pass saw, for each phase; without one, tensors of modules are not checked.
+
+    Raises:
+        ConfigError: With the first tensor of each spec that does not fit.
+    """
+    mistakes: dict[str, Mistake] = {}
+    for site in plan.sites:
+        for _, info in tensors_at(site, trials.get(site.spec.phase, {})):
+            problem = _misfit(site, info)
+            if problem is not None:
+                mistakes.setdefault(site.spec.name, problem)
+    if mistakes:
+        raise ConfigError(*mistakes.values())
+
+
+def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
+    """Check a spec against the first tensor that one of its sites sees, where no trial forward pass has done so.
+
+    Raises:
+        ConfigError: A field does not fit its shape or dtype.
+    """
+    if tensor.is_nested:
+        return  # its parts have shapes of their own
+    problem = _misfit(site, TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _misfit(site: Site, info: TensorInfo) -> Mistake | None:
+    """The first field of a site's spec that does not fit a tensor there; None where all fit."""
+    spec = site.spec
+    for field, problem, allowed in _problems(spec, info.shape, info.dtype):
+        path = f" at path {info.path!r}" if info.path and spec.definition.family == "module" else ""
+        what = "loss" if spec.kind == "loss" else f"{spec.tensor_role} of {site.label!r}{path}"
+        return Mistake(
+            f"hooks.{spec.name}.{field}",
+            f"{problem} the {what}, which has shape {list(info.shape)}",
+            written=getattr(spec, field),
+            allowed=allowed,
+        )
+    return None
+
+
+def _problems(spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
+    """For each field that does not fit: the field, the problem up to the tensor's name, and what is allowed."""
+    match spec:
+        case RecordSpec():
+            if spec.unit_dim is not None:
+                yield from _no_dimension("unit_dim", [spec.unit_dim], len(shape))
+            if spec.slice is not None:
+                first = tuple(min(spec.samples or size, size) for size in shape[:1])  # a scalar has no samples
+                yield from _no_part(spec.slice, first + shape[1:])
+            if spec.dtype is not None and dtype.is_complex:
+                yield "dtype", f"{spec.dtype} has no imaginary part for", f"no 'dtype': {dtype} is kept as it is"
+        case ScaleSpec(factor=tuple()):
+            yield from _no_factors(spec, shape)
+        case MeanSpec() if spec.dim is not None:
+            dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
+            yield from _no_dimension("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
+        case RecordedSpec() if spec.slice is not None:
+            yield from _no_part(spec.slice, shape)
+
+
+def _no_dimension(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
+    allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
+    for dim in dims:
+        if not -count <= dim < count:
+            yield field, f"dimension {dim} does not exist in", allowed
+    if len({dim % max(1, count) for dim in dims}) < len(dims):
+        yield field, "one dimension is named twice for", allowed
+
+
+def _no_factors(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
+    assert isinstance(spec.factor, tuple), "only a list runs along a dimension"
+    dims, given = len(shape), len(spec.factor)
+    if not -dims <= spec.dim < dims:
+        near = f"{-dims} to {dims - 1}, or one number as 'factor'" if dims else "one number as 'factor'"
+        yield "dim", f"dimension {spec.dim} of {given} factors does not exist in", near
+    elif shape[spec.dim] != given:
+        allowed = f"{shape[spec.dim]} factors, one number, or another 'dim'"
+        yield "factor", f"{given} factors do not fit dimension {spec.dim} of", allowed
+
+
+def _no_part(written: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
+    parts = parse_slice(written)
+    if len(parts) > len(shape):
+        allowed = f"at most {len(shape)} parts between commas" if shape else "no 'slice': a scalar has no parts"
+        yield "slice", f"{len(parts)} dimensions are sliced of", allowed
+        return
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=False)):
+        bounds = (part,) if isinstance(part, int) else (part.start, part.stop)
+        last = size - 1 if isinstance(part, int) else size
+        if any(bound is not None and not -size <= bound <= last for bound in bounds):
+            allowed = f"{-size} to {last} there; ':' for all of a dimension, 'samples: N' for at most N samples"
+            yield "slice", f"{_spelled(part)} is out of range for dimension {dim} of", allowed
+        elif isinstance(part, slice) and size and not range(*part.indices(size)):
+            yield "slice", f"{_spelled(part)} selects nothing along dimension {dim} of", "a start before the stop"
+
+
+def _spelled(part: int | slice) -> str:
+    if isinstance(part, int):
+        return str(part)
+    bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
+    return ":".join("" if bound is None else str(bound) for bound in bounds)
+
+
+def tensors_at(site: Site, trial: Trial) -> list[tuple[int, TensorInfo]]:
+    """The tensors that a site sees in a trial, which has no backward pass: a gradient has the shape of its tensor.
+
+    Returns:
+        Each with the number of the module's call, 0 for kinds that see no module's tensors.
+    """
+    spec = site.spec
+    if spec.definition.family == "loss":
+        return [(0, TensorInfo("", (), torch.float32, True))]
+    if spec.definition.family != "module":
+        own = {**site.layer.module._parameters, **site.layer.module._buffers}
+        tensor = site.parameter if site.parameter is not None else own[site.own_name]
+        assert tensor is not None, "a site at a parameter or buffer was resolved from one"
+        if nn.parameter.is_lazy(tensor):
+            return []
+        shape = () if spec.tensor_role == "state.step" else tuple(tensor.shape)  # the optimizer's count of steps
+        return [(0, TensorInfo(site.own_name, shape, tensor.dtype, True))]
+    return [
+        (call, info)
+        for call, infos in enumerate(calls_of(site.layer.module, spec.tensor_role, trial))
+        for info in infos
+        if (spec.path is None or matches(spec.path, info.path)) and (info.requires_grad or not spec.definition.gradient)
+    ]

@@ -1,0 +1,58 @@
+"""Which keys a configuration can have: the fields of its sections and specs, whether or not a file writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+from pydantic import BaseModel
+
+from . import apply, hooks
+from .config import RunConfig
+from .fields import Target
+from .functions import FUNCTIONS, FunctionSpec
+
+
+def fields_of(model: type[BaseModel]) -> list[str]:
+    """The fields of a section or spec, as they are written; a spec is named by its key."""
+    return [field.alias or name for name, field in model.model_fields.items() if name != "name" or model is RunConfig]
+
+
+def fields_below(path: Sequence[str]) -> tuple[str, ...]:
+    """The fields that can stand below a key of a run's configuration.
+
+    Args:
+        path: The parts of the key: `("data", "slice")`, or `("hooks", NAME)`.
+
+    Returns:
+        Their names, those of every action for a spec; none where the key is no section, or takes any argument.
+    """
+    if len(path) == 2 and path[0] in ("hooks", "apply"):
+        return fields_of_specs(path[0])
+    model = model_at(RunConfig, path)
+    return () if model is None or issubclass(model, Target) else tuple(fields_of(model))
+
+
+@cache
+def fields_of_specs(name: str) -> tuple[str, ...]:
+    """The fields of all specs of `hooks` or `apply`, whatever their action."""
+    if name == "apply":
+        arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
+        return _without_repeats(apply.ACTIONS.values(), arguments)
+    return _without_repeats([*hooks.ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec], ["fn"])
+
+
+def _without_repeats(models: Iterable[type[BaseModel]], more: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([name for model in models for name in fields_of(model)] + [*more]))
+
+
+def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The model of a nested section, followed down from another one; None where there is none."""
+    for part in path:
+        field = model.model_fields.get(part)
+        kinds = () if field is None else (field.annotation, *getattr(field.annotation, "__args__", ()))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if inner is None:
+            return None
+        model = inner
+    return model
