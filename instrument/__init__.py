@@ -14,7 +14,8 @@ from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultErro
 if TYPE_CHECKING:
     from . import plot, report
     from .actions.base import Context
-    from .analysis.load import NoRunError, Run, load
+    from .analysis.folders import NoRunError
+    from .analysis.load import Run, load
     from .capture.probe import Probe
     from .run.attach import attach
     from .sinks.memory import MemorySink
@@ -41,7 +42,7 @@ __all__ = [
 _LAZY = {
     "Context": ".actions.base",
     "MemorySink": ".sinks.memory",
-    "NoRunError": ".analysis.load",
+    "NoRunError": ".analysis.folders",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
     "attach": ".run.attach",

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import ConfigError
-from .run.checkpoint import Checkpoints
+from .run.folder import CHECKPOINTS
 from .run.upkeep import each_run
 from .sinks.compaction import compact
 
@@ -40,6 +40,10 @@ def _compact(folder: Path) -> tuple[str, Sequence[str]]:
 
 def _ends(folder: Path) -> list[dict[str, int]]:
     """How many parts of each table each process had written at the checkpoint that the run would go on from."""
+    if not (folder / CHECKPOINTS).is_dir():
+        return []
+    from .run.checkpoint import Checkpoints  # with PyTorch, which reads them
+
     with suppress(ConfigError):  # there is none
         parts: list[dict[str, int]] = Checkpoints(folder).load()["parts"]
         return parts

@@ -17,7 +17,8 @@ from pathlib import Path
 from shutil import rmtree
 
 from .analysis.files import RunFiles
-from .analysis.load import NoRunError, load
+from .analysis.folders import NoRunError
+from .analysis.load import load
 from .analysis.replay import replay
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Mistake
 from .sinks.remote import refuse_address

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .errors import ConfigError, Mistake
+
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a nested value with its path, in the order in which they stand."""
@@ -76,6 +78,49 @@ def shapes(value: Any) -> str:
     """The shapes of the tensors of a nested value, for messages: `[64, 1, 28, 28]`, or a list of them."""
     found = [str(list(tensor.shape)) for _, tensor in leaves(value)]
     return ", ".join(found) if found else type(value).__name__
+
+
+def number_of_samples(batch: Any) -> int:
+    """The number of samples in a batch: the size of dimension 0 of its tensors, at any depth.
+
+    Zero-dimensional tensors and values other than tensors do not count. A packed sequence counts its sequences.
+
+    Args:
+        batch: As the data loader gives it: a tensor, or tensors in tuples, lists, mappings and dataclasses.
+
+    Raises:
+        ConfigError: No tensor has a dimension 0, or their sizes differ.
+    """
+    sizes = list(_sizes(batch))
+    counts = {count for _, count in sizes}
+    if len(counts) == 1:
+        return counts.pop()
+    if counts:
+        problem = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous"
+        written = ", ".join(place for place, _ in sizes)
+    else:
+        problem = "a batch holds no tensor with a dimension 0, so its number of samples is unknown"
+        written = type(batch).__name__
+    raise ConfigError(
+        Mistake(
+            "data.dataset",
+            f"{problem}: {written}",
+            allowed="tensors [samples, ...] with the same number of samples; give what all samples share as numbers, "
+            "zero-dimensional tensors, or arguments of the task",
+        )
+    )
+
+
+def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """The tensors of a batch, as path and shape, each with the number of samples that it stands for."""
+    if isinstance(value, PackedSequence):  # a named tuple, whose tensors hold steps and not samples
+        yield f"{path or 'the batch'} (packed)", int(value.batch_sizes[0])
+    elif isinstance(value, Tensor):
+        if value.dim():
+            yield f"{path or 'the batch'} {[value.size(dim) for dim in range(value.dim())]}", value.size(0)
+    else:
+        for key, child in _children(value):
+            yield from _sizes(child, f"{path}.{key}" if path else key)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .analysis.load import NoRunError, load
+from .analysis.folders import NoRunError, find_runs
 from .errors import ConfigError, InstrumentError, Mistake
-from .plan.printed import human_bytes
+from .quantities import human_bytes
 from .run.folder import mark_killed, read_record
 from .run.upkeep import held
 from .sinks.client_errors import told
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         refuse_address(asked.run, "RUN", "runs are sent from where they were made", allowed="a folder of this machine")
-        places = [(folder, _remote(folder, asked.remote)) for folder in load(asked.run).folders]
+        places = [(folder, _remote(folder, asked.remote)) for folder in find_runs(asked.run)[1]]
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2

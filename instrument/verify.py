@@ -1,7 +1,10 @@
 """`python -m instrument.verify +exp=...`: proof that an experiment's record hooks change nothing.
 
-The experiment is trained bare and with its record hooks; losses, gradients, weights, buffers and random states are
-compared at each step, to the last bit. Exit code 0: equal; 1: not; 2: a mistake in what was asked.
+The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the optimizer's
+state and random states are compared to the last bit after each step and each evaluation; of an evaluation the outputs too.
+
+Exit code 0: equal; 1: the hooks change something; 2: a problem in what was asked; 3: two trainings without hooks differ, so
+that nothing can be proved.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from omegaconf import DictConfig
 
 from .errors import ConfigError, Mistake
 from .run.cli.command import command
+from .run.cli.imports import importing
 from .run.cli.launch import told
 from .run.cli.reading import read_config
 from .run.ranks.torchrun import joined
 
 if TYPE_CHECKING:
     from .run.verification import Certificate
+
+UNREPEATED = 3  # the exit code where the model does not repeat
 
 
 def main() -> None:
@@ -36,25 +42,36 @@ def certify(config: DictConfig) -> None:
             raise ConfigError(
                 Mistake("", "a proof is made by one process", allowed="the same command without torchrun")
             )
-        from .run.verification import verify
+        with importing():
+            from .run.verification import verify
 
         certificate = verify(parsed)
         path = Path(place.folder) / "certificate.json"
         path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
         print(_words(certificate, path))
         if not certificate.holds:
-            raise SystemExit(1)
+            raise SystemExit(1 if certificate.unrepeated is None else UNREPEATED)
 
 
 def _words(certificate: Certificate, path: Path) -> str:
     lines = [
-        f"{certificate.steps} steps, bare and with {len(certificate.hooks)} record hooks at {certificate.sites} places "
+        f"{certificate.steps} steps and {certificate.evaluations} evaluations, without hooks and with "
+        f"{len(certificate.hooks)} record hooks at {certificate.sites} places "
         f"({', '.join(certificate.hooks) or 'none'}), which recorded {certificate.rows:,} rows",
-        f"compared at each step: the loss, {certificate.tensors} gradients, weights and buffers, and the random state",
+        f"compared after each: metrics, {certificate.tensors} gradients, parameters, buffers and tensors of the optimizer, "
+        "random states; and the outputs of evaluations",
     ]
     if certificate.left_out:
         lines.append(f"left out, since they change values by design: {', '.join(certificate.left_out)}")
-    verdict = "EQUAL to the last bit" if certificate.holds else f"NOT EQUAL: {certificate.difference}"
+    verdict = "EQUAL to the last bit"
+    if certificate.difference is not None:
+        verdict = f"NOT EQUAL: {certificate.difference}"
+    elif certificate.unrepeated is not None:
+        verdict = (
+            f"NOT REPEATABLE: two trainings without hooks differ at {certificate.unrepeated}. The model itself does not "
+            "repeat, so nothing can be proved about the hooks. Look for the time, os.urandom, a global counter, or an "
+            "operation without a deterministic algorithm (deterministic=true)"
+        )
     return "\n".join([*lines, verdict, f"certificate  {path}"])
 
 

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ConfigError, Mistake
 from .attachment import Attachment
 
 
@@ -23,6 +22,9 @@ class LightningCallback(Attachment, Callback):
     `on_before_optimizer_step`: after accumulation and unscaling, and before Lightning's own gradient clipping; what
     that leaves is to be seen at step_post with role param_grad. In the sanity check before training nothing is due.
 
+    A module may have several optimizers (manual optimization): each parameter belongs to the one that holds it. A step is
+    a training batch in which any of them made a step, and each backward pass is a micro-step of it.
+
     Args:
         specs: As for `instrument.attach`.
         out: The folder of the run; in memory without it.
@@ -33,13 +35,9 @@ class LightningCallback(Attachment, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach."""
-        optimizers = trainer.optimizers
-        if len(optimizers) > 1:
-            problem = f"the module has {len(optimizers)} optimizers, and a step is one step of one"
-            raise ConfigError(Mistake("LightningCallback", problem, allowed="one optimizer"))
         self._attach(
             pl_module,
-            optimizer=optimizers[0] if optimizers else None,
+            optimizer=trainer.optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             steps_by_loop=True,
         )
@@ -59,8 +57,9 @@ class LightningCallback(Attachment, Callback):
         pl_module: LightningModule,
         optimizer: Optimizer,
     ) -> None:
-        """The optimizer is about to use the gradients."""
-        self.probe.before_optimizer_step()
+        """An optimizer is about to use the gradients."""
+        several = len(self.probe.optimizers) > 1  # a strategy may have wrapped a single one
+        self.probe.before_optimizer_step(optimizer if several else None)
 
     def on_train_batch_end(
         self,

@@ -14,14 +14,15 @@ import yaml
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ..analysis.archive import RunArchive
+from ..capture.optimized import Optimizers
 from ..capture.probe import Probe
 from ..capture.ranks import Ranks, own_rank
 from ..capture.sink import Sink
 from ..errors import ConfigError, InstrumentWarning, Mistake
 from ..kinds.scope import Parallel
+from ..plan.shapes import refuse_misfits
 from ..plan.sites import make_plan
 from ..sharded import is_sharded
 from ..sinks.memory import MemorySink
@@ -46,7 +47,7 @@ def attach(
     model: nn.Module,
     specs: Specs,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     scaler: GradScaler | None = None,
     out: str | Path | None = None,
     remote: str | None = None,
@@ -62,15 +63,15 @@ def attach(
             again at its next call.
         specs: The path of a YAML file with the specs or with a `hooks` section, a mapping or list as it stands in
             such a file, or spec objects.
-        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post).
+        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post). A list of several, as of
+            a GAN: each parameter belongs to the optimizer that holds it, and its hooks act when that one makes a step.
         scaler: The gradient scaler, where the loop uses one: gradients are then recorded and changed in true scale.
         out: The folder of the run, which `instrument.load` reads; it may not hold one yet. Without it rows are kept in
             memory: `probe.sink.frame("stats")`.
         remote: An address such as `s3://bucket/prefix`, below which the files of `out` are sent while the loop goes on.
         seed: The seed of what interventions draw at random.
         steps_by_loop: The loop calls `probe.before_optimizer_step()` itself, since its optimizer is given the forward
-            and backward pass as a closure.
-
+            and backward pass as a closure. Of several optimizers the loop says which: `before_optimizer_step(optimizer)`.
         budget: What record hooks may cost: `{"time": "5%", "bytes": "2GB"}`, one of them or both.
         reduce: Where `torch.distributed` is initialised with several processes, in all of which this is called at once:
             `none`, and each writes its own rows; `global`, and the first one writes one row for the parts of all of them.
@@ -84,12 +85,13 @@ def attach(
 
     Raises:
         ConfigError: A spec cannot be meant, or matches nothing; the folder holds a run already, or the remote one cannot be
-            written.
+            written. At a module's first call: a spec does not fit the shape of a tensor there.
         HookError: A hook failed; the message names it, its kind, the layer and the step.
         RankError: Another process has ended, and a collective failed for that; the message names it.
     """
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
+    refuse_misfits(plan, {})
     notice = meet_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
@@ -97,7 +99,7 @@ def attach(
     attached = Probe(
         plan,
         sink,
-        optimizer=_plain_optimizer(optimizer),
+        optimizer=optimizer,
         scaler=scaler,
         seed=seed,
         archive=RunArchive(1 if ranks is None else ranks.size),
@@ -109,7 +111,7 @@ def attach(
     # The folder is made once nothing can be refused any more.
     place = None if out is None else _folder(Path(out), hooks, model, seed, copy.address)
     try:
-        with copy, contextlib.nullcontext() if place is None else _recording(place), attached as probe:
+        with copy, contextlib.nullcontext() if place is None else _recording(place, attached), attached as probe:
             copy.begin()
             if notice is not None:
                 probe.event("compiled", notice, severity="info")
@@ -125,11 +127,11 @@ def attach(
 
 
 @contextmanager
-def _recording(place: RunFolder | JoinedFolder) -> Iterator[None]:
+def _recording(place: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
     """The record says how the block inside ended, and because of which of several processes."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     told = told_who_died(place.path, lambda rank: place.update(failed_rank=rank))
-    with place.recording(), told if several else contextlib.nullcontext():
+    with place.recording(is_begun=lambda: probe.step > 0), told if several else contextlib.nullcontext():
         yield
 
 
@@ -196,12 +198,6 @@ def _folder(
         remote=remote,
         ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     )
-
-
-def _plain_optimizer(optimizer: Optimizer | None) -> Optimizer | None:
-    """The optimizer itself, where a library wrapped it (accelerate's has no hooks of its own)."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def read_specs(specs: Specs) -> dict[str, HookSpec]:

@@ -6,6 +6,8 @@
 It is written when a step has ended: first all rows become Parquet parts, and their numbers go into the checkpoint; parts
 of a higher number are of steps that are done again. A checkpoint is written aside and renamed, then the one before it is
 removed. It holds tensors, numbers, texts, lists and dictionaries, and is read with `weights_only=True`.
+
+It holds the live values: interventions of the state-dict kinds do not change it, and no hook is attached yet when it is loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from ..errors import ConfigError, InstrumentError, Mistake
 from ..sharded import as_plain, from_plain, mesh_of
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
+from .folder import CHECKPOINTS
 from .ranks.torchrun import agreed
 
 if TYPE_CHECKING:
     from .ranks.processes import Processes
 
-FOLDER = "checkpoints"
 VERSION = 2
 ASIDE = ".tmp"
 
@@ -70,6 +72,11 @@ class Checkpoints:
         Raises:
             InstrumentError: A part of the state cannot be read back, or nothing can be written.
         """
+        with probe.saving_checkpoint():
+            states = _states(_own(experiment))
+            if experiment.strategy.keeps_state:
+                states |= as_plain(_states(_shared(experiment)))
+                states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
         probe.flush()
         ends = sink.settle()
         state = {
@@ -80,10 +87,8 @@ class Checkpoints:
             "probe": probe.state_dict(),
             "batches": experiment.batches.state_dict(),
             "random": _random_state(experiment.device),
-            **_states(_own(experiment)),
+            **states,
         }
-        if experiment.strategy.keeps_state:
-            state |= as_plain(_states(_shared(experiment))) | {"buffers": dict(_unsaved_buffers(experiment.model))}
         path = self._file(probe.step, own_rank())
         try:
             with agreed(self.processes):
@@ -106,7 +111,7 @@ class Checkpoints:
         Raises:
             ConfigError: There is none, or it is not one of ours.
         """
-        found = sorted((self.folder / FOLDER).glob(f"step-{'[0-9]' * 8}.pt"))
+        found = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
         if not found:
             raise ConfigError(
                 Mistake(
@@ -127,11 +132,11 @@ class Checkpoints:
         return state
 
     def _file(self, step: int, rank: int) -> Path:
-        return self.folder / FOLDER / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
+        return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_others(self, step: int) -> None:
         """Remove what is of other steps, the last file of each first: the first process's, without which it counts for nothing."""
-        for file in sorted((self.folder / FOLDER).iterdir(), key=lambda file: (len(file.name), file.name)):
+        for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
             if not file.name.startswith(f"step-{step:08d}"):
                 with suppress(OSError):
                     file.unlink()
@@ -187,7 +192,7 @@ def restore(state: dict[str, Any], experiment: Experiment) -> None:
     try:
         for name, part in (_shared(experiment) | _own(experiment)).items():
             part.load_state_dict(state[name] if mesh is None else from_plain(state[name], mesh))
-        for name, buffer in _unsaved_buffers(experiment.model):
+        for name, buffer in _unsaved_buffers(experiment.model, state["model"]):
             buffer.copy_(state["buffers"][name])
         experiment.batches.load_state_dict(state["batches"])
     except (KeyError, RuntimeError, ValueError) as error:
@@ -237,7 +242,6 @@ def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in parts.items()}
 
 
-def _unsaved_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Buffers that are no part of the model's own state dict."""
-    saved = model.state_dict(keep_vars=True).keys()
+def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Buffers that are not in the model's state dict."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]

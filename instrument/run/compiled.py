@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
-import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from ..errors import ConfigError, Mistake
 from ..plan.sites import HookPlan
@@ -14,7 +13,7 @@ from ..spec.kinds import KINDS
 
 
 def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
-    """Make a model that may have been compiled already notice the hooks that are about to be attached.
+    """Prepare a model that may be compiled, or have been compiled already, for the hooks that are about to be attached.
 
     Compiled code does not look for hooks that came after its first call, so it is thrown away; it is compiled anew at
     the next one.
@@ -25,6 +24,8 @@ def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     Raises:
         ConfigError: The model was compiled with `fullgraph=True`, which leaves no room for hooks on modules.
     """
+    import torch._dynamo  # hooks are kept out of graphs that are compiled after they were attached, too
+
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
     if not compiled:
         return None
@@ -42,7 +43,8 @@ def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
 
 def graph_breaks() -> Counter[str]:
     """How often compiled graphs of this process were broken, by the reason that the compiler gives."""
-    return Counter(counters["graph_break"])
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return Counter() if compiler is None else Counter(compiler.counters["graph_break"])
 
 
 def broken_graphs(before: Counter[str]) -> str:

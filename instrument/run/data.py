@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ..errors import ConfigError, Mistake, own_frame
+from ..nested import number_of_samples, shapes
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.fields import Target
 from ..targets import build, takes
@@ -206,6 +207,12 @@ class Batches:
         if group:
             yield group
 
+    def sizes(self, step: int) -> list[int]:
+        """The samples in each micro-batch of a step, over all processes."""
+        first = step % -(-self.in_epoch // self.accumulate) * self.accumulate
+        length = len(self.dataset)  # type: ignore[arg-type]
+        return batch_sizes(length, self.batch_size, first, first + self.accumulate)
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, between two steps."""
         return {
@@ -220,22 +227,34 @@ class Batches:
         self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
         self._generator.set_state(state["generator"])
 
-    def first(self) -> Any:
-        """A batch to try the model on, which does not touch the order of the training.
 
-        Raises:
-            ConfigError: No batch can be made of the dataset's items.
-        """
-        size = len(self.share.of(range(min(self.batch_size, len(self.dataset)))))  # type: ignore[arg-type]
-        try:
-            return next(iter(in_order(Subset(self.dataset, range(size)), size)))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            raise ConfigError(
-                Mistake(
-                    "data.dataset",
-                    f"no batch can be made of its items{own_frame(error)}",
-                    written=reason,
-                    allowed="items (input, target) of tensors, arrays and numbers, the inputs all of one shape",
-                )
-            ) from error
+def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None = None) -> list[int]:
+    """The samples in each batch of so many in order, over all processes: of all batches, or of `[first, stop)`."""
+    return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
+
+
+def first_batch(dataset: Dataset[Any], batch_size: int, share: Share = WHOLE) -> Any:
+    """A batch to try the model on, of the dataset's first items: this process's share of it.
+
+    Raises:
+        ConfigError: No batch can be made of the dataset's items, or not one sample is made of each.
+    """
+    size = len(share.of(range(min(batch_size, len(dataset)))))  # type: ignore[arg-type]
+    try:
+        batch = next(iter(in_order(Subset(dataset, range(size)), size)))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ConfigError(
+            Mistake(
+                "data.dataset",
+                f"no batch can be made of its items{own_frame(error)}",
+                written=reason,
+                allowed="items (input, target) of tensors, arrays and numbers, the inputs all of one shape",
+            )
+        ) from error
+    if (samples := number_of_samples(batch)) != size:
+        problem = f"the tensors of a batch of {size} items have {samples} samples in dimension 0"
+        raise ConfigError(
+            Mistake("data.dataset", problem, shapes(batch), "tensors [samples, ...]: one sample of each item")
+        )
+    return batch

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
-from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
 
 DOWNLOAD_TIMEOUT = 20.0  # seconds without an answer
 
@@ -53,19 +55,19 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 def mnist(split: str, root: str, download: bool = True) -> Images:
     """MNIST: 60,000 and 10,000 images of handwritten digits, [1, 28, 28]."""
-    found = _torchvision(MNIST, split, root, download)
+    found = _torchvision("MNIST", split, root, download)
     return Images(found.data.unsqueeze(1), found.targets, MNIST_STATS)
 
 
 def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
     """Fashion-MNIST: 60,000 and 10,000 images of clothing, [1, 28, 28]."""
-    found = _torchvision(FashionMNIST, split, root, download)
+    found = _torchvision("FashionMNIST", split, root, download)
     return Images(found.data.unsqueeze(1), found.targets, FASHION_MNIST_STATS)
 
 
 def cifar10(split: str, root: str, download: bool = True) -> Images:
     """CIFAR-10: 50,000 and 10,000 colour photographs, [3, 32, 32]."""
-    found = _torchvision(CIFAR10, split, root, download)
+    found = _torchvision("CIFAR10", split, root, download)
     return Images(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets), CIFAR10_STATS)
 
 
@@ -74,9 +76,9 @@ def digits(split: str, size: int = 8) -> Images:
 
     They are 8x8; another size is interpolated bilinearly. The last 360, by writers of their own, are the test split.
     """
-    found = load_digits()
-    images = torch.from_numpy(found.images).float().div(16).unsqueeze(1)  # [1797, 1, 8, 8]
-    targets = torch.from_numpy(found.target)
+    table = _digits_table()
+    images = table[:, :-1].float().div(16).view(-1, 1, 8, 8)
+    targets = table[:, -1]
     part = slice(0, 1437) if split == "train" else slice(1437, None)
     images = images[part]
     if size != 8:
@@ -116,13 +118,39 @@ def english(split: str, length: int = 64) -> Sequences:
 
     About 30,000 characters; the last tenth is the test split. Tokens are from 0 to 127.
     """
-    text = "".join(load().DESCR for load in (load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine))
+    names = ("breast_cancer", "diabetes", "digits", "iris", "wine_data")
+    text = "".join(_scikit_learn(f"descr/{name}.rst").read_text(encoding="utf-8") for name in names)
     tokens = torch.tensor(list(text.encode("ascii", "ignore")))
     border = len(tokens) * 9 // 10
     return Sequences(tokens[:border] if split == "train" else tokens[border:], length)
 
 
-def _torchvision(dataset: type[Any], split: str, root: str, download: bool) -> Any:
+@cache
+def _digits_table() -> Tensor:
+    """Integers [1797, 65]: 64 pixels from 0 to 16, and the target."""
+    with gzip.open(_scikit_learn("data/digits.csv.gz")) as file:
+        return torch.from_numpy(np.loadtxt(file, dtype=np.int64, delimiter=","))
+
+
+def _scikit_learn(name: str) -> Path:
+    """A file of those in `sklearn.datasets`, which is not imported: that takes half as long as to import torch.
+
+    Raises:
+        DatasetMissingError: scikit-learn is not installed, or has no such file.
+    """
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise DatasetMissingError("scikit-learn is not installed")
+    file = Path(spec.origin).parent / "datasets" / name
+    if not file.exists():
+        raise DatasetMissingError(f"scikit-learn has no file {file}")
+    return file
+
+
+def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
+    import torchvision
+
+    dataset = getattr(torchvision.datasets, name)
     folder = Path(root).expanduser()
     reason = f"not below {folder}"
     try:

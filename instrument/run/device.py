@@ -50,7 +50,8 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
                 torch.use_deterministic_algorithms(True)
             yield
         finally:
-            torch.use_deterministic_algorithms(algorithms)
+            if torch.are_deterministic_algorithms_enabled() != algorithms:  # the call imports the compiler
+                torch.use_deterministic_algorithms(algorithms)
             torch.set_default_dtype(default_dtype)
             torch.set_num_threads(threads)
             random.setstate(python)

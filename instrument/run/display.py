@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..analysis.files import size_on_disk
-from ..plan.printed import human_bytes
+from ..quantities import human_bytes
 from .loop import Progress
 
 LINES_IN_A_PIPE = 10  # how often progress is told where nobody looks at a screen

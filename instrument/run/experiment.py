@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from ..analysis.archive import RunArchive
 from ..capture.optimized import require_optimizer
 from ..errors import ConfigError, Mistake
-from ..nested import to_device
-from ..plan.cost import Length, refuse_misfit_slices
+from ..nested import number_of_samples, to_device
+from ..plan.cost import Length
 from ..plan.paths import refuse_idle_paths
-from ..plan.sites import HookPlan, make_plan
+from ..plan.shapes import refuse_misfits
+from ..plan.sites import HookPlan, make_plan, refuse_frozen
 from ..plan.trial import Trial, materialise, try_forward
 from ..spec.config import RunConfig
 from ..spec.fields import Target
 from ..spec.schedule import Evaluations
 from ..targets import build, takes
 from .apply import apply_specs, build_module
-from .data import Batches, Data, load_data
+from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device import choose_device
 from .forward import Forward
+from .function_trial import FunctionTrial
+from .optimizers import parts_of
 from .ranks.idle import has_idle
 from .ranks.shares import in_order, refuse_small_batches
 from .ranks.strategies import Strategy
+from .recordings import Tried, refuse_unfit_recordings
 from .tasks import Task, check_outcome
+from .uncompiled import spare_methods, spare_step
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Experiment:
             together around it.
         plan: The hooks' sites.
         trials: What a trial forward pass saw, for each phase.
+        archive: Where the tensors of other runs are found.
     """
 
     config: RunConfig
@@ -73,10 +79,16 @@ class Experiment:
     trained: nn.Module
     plan: HookPlan
     trials: dict[str, Trial]
+    archive: RunArchive
 
     def autocast(self) -> torch.autocast:
         """The context that forward passes run in."""
         return _autocast(self.config.train.precision, self.device)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that make the steps: several where each holds the parameters of another module."""
+        return parts_of(self.optimizer)
 
     @property
     def steps(self) -> int:
@@ -86,9 +98,7 @@ class Experiment:
     @property
     def length(self) -> Length:
         """How long the run is."""
-        train = self.config.train
-        evaluations = Evaluations(self.steps, train.eval_every)
-        return Length(self.steps, train.accumulate, self.batches.in_epoch, evaluations, len(self.evaluation))
+        return _length(self.config, self.batches, self.evaluation)
 
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
@@ -113,21 +123,34 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     evaluation = in_order(data.test, config.train.eval_batch_size, strategy.share)
 
     model.to(device)
-    first = to_device(batches.first(), device)
+    first = to_device(first_batch(data.train, config.train.batch_size, strategy.share), device)
+    evaluated = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.share), device)
     materialise(model, partial(_forward, task, model, first))
     apply_specs(config.apply, model)
     _require_trained(config, model)
 
     plan = make_plan(config.hooks, model)
+    refuse_frozen(plan)
     asked = config.train.find_unused_parameters
-    trials, idle = _try(task, model, first, looks_for_idle=strategy.waits_for_all and asked is None)
+    functions = FunctionTrial(plan, config.seed)
+    trials, idle = _try(
+        task, model, first, evaluated, functions, looks_for_idle=strategy.waits_for_all and asked is None
+    )
     refuse_idle_paths(plan, trials)
-    refuse_misfit_slices(plan, trials)
+    refuse_misfits(plan, trials)
+    archive = RunArchive(strategy.share.size, strategy.share.of)
+    in_evaluation = batch_sizes(len(data.test), config.train.eval_batch_size)  # type: ignore[arg-type]
+    tried = {
+        "train": Tried(trials["train"], number_of_samples(first), batches.sizes),
+        "eval": Tried(trials["eval"], number_of_samples(evaluated), lambda _: in_evaluation),
+    }
+    refuse_unfit_recordings(plan, archive, tried, _length(config, batches, evaluation))
     strategy.refuse_parts(called_whole=id(model) in trials["train"])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # nobody holds on to the whole parameters
-    optimizer = _build_optimizer(config.optimizer, [p for p in model.parameters() if p.requires_grad])
-    require_optimizer(plan, optimizer)
+    plan = replace(plan, tried=True)
+    optimizer = _build_optimizer(config.optimizer, model)
+    require_optimizer(plan, parts_of(optimizer))
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     called = _compiled(model) if config.train.compile else model
     trained = strategy.wrap(
@@ -151,10 +174,18 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         trained=trained,
         plan=plan,
         trials=trials,
+        archive=archive,
     )
 
 
-def _try(task: Task, model: nn.Module, batch: Any, *, looks_for_idle: bool) -> tuple[dict[str, Trial], bool]:
+def _length(config: RunConfig, batches: Batches, evaluation: DataLoader[Any]) -> Length:
+    evaluations = Evaluations(batches.steps, config.train.eval_every)
+    return Length(batches.steps, config.train.accumulate, batches.in_epoch, evaluations, len(evaluation))
+
+
+def _try(
+    task: Task, model: nn.Module, batch: Any, evaluated: Any, functions: FunctionTrial, *, looks_for_idle: bool
+) -> tuple[dict[str, Trial], bool]:
     """What a forward pass sees, for each phase; whether a parameter gets no gradient, where that is looked for."""
     idle = False
 
@@ -162,10 +193,13 @@ def _try(task: Task, model: nn.Module, batch: Any, *, looks_for_idle: bool) -> t
         nonlocal idle
         loss = _forward(task, model, batch)
         idle = looks_for_idle and has_idle(model, loss)
+        functions.see_loss(loss)
+        functions.see_parameters()
 
-    forward = partial(_forward, task, model, batch)
-    in_training = try_forward(model, forward_and_look, training=True)
-    return {"train": in_training, "eval": try_forward(model, forward, training=False)}, idle
+    forward = partial(_forward, task, model, evaluated)
+    in_training = try_forward(model, forward_and_look, training=True, see=functions.see)
+    in_evaluation = try_forward(model, forward, training=False, see=partial(functions.see, phase="eval"))
+    return {"train": in_training, "eval": in_evaluation}, idle
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -196,8 +230,12 @@ def _require_trained(config: RunConfig, model: nn.Module) -> None:
         )
 
 
-def _build_optimizer(target: Target, trained: list[Parameter]) -> Optimizer:
-    optimizer = build(target, "optimizer", trained)
+def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
+    """Call the optimizer's target with the parameters that train, or with the model where it takes that in their place."""
+    spare_methods()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    names = takes(target.target, "optimizer")
+    optimizer = build(target, "optimizer", model if "model" in names and "params" not in names else trained)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             Mistake(
@@ -206,6 +244,8 @@ def _build_optimizer(target: Target, trained: list[Parameter]) -> Optimizer:
                 allowed="a torch.optim.Optimizer",
             )
         )
+    for each in parts_of(optimizer):
+        spare_step(each)
     return optimizer
 
 

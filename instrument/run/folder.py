@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,9 @@ from typing import Any, Literal
 from ..errors import ConfigError, Mistake, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote import refuse_address
+from .snapshot import Snapshot
 
+CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints, in its own
 PATIENCE = 60.0  # seconds that the processes of a run wait for the first one
 Status = Literal["running", "done", "failed", "interrupted", "killed"]
 ASIDE = ".aside"  # beside a sweep's jobs: what is left of those that are done again, as 3.1, 3.2, ... of job 3
@@ -49,7 +51,7 @@ def refuse_taken(folder: Path, where: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may try the same folder at the same moment
     except OSError as error:
         raise ConfigError(
             Mistake(
@@ -99,6 +101,7 @@ class RunFolder:
         on_error: Literal["stop", "continue"] = "stop",
         **record: Any,
     ) -> None:
+        self._before = Snapshot.take(path)
         refuse_taken(path, where)
         self.path = path
         self.on_error = on_error
@@ -134,6 +137,7 @@ class RunFolder:
             raise ConfigError(Mistake("resume", "this run is done: there is nothing left to do", written=str(path)))
         place = cls.__new__(cls)
         place.path, place.on_error = path, on_error
+        place._before = Snapshot.take(path)
         place._lock = FolderLock(path)
         if not place._lock.acquire():
             raise ConfigError(Mistake("resume", "this run is still running, in another process", written=str(path)))
@@ -145,12 +149,23 @@ class RunFolder:
         return place
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Say in the record how the block inside ended: done, interrupted or failed."""
+    def recording(self, is_begun: Callable[[], bool]) -> Iterator[None]:
+        """Say in the record how the block inside ended: done, interrupted or failed.
+
+        Args:
+            is_begun: Whether the run has been accepted. A configuration error before that leaves the folder as it was.
+        """
         try:
             yield
         except KeyboardInterrupt as interrupt:
             self.finish("interrupted", interrupt)
+            raise
+        except ConfigError as error:
+            if is_begun():
+                self.finish("failed", error)
+            else:
+                self._lock.release()
+                self._before.restore()
             raise
         except BaseException as error:
             self.finish("failed", error)
@@ -205,7 +220,7 @@ class JoinedFolder:
             raise ConfigError(Mistake(where, "another process of this rank writes to this folder", written=str(path)))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, is_begun: Callable[[], bool]) -> Iterator[None]:  # noqa: ARG002
         """Let go of the folder at the end. Where the process that keeps the record has died, say so in its place."""
         try:
             yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..capture.probe import Probe
-from ..nested import to_device
+from ..nested import number_of_samples, to_device
 from ..sharded import whole
 from ..spec.schedule import Evaluations
 from .experiment import Experiment
@@ -111,7 +111,7 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
         with strategy.micro_step(trained, last=number == len(micro_batches)):
             outcome, loss = trained(to_device(batch, experiment.device), watcher.loss)
             # The loss is the mean over all samples of the step.
-            scaler.scale(loss * (_samples(batch) / micro_batches.samples)).backward()
+            scaler.scale(loss * (number_of_samples(batch) / micro_batches.samples)).backward()
         outcomes.append(outcome)
         watcher.end_micro_step()
     scaler.unscale_(optimizer)
@@ -161,10 +161,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     """The L2 norm of all gradients of a model as one vector; None where there are none."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if any(gradient.element_size() < 4 for gradient in gradients):  # a norm in half precision has three digits
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return whole(torch.linalg.vector_norm(torch.stack(norms)))
     return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
-
-
-def _samples(batch: object) -> int:
-    """The number of samples in a batch: the length of its first part."""
-    first = batch[0] if isinstance(batch, list | tuple) else batch
-    return len(first)  # type: ignore[arg-type]

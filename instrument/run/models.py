@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -19,9 +20,18 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     )
 
 
-def dense_block(in_features: int, out_features: int) -> nn.Sequential:
+def linear(in_features: int | None, out_features: int) -> nn.Linear:
+    """A linear layer; without `in_features` it takes as many as its first input has."""
+    if in_features is not None:
+        return nn.Linear(in_features, out_features)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # some versions of PyTorch say that lazy modules are new
+        return nn.LazyLinear(out_features)
+
+
+def dense_block(in_features: int | None, out_features: int) -> nn.Sequential:
     """Linear and ReLU."""
-    return nn.Sequential(nn.Linear(in_features, out_features), nn.ReLU())
+    return nn.Sequential(linear(in_features, out_features), nn.ReLU())
 
 
 class MnistCNN(nn.Module):
@@ -64,13 +74,17 @@ class MLP(nn.Module):
     """Dense blocks between the flattened input and a linear classifier.
 
     Args:
-        sizes: Features of the input, of each hidden layer, and of the output.
+        sizes: Features of the input (None: as many as the first batch has), of each hidden layer, and of the output.
     """
 
-    def __init__(self, sizes: Sequence[int] = (784, 128, 64, 10)) -> None:
+    def __init__(self, sizes: Sequence[int | None] = (None, 128, 64, 10)) -> None:
         super().__init__()
-        hidden = list(map(dense_block, sizes[:-2], sizes[1:-1]))
-        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-2], sizes[-1]))
+        if None in sizes[1:]:
+            raise ValueError(f"only the first size may be null, that of the input; sizes are {list(sizes)}")
+        features = [size for size in sizes[1:] if size is not None]
+        inputs = [sizes[0], *features]
+        hidden = list(map(dense_block, inputs[:-2], features[:-1]))
+        self.layers = nn.Sequential(*hidden, linear(inputs[-2], features[-1]))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Inputs [N, ...] of sizes[0] elements each to logits [N, sizes[-1]]."""

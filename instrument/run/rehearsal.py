@@ -19,7 +19,7 @@ from ..kinds.meter import hidden_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from .experiment import Experiment
 from .forecast import Seen, bytes_of_rows, bytes_of_tensors, estimate
-from .visits import SECONDS, TABLES_OF_ROWS, Found, bare_steps, first_batches, hooked_steps
+from .visits import SECONDS, TABLES_OF_ROWS, Found, Visit, bare_steps, first_batches, hooked_steps
 
 
 def rehearse(experiment: Experiment) -> Forecast:
@@ -30,7 +30,7 @@ def rehearse(experiment: Experiment) -> Forecast:
     """
     spent = replace(experiment, scheduler=None)
     try:
-        batches = first_batches(experiment)
+        batches, loading = first_batches(experiment)
         bare = bare_steps(spent, batches, seconds=0.0)
     except Exception as error:
         raise ConfigError(_failure("model, task, data", "a step fails, without any hooks", error)) from error
@@ -43,10 +43,10 @@ def rehearse(experiment: Experiment) -> Forecast:
         except Exception as error:
             raise ConfigError(_failure("hooks", "a step with these hooks fails", error)) from error
         bare += bare_steps(spent, batches, SECONDS / 2)
-        return _result(experiment, found, bare, folder)
+        return _result(experiment, found, bare, loading, folder)
 
 
-def _result(experiment: Experiment, found: Found, bare: Sequence[float], folder: Path) -> Forecast:
+def _result(experiment: Experiment, found: Found, bare: Sequence[float], loading: float, folder: Path) -> Forecast:
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     rows: dict[str, int] = {}  # by spec, in a micro-step, or in a step for kinds around the optimizer
@@ -79,7 +79,8 @@ def _result(experiment: Experiment, found: Found, bare: Sequence[float], folder:
         for name, due in firings.items()
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
-    return Forecast(cost, median(bare), median(bare) + fixed + added)
+    without = loading + median(bare)
+    return Forecast(cost, without, without + fixed + added)
 
 
 def _checkpoints(experiment: Experiment) -> float:
@@ -111,23 +112,31 @@ def _seconds(found: Found, bare: Sequence[float], specs: Sequence[str]) -> tuple
     visits = [visit for visit in found.visits if visit.phase == "train"]
     if not visits:
         return {}, 0.0
-    steps = sorted({visit.step for visit in visits})
-    usual = {step: median(visit.seconds for visit in visits if visit.step == step) for step in steps}
+    steps = [_usual([visit for visit in visits if visit.step == step]) for step in sorted({v.step for v in visits})]
+    usual = {step.step: step.seconds for step in steps}
     middle = fmean(usual.values())
     certain = [middle + visit.seconds - usual[visit.step] for visit in visits] if len(visits) >= 3 * len(steps) else []
-    factor = hidden_factor(certain, bare, fmean(visit.told for visit in visits))
+    factor = hidden_factor(certain, bare, fmean(step.told for step in steps))
     spent: dict[str, float] = {}
     for name in specs:
-        with_it = [visit for visit in visits if visit.firings[name]]
+        with_it = [step for step in steps if step.firings[name]]
         if with_it:
             around = fmean(
-                max(0.0, visit.told - found.idle - sum(visit.acting.values()))
-                * visit.firings[name]
-                / sum(visit.firings.values())
-                for visit in with_it
+                max(0.0, step.told - found.idle - sum(step.acting.values()))
+                * step.firings[name]
+                / sum(step.firings.values())
+                for step in with_it
             )
-            spent[name] = factor * (fmean(visit.acting[name] for visit in with_it) + around)
+            spent[name] = factor * (fmean(step.acting[name] for step in with_it) + around)
     return spent, factor * found.idle
+
+
+def _usual(visits: Sequence[Visit]) -> Visit:
+    """What visits of one step usually took: medians, so that one in which the machine did something else does not count."""
+    first = visits[0]
+    acting = {name: median(visit.acting[name] for visit in visits) for name in first.firings}
+    seconds, told = median(visit.seconds for visit in visits), median(visit.told for visit in visits)
+    return replace(first, seconds=seconds, told=told, acting=acting)
 
 
 def _failure(where: str, problem: str, error: Exception) -> Mistake:

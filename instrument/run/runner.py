@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..analysis.archive import RunArchive
+from .. import report
 from ..analysis.files import RunFiles
 from ..analysis.replay import replay
 from ..capture.probe import Probe
 from ..capture.ranks import own_rank
 from ..errors import ConfigError, InstrumentError, Mistake
-from ..report import FILE, check_packages, make
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import rewind
 from ..sinks.several import Several
@@ -70,9 +69,10 @@ def run(
             _require_report()
         kept = _place(config, folder, raw, overrides, processes) if processes is None or processes.leads else None
     place = kept or JoinedFolder(folder, own_rank())
+    training: _Training | None = None
     with copy:
         with (
-            place.recording(),
+            place.recording(is_begun=lambda: training is not None and training.is_begun),
             failing_together(processes, folder, lambda rank: place.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
@@ -86,14 +86,14 @@ def run(
             if processes is not None:  # all rows are on disk
                 failures = enumerate(processes.exchange(failure))
                 failure = next((f"rank {rank}: {told}" for rank, told in failures if told), None)
-            place.update(metrics=dict(metrics), recording_stopped=failure)
+            place.update(metrics=dict(metrics), overhead=training.probe.overhead, recording_stopped=failure)
         if processes is not None:
             processes.close()
             if not processes.leads:
                 return Result(folder, metrics)
         if failure is None:
             readable = copy.readable()
-            page = make(readable).save(folder / FILE) if config.report else None
+            page = report.make(readable).save(folder / report.FILE) if config.report else None
             terminal.end(experiment, readable, metrics, page)
         else:
             terminal.end_unrecorded(failure, metrics)
@@ -126,7 +126,7 @@ def _place(
 
 def _require_report() -> None:
     try:
-        check_packages()
+        report.check_packages()
     except InstrumentError as error:
         raise ConfigError(Mistake("report", str(error), written=True)) from None
 
@@ -143,6 +143,7 @@ class _Training:
         self.terminal = terminal
         self.raw = raw
         self.copy = copy
+        self.is_begun = False
         self.checkpoints = Checkpoints(folder, config.train.checkpoint.every, experiment.strategy.processes)
         self.state = None if config.resume is None else self.checkpoints.load(own_rank())
         self.parts = None if self.state is None else self.state["parts"][own_rank()]
@@ -156,10 +157,10 @@ class _Training:
         self.probe = Probe(
             experiment.plan,
             self.several,
-            optimizer=experiment.optimizer,
+            optimizer=experiment.optimizers,
             scaler=experiment.scaler,
             seed=config.seed,
-            archive=RunArchive(experiment.strategy.share.size, experiment.strategy.share.of),
+            archive=experiment.archive,
             budget=config.budget,
             steps=experiment.steps,
             ranks=experiment.strategy.ranks,
@@ -202,6 +203,7 @@ class _Training:
             self.copy.begin()
             opened.pop_all()
         self.several.others |= trackers
+        self.is_begun = True
 
     def _keep(self, metrics: Mapping[str, float | None]) -> None:
         for message in self.copy.messages():

@@ -20,7 +20,8 @@ from ..analysis.findings import findings
 from ..analysis.load import Run, load
 from ..analysis.summary import recorded
 from ..plan.cost import Forecast
-from ..plan.printed import human_bytes, plan_view
+from ..plan.printed import plan_view
+from ..quantities import human_bytes
 from ..report import command_for
 from .display import Show, metric_texts, shown_as_bar, shown_as_lines, shown_as_warnings
 from .experiment import Experiment

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..analysis.load import NoRunError, load
+from ..analysis.folders import NoRunError, find_runs
 from ..errors import ConfigError, InstrumentError
 from ..sinks.lock import FolderLock, is_written
 from ..sinks.remote import refuse_address
@@ -53,7 +53,7 @@ def each_run(
     for path in parser.parse_args(arguments).runs:
         try:
             refuse_address(path, metavar, reason, allowed="a folder of this machine")
-            folders = load(path).folders
+            _, folders = find_runs(path)
         except (NoRunError, ConfigError) as error:
             print(error, file=sys.stderr)
             code = 2

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis.archive import RunArchive
 from ..capture.probe import Probe
 from ..capture.sink import Row
 from ..capture.tables import TABLES
 from ..kinds.meter import Meter
+from ..nested import number_of_samples
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
@@ -67,7 +67,7 @@ class Visit:
     kept: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
     told: float = 0.0
-    acting: Counter[str] = field(default_factory=Counter)
+    acting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     firings: Counter[str] = field(default_factory=Counter)
 
 
@@ -121,15 +121,23 @@ class Found:
     tensors: list[int]
 
 
-def first_batches(experiment: Experiment) -> list[Group]:
-    """The micro-batches of some first steps: of several, where that is not much to hold."""
+def first_batches(experiment: Experiment) -> tuple[list[Group], float]:
+    """The micro-batches of some first steps: of several, where that is not much to hold.
+
+    Returns:
+        The micro-batches, and what it takes to load those of a step, in seconds: a step of a run waits for them.
+    """
     groups: list[Group] = []
+    taken: list[float] = []
+    began = time.perf_counter()
     for _, group in experiment.batches:
         if not groups or len(group) == len(groups[0]):  # an epoch's last one may be shorter
             groups.append(group)
+            taken.append(time.perf_counter() - began)
         if sum(map(len, groups)) >= BATCHES:
             break
-    return groups
+        began = time.perf_counter()
+    return groups, median(taken[1:] or taken)  # the first one waits for the dataset too
 
 
 def bare_steps(experiment: Experiment, batches: Sequence[Group], seconds: float) -> list[float]:
@@ -152,6 +160,11 @@ def _compile_anew(experiment: Experiment) -> None:
         torch.compiler.reset()
 
 
+def _of_sizes(batches: Sequence[Group], sizes: Sequence[int]) -> Sequence[Group]:
+    """The steps whose micro-batches have these sizes, which recorded tensors are put into; all steps where none has."""
+    return [group for group in batches if [number_of_samples(batch) for batch in group] == sizes] or batches
+
+
 def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path) -> Found:
     config, plan = experiment.config, experiment.plan
     firings = {name: firings_of(spec, experiment.length) for name, spec in plan.specs.items()}
@@ -161,22 +174,26 @@ def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path)
     }
     sink = _Noting(ParquetSink(folder, tensors=config.sink.tensors))
     probe = Probe(
-        plan, sink, optimizer=experiment.optimizer, scaler=experiment.scaler, seed=config.seed, archive=RunArchive()
+        plan,
+        sink,
+        optimizer=experiment.optimizers,
+        scaler=experiment.scaler,
+        seed=config.seed,
+        archive=experiment.archive,
     )
     meter = probe.clock.meter = Meter()
     _compile_anew(experiment)
     one_batch: Any = [next(iter(experiment.evaluation))] if first["eval"] else []
     evaluation = replace(experiment, evaluation=one_batch)
 
-    shown = cycle(batches)
+    shown = {step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in first["train"]}
 
     def visit(step: int, phase: str) -> Visit:
-        micro_batches = next(shown)
         sink.visit = made = Visit(step, phase)
         probe.go_to(step)
         meter.reset()
         began = time.perf_counter()
-        metrics = make_step(experiment, probe, micro_batches) if phase == "train" else evaluate(evaluation, probe)
+        metrics = make_step(experiment, probe, next(shown[step])) if phase == "train" else evaluate(evaluation, probe)
         metrics["loss"]  # waits for a device to be done
         made.seconds = time.perf_counter() - began
         made.told = meter.seconds

@@ -22,6 +22,7 @@ from ..ranks.torchrun import agreed, joined
 from ..sweep.told import tell_sweep
 from .guard import Guard
 from .launch import JobFailedError, complain, refused
+from .loader import fields_known
 from .search_path import OwnConf, conf_folder
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1 by the user, a whole traceback is shown
@@ -34,14 +35,14 @@ def command(job: Callable[[DictConfig], object]) -> None:
     Plugins.instance().register(OwnConf)
     app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
     try:
-        with hydra_hands_errors_on():
+        with hydra_hands_errors_on(), fields_known():
             app()
     except JobFailedError as failed:
-        _tell_sweep()
+        _end(failed.exit_code)
         sys.exit(failed.exit_code)
     except SystemExit as stop:
         if stop.code:
-            _tell_sweep()
+            _end(stop.code)
         raise
     except KeyboardInterrupt:
         _tell_sweep()
@@ -54,11 +55,17 @@ def command(job: Callable[[DictConfig], object]) -> None:
         with suppress(InstrumentError), agreed(joined()):  # of several processes one speaks
             raise own from error
         complain(own)
-        if not isinstance(own, ConfigError):
-            _tell_sweep()
+        _end(own.exit_code)
         sys.exit(own.exit_code)
     finally:
         Guard.let_go()
+
+
+def _end(exit_code: object) -> None:
+    """A run that was refused leaves no folder; of a sweep it is told which jobs are not done."""
+    if exit_code == ConfigError.exit_code and Guard.withdraw():
+        return
+    _tell_sweep()
 
 
 def _tell_sweep() -> None:

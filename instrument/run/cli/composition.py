@@ -15,6 +15,7 @@ from yaml import MarkedYAMLError
 
 from ...errors import Mistake, nearest
 from ...extras import pip_command
+from ...spec.keys import fields_below
 from ..sweep.objective import KEY as OBJECTIVE
 
 PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
@@ -83,8 +84,10 @@ def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:
     if str(cause.key) in keys or not keys:
         return Mistake(str(cause.full_key or ""), f"{_told(error)} {_told(cause)}")
     name = str(cause.full_key)
+    keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]
     if nearest(str(cause.key), keys):
-        return Mistake(name, _told(error), allowed=keys, nearest=nearest(str(cause.key), keys))
+        problem = "the configuration does not have this key"
+        return Mistake(name, problem, allowed=keys, nearest=nearest(str(cause.key), keys))
     problem = f"the configuration does not have this key; with a plus in front it is added: +{name}=..."
     return Mistake(name, problem, allowed=keys)
 

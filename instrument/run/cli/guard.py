@@ -22,8 +22,9 @@ from ...sinks.lock import FolderLock
 from ...sinks.remote import REMOTE, SWEEP_RECORD, RemoteFolder, check_remote, refuse_address, refuse_secret
 from ..folder import refuse_taken
 from ..ranks.torchrun import agreed, check_processes, joined
+from ..snapshot import Snapshot
 from ..sweep.claims import claim, is_named_by_clock
-from ..sweep.jobs import BASIC, Sweep, composed, folder_override, overrides_of, swept_in
+from ..sweep.jobs import BASIC, Sweep, composed, folder_override, keys_of, overrides_of, swept_in
 from ..sweep.objective import KEY, read_objective
 from ..sweep.search import check_search, is_search
 from ..sweep.told import outcome
@@ -42,6 +43,8 @@ class Guard(Callback):
     """The folder of the sweep that goes on in this process, for whoever has to tell how it ended."""
     lock: ClassVar[FolderLock | None] = None
     """What holds it."""
+    before: ClassVar[Snapshot | None] = None
+    """What the folder of the run, or of the sweep, was before."""
 
     def __init__(self) -> None:
         self.scratch: TemporaryDirectory[str] | None = None
@@ -56,7 +59,20 @@ class Guard(Callback):
         """The sweep of this process is over, however it ended."""
         if cls.lock is not None:
             cls.lock.release()
-        cls.sweep = cls.lock = None
+        cls.sweep = cls.lock = cls.before = None
+
+    @classmethod
+    def withdraw(cls) -> bool:
+        """Leave the folder as it was, where no run was begun in it; whether that is so."""
+        if cls.before is None or cls.before.has_new_run():
+            return False
+        if cls.sweep is not None:
+            _take_back_record(Sweep(cls.sweep).address)
+            print(f"no job was begun, and nothing is kept in {cls.sweep}", file=sys.stderr)
+        before = cls.before
+        cls.let_go()
+        before.restore()
+        return True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """A single run is about to start; it may be one process of several."""
@@ -73,8 +89,7 @@ class Guard(Callback):
                     raise SystemExit(0)
                 if parsed.resume is None and (processes is None or processes.leads):
                     refuse_address(folder, "hydra.run.dir")
-                    if is_named_by_clock(config.hydra.run):
-                        folder = claim(folder)
+                    folder, Guard.before = _take(folder, named_by_clock=is_named_by_clock(config.hydra.run))
                     refuse_taken(folder, "hydra.run.dir")
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
@@ -104,8 +119,7 @@ class Guard(Callback):
         """Take a folder for the sweep, and hold it as long as this process lives."""
         folder = Path(config.hydra.sweep.dir)
         refuse_address(folder, "hydra.sweep.dir")
-        if is_named_by_clock(config.hydra.sweep):
-            folder = claim(folder)
+        folder, before = _take(folder, named_by_clock=is_named_by_clock(config.hydra.sweep))
         refuse_taken(folder, "hydra.sweep.dir")
         _put(config, folder.absolute())
         try:
@@ -114,13 +128,8 @@ class Guard(Callback):
         except FileExistsError:
             problem = "there is a sweep in this folder already, and none is ever overwritten"
             raise ConfigError(Mistake("hydra.sweep.dir", problem, written=str(folder))) from None
-        try:
-            _send_record(folder, Sweep(folder).address)
-        except ConfigError:
-            (folder / SWEEP_RECORD).unlink()
-            with suppress(OSError):  # what else is in it stays
-                folder.rmdir()
-            raise
+        Guard.before = before
+        _send_record(folder, Sweep(folder).address)
         Guard.lock = FolderLock(folder)
         Guard.lock.acquire()
         return folder
@@ -135,7 +144,8 @@ class Guard(Callback):
         sweep = Sweep(Guard.sweep)
         jobs = sweep.jobs()
         if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
-            raise SystemExit(1)
+            is_begun = Guard.before is None or Guard.before.has_new_run()
+            raise SystemExit(1 if is_begun else ConfigError.exit_code)
         print(f"\n{len(jobs)} jobs in {Guard.sweep}")
         for name, text in outcome(sweep, jobs).items():
             print(f"{name:<12}{text}")
@@ -151,6 +161,15 @@ class Guard(Callback):
             sys.path.insert(0, here)
         if not config.hydra.job.chdir and os.getcwd() != here:
             os.chdir(here)
+
+
+def _take(folder: Path, *, named_by_clock: bool) -> tuple[Path, Snapshot]:
+    """The folder to use, and what it was before: the one asked for, or one next to it where another process has that one."""
+    before = Snapshot.take(folder)
+    own = claim(folder) if named_by_clock else folder
+    if own != folder:
+        before = Snapshot(own.absolute(), (own.absolute(),), frozenset(), {})
+    return own, before
 
 
 @contextmanager
@@ -222,7 +241,7 @@ def _check_objective(config: DictConfig) -> None:
     """Stop at an objective that cannot be meant, where it is the same for all jobs; each job looks at one that is not."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     written = plain.get(KEY)
-    is_swept = any(override.get_key_element() == KEY for override in swept_in(config.hydra))
+    is_swept = KEY in keys_of(swept_in(config.hydra))
     if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
         read_objective(written)
 
@@ -250,8 +269,15 @@ def _send_record(folder: Path, address: str | None) -> None:
         print(f"warning: {SWEEP_RECORD} is not in {address}: {told(error)}", file=sys.stderr)
 
 
+def _take_back_record(address: str | None) -> None:
+    """Remove the record of a sweep of which no job was begun from where it was sent."""
+    if address is not None:
+        with suppress(Exception):  # of many kinds: whatever a client raises; that it could not be sent was told
+            RemoteFolder(address, REMOTE).remove(SWEEP_RECORD)
+
+
 def _sweep_report(config: DictConfig, folder: Path) -> str:
     """The file of a sweep's report where one is asked for, else the command that makes it."""
-    from ...report import FILE, command_for, make
+    from ... import report
 
-    return str(make(folder).save(folder / FILE)) if config.get("report") else command_for(folder)
+    return str(report.make(folder).save(folder / report.FILE)) if config.get("report") else report.command_for(folder)

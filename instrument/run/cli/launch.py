@@ -27,6 +27,7 @@ from ..ranks.torchrun import leads
 from ..sweep.jobs import BASIC, REFUSED, Sweep
 from ..sweep.objective import read_objective
 from .composition import composition_mistake
+from .imports import importing
 from .reading import read_config, read_overrides, swept_overrides
 from .search_path import conf_folder
 
@@ -60,9 +61,10 @@ def job(config: DictConfig) -> float | None:
         if parsed.plan:
             show_plan(parsed, None)
             return None
-        from ..runner import run
-        from ..sweep.judgement import judge
-        from ..terminal import Terminal
+        with importing():
+            from ..runner import run
+            from ..sweep.judgement import judge
+            from ..terminal import Terminal
 
         overrides = read_overrides()
         label = swept_overrides(Sweep(place.sweep).swept, _begun_with(parsed, overrides)) if place.sweep else ""
@@ -135,18 +137,29 @@ def told() -> Iterator[Place]:
         terminated = isinstance(interrupt, Terminated)
         how = "terminated by SIGTERM" if terminated else "interrupted"
         if leads():
-            print(f"\n{how}: what was recorded so far is in {folder}", file=sys.stderr)
+            print(f"\n{how}: {_left_in(folder)}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
     except Exception as error:
         code = complain(error)
         if code == 1:
-            print(f"what was recorded so far is in {folder}", file=sys.stderr)
+            print(_left_in(folder), file=sys.stderr)
         if place.swept:
             if not (folder / "run.json").exists():
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
             print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
+
+
+def _left_in(folder: Path) -> str:
+    """What a job that ended early has left, in words."""
+    try:
+        (folder / "run.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"nothing was recorded in {folder}" if folder.is_dir() else f"nothing is saved: {folder} is gone"
+    except OSError as error:
+        return f"what was recorded in {folder} cannot be seen: {error.strerror}"
+    return f"what was recorded so far is in {folder}"
 
 
 def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
@@ -167,10 +180,11 @@ def _plugin_of(error: Exception) -> str | None:
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print what would be hooked, recorded and spent, and the folder that a run would be in."""
-    from ..device import process_state
-    from ..experiment import prepare
-    from ..rehearsal import rehearse
-    from ..terminal import Terminal
+    with importing():
+        from ..device import process_state
+        from ..experiment import prepare
+        from ..rehearsal import rehearse
+        from ..terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)

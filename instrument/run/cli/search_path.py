@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from .loader import FieldLoader
 
 
 def conf_folder() -> Path:
@@ -38,4 +39,4 @@ class OwnConf(SearchPathPlugin):
 def config_loader() -> ConfigLoader:
     """Hydra's loader of all these configurations, for what is composed outside of `hydra.main`."""
     Plugins.instance().register(OwnConf)
-    return ConfigLoaderImpl(create_config_search_path(str(conf_folder())))
+    return FieldLoader(create_config_search_path(str(conf_folder())))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ...analysis.load import NoRunError, Run, load
+from ...analysis.folders import NoRunError
+from ...analysis.load import Run, load
 from ...analysis.trainings import differing_overrides, in_yaml
 from ...errors import ConfigError, Mistake
 from ...sinks.remote import SWEEP_RECORD, is_address
@@ -18,6 +19,7 @@ from .jobs import (
     composed,
     error_of,
     is_laid_out,
+    keys_of,
     natural,
     read_sweep,
     swept_in,
@@ -75,7 +77,7 @@ class SentSweep(Jobs):
     @property
     def swept(self) -> frozenset[str]:
         """The keys that tell the jobs from each other."""
-        return frozenset(override.get_key_element() for override in swept_in(self.hydra))
+        return keys_of(swept_in(self.hydra))
 
     def jobs(self) -> list[SweepJob]:
         """All jobs, in the order of their numbers; those that are there alone where it is not known which number is which."""

@@ -71,7 +71,8 @@ class Jobs(ABC):
 
     def label(self, job: SweepJob) -> str:
         """What tells a job from the others: `hooks.tame.norm=0.1 seed=1`."""
-        return " ".join(override for override in job.overrides if override.partition("=")[0] in self.swept)
+        written = (override.lstrip("+") for override in job.overrides)
+        return " ".join(override for override in written if re.split("[=@]", override)[0] in self.swept)
 
 
 class Sweep(Jobs):
@@ -102,7 +103,7 @@ class Sweep(Jobs):
     @cached_property
     def swept(self) -> frozenset[str]:
         """The keys that tell the jobs from each other."""
-        return frozenset(override.get_key_element() for override in self._swept)
+        return keys_of(self._swept)
 
     @cached_property
     def _swept(self) -> list[Override]:
@@ -227,6 +228,11 @@ def swept_in(hydra: DictConfig) -> list[Override]:
     """The overrides that have several values."""
     parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
     return [override for override in parsed if override.is_sweep_override()]
+
+
+def keys_of(overrides: Sequence[Override]) -> frozenset[str]:
+    """The keys that overrides are about, without Hydra's `+` before one, and without the package behind one."""
+    return frozenset(override.key_or_group for override in overrides)
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:

@@ -24,7 +24,7 @@ from ...errors import ConfigError, Mistake
 from ...sinks.lock import FolderLock
 from ..cli.launch import job
 from ..cli.search_path import config_loader
-from ..folder import ASIDE, git_revision, read_record
+from ..folder import ASIDE, CHECKPOINTS, git_revision, read_record
 from .jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 
 WHERE = "--rerun"
@@ -161,9 +161,7 @@ def _overrides(each: SweepJob) -> list[str]:
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    from ..checkpoint import FOLDER
-
-    return (folder / "run.json").exists() and any((folder / FOLDER).glob("step-*.pt"))
+    return (folder / "run.json").exists() and any((folder / CHECKPOINTS).glob("step-*.pt"))
 
 
 def _put_aside(folder: Path) -> None:

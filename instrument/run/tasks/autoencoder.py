@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import Outcome
+from .base import Outcome, inputs_of
 from .supervised import main_output
 
 
@@ -23,7 +23,7 @@ class Autoencoder:
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """The loss of a batch: inputs of any shape, which the model's output has to have too."""
-        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        inputs = inputs_of(batch)
         output = main_output(model(inputs))
         if output.shape != inputs.shape:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +30,34 @@ class Task(Protocol):
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """The loss of one batch, as the data loader gives it."""
+
+
+def inputs_of(batch: Any) -> Tensor:
+    """The inputs of a batch: the batch itself, or the first of its parts `(inputs, ...)`.
+
+    Raises:
+        TypeError: They are no tensor.
+    """
+    inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if isinstance(inputs, Tensor):
+        return inputs
+    raise TypeError(
+        f"the inputs are a {type(inputs).__name__}, and this task takes a tensor; write a task for this batch"
+    )
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """The inputs and the targets of a batch `(inputs, targets)`.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
+    raise TypeError(
+        f"the batch is a {given}, and this task takes a pair (inputs, targets); write a task for this batch"
+    )
 
 
 def check_outcome(outcome: object) -> None:

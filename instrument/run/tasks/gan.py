@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Outcome
+from .base import Outcome, inputs_of
 
 
 class WassersteinGAN:
-    """A critic and a generator, trained together by one optimizer: WGAN-GP (Gulrajani et al. 2017).
+    """A critic and a generator, trained together: WGAN-GP (Gulrajani et al. 2017).
 
     The model has the modules `generator`, from noise [N, latent] to samples, and `critic`, from samples to scores.
     The critic's loss, equation 3 of the paper, is
@@ -21,7 +21,8 @@ class WassersteinGAN:
         mean critic(fake) - mean critic(real) + penalty * mean (|gradient of critic at a mixture| - 1)^2
 
     and the generator's is -mean critic(fake), formed with the critic's parameters held still. Their sum is one loss:
-    each of the two gets the gradient of its own part. Both make a step with every batch, where the paper's generator
+    each of the two gets the gradient of its own part. They are trained by an optimizer each
+    (`optimizer=generator_and_critic`), or by a single one. Both make a step with every batch, where the paper's generator
     makes one in five.
 
     Args:
@@ -37,7 +38,7 @@ class WassersteinGAN:
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """The loss of a batch of real samples [N, ...]; targets beside them are not looked at."""
-        real = batch[0] if isinstance(batch, list | tuple) else batch
+        real = inputs_of(batch)
         generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
         fake = generator(torch.randn(len(real), self.latent, device=real.device, dtype=real.dtype))
         loss = critic(fake.detach()).mean() - critic(real).mean()

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Outcome
+from .base import Outcome, inputs_of, pair_of
 from .supervised import main_output
+
+IGNORED = -100  # targets that F.cross_entropy leaves out
 
 
 class NextToken:
-    """Tokens [N, T]; cross entropy of the model's logits [N, T, vocabulary] at each place and the token at the next."""
+    """Cross entropy of the model's logits [N, T, vocabulary] and the next token at each place.
+
+    A batch is tokens [N, T], whose targets are the same tokens one place later; or a pair of tokens and targets, both
+    [N, T]: the targets are then used as they are, and those of -100 are left out.
+    """
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """The mean loss over all predicted tokens; `correct` is in samples, so that it is a share of tokens."""
-        tokens = batch[0] if isinstance(batch, list | tuple) else batch
-        logits = main_output(model(tokens))[:, :-1]  # [N, T - 1, vocabulary]: the last place predicts nothing we know
-        targets = tokens[:, 1:]  # [N, T - 1]
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        right = (logits.detach().argmax(-1) == targets).float().mean(1).sum()
-        return Outcome(loss, len(tokens), right)
+        is_pair = isinstance(batch, list | tuple) and len(batch) != 1
+        tokens, targets = pair_of(batch) if is_pair else (inputs_of(batch), None)
+        logits = main_output(model(tokens))  # [N, T, vocabulary]
+        if targets is None:
+            logits, targets = logits[:, :-1], tokens[:, 1:]  # the last place predicts nothing we know
+        _check_shapes(logits, targets)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        counted = targets != IGNORED
+        hits = (logits.detach().argmax(-1) == targets) & counted
+        return Outcome(loss, len(targets), hits.sum() / counted.sum() * len(targets))
+
+
+def _check_shapes(logits: Tensor, targets: Tensor) -> None:
+    """Whether there is one target for the logits of each place.
+
+    Raises:
+        ValueError: With the shapes.
+    """
+    if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
+        raise ValueError(
+            f"targets {list(targets.shape)} do not fit logits {list(logits.shape)}; next_token needs tokens [N, T], or pairs of "
+            "tokens [N, T] and targets [N, T], and logits [N, T, vocabulary]"
+        )

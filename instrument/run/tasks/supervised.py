@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Outcome
+from .base import Outcome, pair_of
 
 
 class Supervised:
@@ -35,7 +35,7 @@ class Supervised:
         self.smoothing = smoothing
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        inputs, targets = batch
+        inputs, targets = pair_of(batch)
         output = main_output(model(inputs))
         is_class = not targets.is_floating_point() and targets.dim() == output.dim() - 1
         wanted = targets

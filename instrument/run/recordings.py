@@ -1,0 +1,231 @@
+"""Whether the tensors of other runs, which replace and patch put into this one, fit its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..analysis.archive import RunArchive
+from ..errors import ConfigError, Mistake
+from ..plan.cost import Length, firings_of
+from ..plan.select import some
+from ..plan.shapes import tensors_at
+from ..plan.sites import HookPlan
+from ..plan.trial import Trial
+from ..spec.base import parse_slice
+from ..spec.functions import RecordedSpec
+
+Shape = tuple[int, ...]
+ONCE = 0  # stands for the number of a batch where a kind acts once a step
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The batches of a phase.
+
+    Attributes:
+        trial: What a forward pass on the first one saw.
+        samples: The samples in that one, of this process.
+        sizes: Called with a step; gives the samples in each of its batches, over all processes.
+    """
+
+    trial: Trial
+    samples: int
+    sizes: Callable[[int], Sequence[int]]
+
+
+class Place(NamedTuple):
+    """Where a tensor is in the model."""
+
+    layer: str
+    path: str
+    call: int
+
+    def __str__(self) -> str:
+        named = repr(self.layer or ".") + (f" {self.path}" if self.path else "")
+        return named + (f" (call {self.call})" if self.call else "")
+
+
+class Kept(NamedTuple):
+    """A tensor that a run kept: by which hook, its shape, and the shape that it was taken from; none where it is a shard."""
+
+    hook: str
+    shape: Shape | None
+    source: Shape | None
+
+
+def refuse_unfit_recordings(plan: HookPlan, archive: RunArchive, tried: Mapping[str, Tried], length: Length) -> None:
+    """Every replace and patch has to find tensors of all batches that it will see, in shapes that fit.
+
+    Raises:
+        ConfigError: With the first problem of every spec, and what would fit.
+    """
+    mistakes = []
+    for name, spec in plan.specs.items():
+        if isinstance(spec, RecordedSpec) and spec.definition.rhythm != "occasion":
+            archive.open(spec.run, spec.hook, f"hooks.{name}")
+            shapes = {
+                Place(site.layer.name, info.path, call): info.shape
+                for site in plan.of(name)
+                for call, info in tensors_at(site, tried[spec.phase].trial)
+                if info.dtype.is_floating_point
+            }
+            check = _Check(spec, shapes, tried[spec.phase], _kept(spec, archive))
+            mistakes += [problem for problem in [next(check.problems(firings_of(spec, length).steps), None)] if problem]
+    if mistakes:
+        raise ConfigError(*mistakes)
+
+
+def _kept(spec: RecordedSpec, archive: RunArchive) -> dict[Place, dict[tuple[int, int], list[Kept]]]:
+    """The tensors that a spec can mean: by place, then by step and batch."""
+    rows = archive.index(spec.run)
+    rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
+    if spec.hook is not None:
+        rows = rows[rows["hook"] == spec.hook]
+    kept: dict[Place, dict[tuple[int, int], list[Kept]]] = {}
+    for row in rows.sort_values("rank", kind="stable").to_dict("records"):
+        batch = row["micro_step"] if spec.definition.rhythm == "micro_step" else ONCE
+        at_place = kept.setdefault(Place(row["layer"], row["path"], row["call"]), {})
+        there = at_place.setdefault((row["step"], batch), [])
+        is_shard = row["scope"] == "shard"
+        shape, source = (None if is_shard else tuple(map(int, row[column])) for column in ("shape", "source_shape"))
+        if not there or there[-1].hook != row["hook"]:
+            there.append(Kept(row["hook"], shape, source))
+        elif spec.definition.family == "module" and row["scope"] == "local":  # samples of another process
+            there[-1] = Kept(row["hook"], _joined(there[-1].shape, shape), _joined(there[-1].source, source))
+    return kept
+
+
+def _joined(one: Shape | None, other: Shape | None) -> Shape | None:
+    return (one[0] + other[0], *one[1:]) if one and other else one
+
+
+@dataclass(frozen=True)
+class _Check:
+    """What one spec asks for, and what there is.
+
+    Attributes:
+        spec: The spec.
+        shapes: The tensors that it will change, with their shapes in the trial.
+        tried: The batches of its phase.
+        kept: The tensors that it can mean.
+    """
+
+    spec: RecordedSpec
+    shapes: Mapping[Place, Shape]
+    tried: Tried
+    kept: Mapping[Place, Mapping[tuple[int, int], list[Kept]]]
+
+    def problems(self, due: Collection[int]) -> Iterator[Mistake]:
+        """What of the tensors is missing at the steps at which the spec is due, is there twice, or does not fit."""
+        if not due or not self.shapes:
+            return
+        missing = [place for place in self.shapes if place not in self.kept]
+        # A gradient need not have come to each of them, in that run nor in this one.
+        if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
+            problem = f"that run kept no tensors with role {self.spec.tensor_role!r} of {some([*map(str, missing)])}"
+            yield self._mistake("layers", problem, list(self.spec.globs), some(sorted(map(str, self.kept))) or "none")
+            return
+        steps = {step for there in self.kept.values() for step, _ in there}
+        if lacking := sorted({self._from(step) for step in due} - steps):
+            problem = f"that run kept no tensors of step {some([*map(str, lacking)], 6)}"
+            allowed = (
+                f"one of {some([*map(str, sorted(steps))])}; or a schedule of those alone (steps, every, start, stop)"
+            )
+            yield self._mistake("step", problem, self.spec.step, allowed)
+            return
+        for step in due:
+            for place in self.shapes:
+                if place in self.kept:
+                    yield from self._problems_at(place, step)
+
+    def _from(self, step: int) -> int:
+        return step if self.spec.step is None else self.spec.step
+
+    def _problems_at(self, place: Place, step: int) -> Iterator[Mistake]:
+        per_batch = self.spec.definition.rhythm == "micro_step"
+        for batch, size in enumerate(self.tried.sizes(step)) if per_batch else [(ONCE, 0)]:
+            kept = self.kept[place].get((self._from(step), batch), [])
+            if not kept:
+                yield self._other_batches(place, step)
+            elif len(kept) > 1:
+                problem = f"several hooks of that run kept {place} at step {self._from(step)}"
+                yield self._mistake("hook", problem, self.spec.hook, [each.hook for each in kept])
+            elif kept[0].shape is not None:
+                yield from self._misfits(place, step, kept[0], size)
+
+    def _misfits(self, place: Place, step: int, kept: Kept, size: int) -> Iterator[Mistake]:
+        """Whether the tensor fits into a batch of `size` samples; those at parameters are the same for all."""
+        shape = self.shapes[place]
+        samples, size = (self.tried.samples, size) if self.spec.definition.family == "module" else (1, 1)
+        here = _scaled(shape, samples, size)
+        assert kept.shape is not None, "shards are not checked"
+        try:
+            part = (
+                torch.empty(here, device="meta")[parse_slice(self.spec.slice)].shape if self.spec.slice and here else ()
+            )
+        except IndexError:
+            problem = f"there is no such part of {place}, a tensor of shape {list(here)}"
+            yield self._mistake("slice", problem, self.spec.slice, ())
+            return
+        if kept.shape == tuple(part) or _fits(kept.shape, shape, samples, size):
+            return
+        if shape[:1] == (samples,) and kept.source is not None and kept.source[:1] != here[:1]:
+            yield self._other_batches(place, step)
+        else:
+            problem = f"{place} was recorded as {list(kept.shape)}, and is {list(here)} in this run"
+            yield self._mistake("run", problem, self.spec.run, ())
+
+    def _other_batches(self, place: Place, step: int) -> Mistake:
+        """That the batches of a step are others there than here, and what would make them the same."""
+        at = sorted((batch, kept[0].source) for (s, batch), kept in self.kept[place].items() if s == self._from(step))
+        here, evaluates = list(self.tried.sizes(step)), self.spec.phase == "eval"
+        follows = self.spec.definition.family == "module" and self.shapes[place][:1] == (self.tried.samples,)
+        there = [source[0] if source and follows else None for _, source in at]
+        problem = (
+            f"{place} was recorded in {_batches(there)} at step {self._from(step)}, and this run has {_batches(here)}"
+        )
+        settings = []
+        if there and there[0] is not None:
+            settings.append(f"train.{'eval_batch_size' if evaluates else 'batch_size'}={there[0]}")
+        if not evaluates and len(there) != len(here):
+            settings.append(f"train.accumulate={len(there)}")
+        if evaluates and None not in there and (total := sum(filter(None, there))) != sum(here):
+            settings.append(f"a data.eval_slice of {total} samples")
+        allowed = " and ".join(settings) or f"batches of the same samples: {_batches(there)}"
+        return self._mistake("run", problem, self.spec.run, allowed)
+
+    def _mistake(self, key: str, problem: str, written: object, allowed: Sequence[str] | str) -> Mistake:
+        return Mistake(f"hooks.{self.spec.name}.{key}", problem, written, allowed)
+
+
+def _scaled(shape: Shape, samples: int, size: int) -> Shape:
+    """A shape of the trial in a batch of another size, where dimension 0 is the samples or so many of each."""
+    return (shape[0] // samples * size, *shape[1:]) if shape and shape[0] % samples == 0 else shape
+
+
+def _fits(recorded: Shape, shape: Shape, samples: int, size: int) -> bool:
+    """Whether a shape can be that of a tensor in a batch of `size` samples, which is `shape` with `samples`.
+
+    Where dimension 0 is the samples it has to follow; another dimension may, and a dimension 0 that has nothing to do with them
+    may depend on the data.
+    """
+
+    def follows(old: int, tried: int) -> bool:
+        return old * samples == tried * size
+
+    if len(recorded) != len(shape):
+        return False
+    if shape and shape[0] == samples and not follows(recorded[0], shape[0]):
+        return False
+    is_free = bool(shape) and shape[0] % samples != 0
+    pairs = list(zip(recorded, shape, strict=True))[is_free:]
+    return all(old == tried or follows(old, tried) for old, tried in pairs)
+
+
+def _batches(sizes: Sequence[int | None]) -> str:
+    many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
+    return many if None in sizes or not sizes else f"{many} of {some([*map(str, sizes)], 6)} samples"
