@@ -1,6 +1,9 @@
 # Everything here makes its own environment in .venv where it is missing, and installs nothing twice.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that tests run in, at once; each has one thread, and takes up to two gigabytes.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
 RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
@@ -13,14 +16,15 @@ help:  ## show this list
 demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify, and make a page of what they saw
 	$(BIN)/python -m instrument +exp=mnist_hooks report=true
 
-test: $(DEV_STAMP)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(DEV_STAMP)  ## run the tests: every behaviour once
+	$(PYTEST) --dist loadscope --no-loadscope-reorder
 
-test-all: $(DEV_STAMP)  ## run the tests, with those that take long
-	$(BIN)/python -m pytest -m ""
+test-all: $(DEV_STAMP)  ## run the tests in their whole depth
+	$(PYTEST) --dist worksteal -m ""
 
-bench: $(DEV_STAMP)  ## measure what hooks cost a step, budgets, forecasts, tensors on disk, growth, and ranks
+bench: $(DEV_STAMP)  ## measure what hooks cost a step, start-up, budgets, forecasts, tensors on disk, growth, and ranks
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -W ignore benchmarks/start.py
 	$(BIN)/python -W ignore benchmarks/steps.py
 	$(BIN)/python -W ignore benchmarks/budget.py
 	$(BIN)/python -W ignore benchmarks/forecasts.py

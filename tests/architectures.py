@@ -1,89 +1,42 @@
-"""The architectures that suites run over: every classification model of torchvision, and small ones of timm."""
+"""The architectures that suites run over: every classification model of torchvision, and small ones of timm.
+
+Neither library is imported before a model is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
-import torchvision
-from _pytest.mark import ParameterSet
 from torch import nn
 
 CLASSES = 10
-TORCHVISION = torchvision.models.list_models(module=torchvision.models)
-TIMM = (
-    "cait_xxs24_224",
-    "coat_lite_tiny",
-    "convnext_atto",
-    "convnextv2_atto",
-    "cspresnet50",
-    "deit_tiny_distilled_patch16_224",
-    "dla46_c",
-    "dpn48b",
-    "edgenext_xx_small",
-    "efficientformer_l1",
-    "fastvit_t8",
-    "fbnetc_100",
-    "gernet_s",
-    "ghostnet_050",
-    "hardcorenas_a",
-    "hgnetv2_b0",
-    "inception_next_atto",
-    "lcnet_050",
-    "levit_128s",
-    "mambaout_femto",
-    "mixer_s32_224",
-    "mnasnet_050",
-    "mobilenetv2_050",
-    "mobilenetv3_small_050",
-    "mobilenetv4_conv_small_050",
-    "mobileone_s0",
-    "mobilevit_xxs",
-    "nf_regnet_b0",
-    "pit_ti_224",
-    "poolformer_s12",
-    "regnetx_002",
-    "regnety_002",
-    "repvgg_a0",
-    "res2net50_14w_8s",
-    "resnest14d",
-    "resnet10t",
-    "resnetv2_18",
-    "rexnet_100",
-    "selecsls42b",
-    "semnasnet_050",
-    "skresnet18",
-    "starnet_s050",
-    "test_efficientnet",
-    "test_maxvit",
-    "test_nfnet",
-    "test_resnet",
-    "test_vit",
-    "tf_efficientnet_lite0",
-    "tinynet_e",
-    "tiny_vit_5m_224",
-    "vgg11_bn",
-    "vit_tiny_patch16_224",
-    "xception41",
-    "xcit_nano_12_p16_224",
-)
-
-
-_QUICK = """
-    convnext_tiny densenet121 efficientnet_b0 googlenet mnasnet0_5 mobilenet_v2 mobilenet_v3_small regnet_x_400mf
-    regnet_y_400mf resnet18 resnet50 shufflenet_v2_x0_5 squeezenet1_1 swin_t
-
-    convnext_atto convnextv2_atto deit_tiny_distilled_patch16_224 dla46_c edgenext_xx_small fbnetc_100 gernet_s
-    ghostnet_050 hardcorenas_a hgnetv2_b0 inception_next_atto lcnet_050 mambaout_femto mnasnet_050 mobilenetv2_050
-    mobilenetv3_small_050 mobilenetv4_conv_small_050 mobilevit_xxs nf_regnet_b0 regnetx_002 regnety_002
-    repvgg_a0 resnest14d resnet10t resnetv2_18 semnasnet_050 skresnet18 starnet_s050 test_efficientnet test_nfnet
-    test_resnet test_vit tinynet_e
+_TORCHVISION = """
+    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169
+    densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4
+    efficientnet_b5 efficientnet_b6 efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s
+    googlenet inception_v3 maxvit_t mnasnet0_5 mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2
+    mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf regnet_x_32gf regnet_x_3_2gf
+    regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf regnet_y_1_6gf regnet_y_32gf
+    regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 resnet18 resnet34 resnet50
+    resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5
+    shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11
+    vgg11_bn vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32
+    wide_resnet101_2 wide_resnet50_2
 """
-QUICK = frozenset(_QUICK.split())
-"""Those that train two steps in about a second each; `make test-all` has the others too."""
+TORCHVISION = _TORCHVISION.split()
+_TIMM = """
+    cait_xxs24_224 coat_lite_tiny convnext_atto convnextv2_atto cspresnet50 deit_tiny_distilled_patch16_224
+    dla46_c dpn48b edgenext_xx_small efficientformer_l1 fastvit_t8 fbnetc_100 gernet_s ghostnet_050
+    hardcorenas_a hgnetv2_b0 inception_next_atto lcnet_050 levit_128s mambaout_femto mixer_s32_224 mnasnet_050
+    mobilenetv2_050 mobilenetv3_small_050 mobilenetv4_conv_small_050 mobileone_s0 mobilevit_xxs nf_regnet_b0
+    pit_ti_224 poolformer_s12 regnetx_002 regnety_002 repvgg_a0 res2net50_14w_8s resnest14d resnet10t
+    resnetv2_18 rexnet_100 selecsls42b semnasnet_050 skresnet18 starnet_s050 test_efficientnet test_maxvit
+    test_nfnet test_resnet test_vit tf_efficientnet_lite0 tinynet_e tiny_vit_5m_224 vgg11_bn
+    vit_tiny_patch16_224 xception41 xcit_nano_12_p16_224
+"""
+TIMM = _TIMM.split()
 
 
 @dataclass(frozen=True)
@@ -98,11 +51,6 @@ class Architecture:
     def __str__(self) -> str:
         return f"{self.library} {self.name}"
 
-    @property
-    def is_quick(self) -> bool:
-        """Whether it belongs into every run of the tests."""
-        return self.name in QUICK
-
     def make(self) -> nn.Module:
         """A new model in training mode, the same each time."""
         torch.manual_seed(0)
@@ -110,17 +58,14 @@ class Architecture:
             import timm
 
             return timm.create_model(self.name, num_classes=CLASSES, **self.arguments).train()
+        import torchvision
+
         builder = torchvision.models.get_model_builder(self.name)
         return builder(weights=None, num_classes=CLASSES, **self.arguments).train()
 
     def images(self, count: int = 2) -> torch.Tensor:
         """Images of noise, the same each time: [count, 3, size, size]."""
         return torch.randn(count, 3, self.size, self.size, generator=torch.Generator().manual_seed(1))
-
-
-def parameters(architectures: Iterable[Architecture]) -> list[ParameterSet]:
-    """For `pytest.mark.parametrize`: those that take long are marked so."""
-    return [pytest.param(each, id=str(each), marks=() if each.is_quick else pytest.mark.slow) for each in architectures]
 
 
 def of_torchvision(name: str) -> Architecture:

@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
             "action": "record",
             "steps": [0, 9],
             "tensors": True,
-            "samples": 1,
+            "samples": 4,
             "slice": "0:4, ::2",
             "dtype": "float16",
         },

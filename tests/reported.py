@@ -7,20 +7,22 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from conftest import run_in
 from torch import nn
+from waiting import HANGS
 
 import instrument
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
+
+    from instrument.actions.base import Context
 
 EVERYTHING = {
     "acts": {"layers": "**", "kind": "forward", "action": "record", "stats": ["default", "dead_fraction"]},
@@ -108,36 +110,27 @@ def reported_run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return train(tmp_path_factory.mktemp("report") / "whole", convolutional(), HOOKS, shape=(3, 8, 8))
 
 
+def fail_late(tensor: torch.Tensor, context: Context) -> torch.Tensor:
+    """For a hook: fail at the second step."""
+    if context.step:
+        raise ValueError("odd")
+    return tensor
+
+
 @pytest.fixture(scope="session")
 def reported_sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     """A sweep with pairs of the same seed with and without an intervention, and with jobs that failed."""
     folder = tmp_path_factory.mktemp("sweep")
     tame = "{layers:'**',kind:parameter_grad,action:clip,norm:0.01}"
-    odd = "{layers:'layers.0',kind:forward,action:modify,fn:{_target_:operator.sub}}"
-    command = [
-        sys.executable,
-        "-m",
-        "instrument",
-        "-m",
-        "name=two",
-        "data=digits",
-        "model=mlp",
-        "model.sizes=[64,8,10]",
-        "train.steps=4",
-    ]
-    command += [
+    odd = "{layers:'layers.0',kind:forward,action:modify,fn:{_target_:reported.fail_late}}"
+    tiny = ("name=two", "data=digits", "model=mlp", "model.sizes=[64,8,10]", "train.steps=4")
+    hooks = (
         "+hooks.acts={layers:'**',kind:forward,action:record}",
         f"+hooks.tame={tame},null",
         f"+hooks.odd={odd},null",
-    ]
-    done = subprocess.run(
-        [*command, "seed=1,2", f"hydra.sweep.dir={folder / 'jobs'}"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=folder,
     )
-    assert done.returncode == 1, done.stderr
+    answer = run_in(folder, "-m", *tiny, *hooks, "seed=1,2", f"hydra.sweep.dir={folder / 'jobs'}")
+    assert answer.code == 1, answer.err
     return instrument.load(folder / "jobs")
 
 
@@ -155,3 +148,10 @@ def browser() -> Iterator[Browser]:
         opened = playwright.chromium.launch(executable_path=program, headless=True, args=FLAGS)
         yield opened
         opened.close()
+
+
+def new_page(browser: Browser, **options: Any) -> Page:
+    """A page that waits as long as it takes."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(HANGS * 1000)
+    return page

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from waiting import until
+
 from instrument.capture.tables import TABLES
 
 TEXT = "/text_summary"
@@ -63,9 +65,16 @@ def make_older(folder: Path) -> None:
 
 
 def read_wandb(folder: Path) -> list[Any]:
-    """The records of the one offline run below a folder."""
+    """The records of the one offline run below a folder, when the service of W&B has written the last of them."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    return list(_records(path.read_bytes()))
+    records: list[Any] = []
+
+    def is_whole() -> bool:
+        records[:] = _records(path.read_bytes())
+        return bool(records) and records[-1].WhichOneof("record_type") == "exit"
+
+    until(is_whole)
+    return records
 
 
 def history(records: list[Any]) -> dict[int, dict[str, Any]]:
@@ -89,12 +98,14 @@ def _records(content: bytes) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     at, whole = 7, b""  # behind the file's own mark
-    while at < len(content):
+    while at + 7 <= len(content):
         left = 32_768 - at % 32_768
         if left < 7:
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + size > len(content):
+            return  # it is being written
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a whole record, or the last piece of one

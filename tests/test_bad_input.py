@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from forked import Command
+from waiting import until_it_trains
 
 import instrument
 
@@ -32,6 +32,7 @@ train: {steps: 2}
 model: {_target_: instrument.run.models.MLP, sizes: [64, 10]}
 """
 ANY = "layers: '**', kind: forward"
+ONE = "+hooks.x={layers:layers.0,kind:forward,"
 
 
 def write(path: str, text: str) -> None:
@@ -103,10 +104,13 @@ def test_a_right_configuration_is_not_refused(cli: Cli) -> None:
             [*HOOKS, "+hooks.x={layers:'**',kind:step_post,role:state.momentum_bufer,action:record}", "plan=true"],
             ["hooks.x.role: SGD keeps no such state", "written  state.momentum_bufer", "nearest  state.momentum_buffer"],
         ),
-        (
-            [*HOOKS, "hooks.activations.tensors=true"],
-            ["hooks.activations.tensors: the configuration does not have this key", "+hooks.activations.tensors="],
-        ),
+        ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
+        ([*HOOKS, "hooks.tmae.every=5"], ["hooks.tmae:", "nearest  tame"]),
+        ([*HOOKS, "hooks.tame.std=5"], ["hooks.tame: unknown field 'std'", "written  std: 5"]),
+        ([*TINY, "data.slice.stp=5"], ["data.slice.stp:", "nearest  stop"]),
+        ([*TINY, "+hooks.q={layerz:fc,kind:forward,action:record}"],
+         ["hooks.q: needs 'layers'", "unknown field 'layerz'", "nearest  layers"]),
+        ([*TINY, "+hooks.q={layerz:fc,acton:record}"], ["hooks.q.action: is missing", "unknown field 'layerz'"]),
         ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
         ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
         ([*HOOKS, "+model.wdth=3"], ["model:", "unexpected keyword argument 'wdth'", "wdth: 3"]),
@@ -122,6 +126,17 @@ def test_a_right_configuration_is_not_refused(cli: Cli) -> None:
         ([*HOOKS, "data.dataset.size=32"], ["layer 'decoder.0.0' was given [64, 2048]", "weight [64, 1568]"]),
         (["model=resnet18", "data=digits"], ["layer 'conv1' was given [64, 1, 8, 8]", "weight [64, 3, 7, 7]"]),
         ([*TINY, "device=gpu"], ["device:", "written  gpu", "allowed  auto, cpu, cuda"]),
+        ([*TINY, ONE + "action:scale,factor:[1,2,3]}"], ["hooks.x.factor:", "'layers.0'", "[64, 10]", "allowed  10 factors"]),
+        ([*TINY, ONE + "action:modify,fn:mean,dim:55}"], ["hooks.x.dim:", "dimension 55", "allowed  -2 to 1"]),
+        ([*TINY, ONE + "action:record,stats:dead_fraction,unit_dim:99}"], ["hooks.x.unit_dim:", "allowed  -2 to 1"]),
+        ([*TINY, ONE + "action:record,tensors:true,slice:'0:99'}"], ["hooks.x.slice:", "written  0:99", "samples: N"]),
+        ([*TINY, ONE + "phase:eval,action:record,tensors:true,slice:'256'}"], ["hooks.x.slice:", "[256, 10]"]),
+        ([*TINY, ONE + "action:modify,fn:{_target_:torch.sum}}"], ["hooks.x.fn:", "torch.sum cannot be called as fn(tensor"]),
+        ([*TINY, "optimizer.lr=nan"], ["optimizer.lr: has to be finite", "written  nan"]),
+        ([*TINY, "optimizer.lr=inf"], ["optimizer.lr: has to be finite", "written  inf"]),
+        ([*TINY, "optimizer.lr=-1"], ["optimizer: ", "Invalid learning rate"]),
+        ([*TINY, "optimizer=adam", "optimizer.betas=[0.9,nan]"], ["optimizer.betas[1]: has to be finite"]),
+        ([*TINY, "scheduler=step", "scheduler.gamma=nan"], ["scheduler.gamma: has to be finite"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )  # fmt: skip
@@ -396,25 +411,22 @@ def test_a_dataset_of_ones_own_whose_items_make_no_batch(cli: Cli) -> None:
 # ------------------------------------------------------------------------------------------------ before torch is loaded
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_what_can_be_known_without_torch_is_told_before_it_is_imported(workdir: Path) -> None:
+    refused = [
         ["+exp=mnist_hoks"],
         [*HOOKS, "hooks.tame.nrm=3"],
         [*HOOKS, "hooks.tame.kind=x"],
         [*HOOKS, "hooks.activations.stats=[x]"],
         [*HOOKS, "train.steps=0"],
         [*HOOKS, "hydra.run.dir=/dev/null/out"],
-    ],
-    ids=lambda overrides: overrides[-1],
-)
-def test_what_can_be_known_without_torch_is_told_before_it_is_imported(workdir: Path, overrides: list[str]) -> None:
+    ]
     script = (
-        "import sys\nfrom instrument.__main__ import main\ntry:\n    main()\n"
-        "except SystemExit as stop:\n    print(stop.code, sorted({'torch', 'pandas', 'pyarrow'} & set(sys.modules)))\n"
+        "import sys\nfrom instrument.__main__ import main\n"
+        f"for overrides in {refused}:\n    sys.argv[1:] = overrides\n    try:\n        main()\n"
+        "    except SystemExit as stop:\n        print(stop.code, {'torch', 'pandas', 'pyarrow'} & set(sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, *overrides], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "2 []", done.stderr
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2 set()"] * len(refused), done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ failures while running
@@ -463,11 +475,10 @@ def test_a_hook_function_whose_result_does_not_fit_is_named(cli: Cli, returned: 
     module = f"misfit_{abs(hash(returned))}"
     write(f"{module}.py", f"def bend(tensor, context):\n    return {returned}\n")
     hook = f"+hooks.mine={{layers:layers.0,kind:forward,action:modify,fn:{{_target_:{module}.bend}}}}"
-    answer = cli(*TINY, hook, "hydra.run.dir=out")
-    assert answer.code == 1
-    assert "hook 'mine' (forward) on layer 'layers.0' at step 0 returned" in answer.err
-    assert told in answer.err
-    kept("out", "failed", "error")
+    error = refused(cli(*TINY, hook, "hydra.run.dir=out"))
+    assert "hooks.mine.fn: " in error
+    assert "hook 'mine' (forward) on layer 'layers.0' at step 0 returned" in error
+    assert told in error
 
 
 def test_a_model_that_raises_in_the_middle_of_training_leaves_what_was_recorded(cli: Cli) -> None:
@@ -491,30 +502,14 @@ def test_a_model_that_raises_in_the_middle_of_training_leaves_what_was_recorded(
 
 def test_ctrl_c_closes_the_files_and_ends_with_exit_code_130(workdir: Path) -> None:
     arguments = [*TINY, "train.steps=10000000", "hooks=activations", "hydra.run.dir=out"]
-    # Who starts the tests in the background has them ignore SIGINT, and their children too.
-    script = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from instrument.__main__ import main\nmain()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        deadline = time.monotonic() + 60
-        while not list(Path("out/journal").glob("metrics-*")):
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert json.loads(Path("out/run.json").read_text())["status"] == "running"
-        assert len(instrument.load("out").metrics) > 0  # it can be read while it is written
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in error
-    assert "interrupted: what was recorded so far is in out" in error
+    process = Command(workdir, "instrument", arguments, {}, "process")
+    until_it_trains(process)
+    assert json.loads(Path("out/run.json").read_text())["status"] == "running"
+    process.send(signal.SIGINT)
+    done = process.wait()
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert "interrupted: what was recorded so far is in out" in done.stderr
     run = kept("out", "interrupted", "interrupted")
     steps = run.metrics.step
     assert list(steps) == list(range(len(steps)))

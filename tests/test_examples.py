@@ -16,8 +16,6 @@ import torch
 import yaml
 from conftest import REPOSITORY, Answer
 from torch import nn
-from torchvision.models import resnet50, squeezenet1_1
-from torchvision.models.feature_extraction import create_feature_extractor
 
 import instrument
 from instrument.spec.kinds import KINDS
@@ -79,6 +77,8 @@ def test_the_list_has_every_example_with_its_command() -> None:
 
 
 def test_shapes_are_printed_as_the_forward_pass_goes(script: Script) -> None:
+    from torchvision.models import squeezenet1_1
+
     lines = script("shapes.py")
     wanted: list[str] = []
     model = squeezenet1_1(weights=None).eval()
@@ -92,6 +92,9 @@ def test_shapes_are_printed_as_the_forward_pass_goes(script: Script) -> None:
 
 
 def test_features_are_what_the_layers_give(script: Script) -> None:
+    from torchvision.models import resnet50
+    from torchvision.models.feature_extraction import create_feature_extractor
+
     lines = script("features.py")
     run = instrument.load("runs/features")
     torch.manual_seed(0)

@@ -12,9 +12,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from fuzz import CONFIG, mutated, mutated_arguments
 from rich.console import Console
+from tiers import portions
 
 from instrument import ConfigError
 from instrument.plan.printed import plan_view
@@ -23,8 +23,6 @@ from instrument.run.experiment import prepare
 from instrument.run.rehearsal import rehearse
 from instrument.spec.parse import parse_config
 
-IN_ALL, QUICK = 10_000, 1_000
-COMMAND_LINES, QUICK_LINES = 1_000, 100
 PATIENCE = 30  # seconds; each takes a few milliseconds
 
 
@@ -69,16 +67,11 @@ def test_the_configuration_that_is_mutated_is_a_good_one() -> None:
     assert outcome(CONFIG) == 0
 
 
-def test_a_thousand_mutated_configurations_run_or_are_refused_in_words() -> None:
-    codes = go_through(range(QUICK))
+@pytest.mark.parametrize("numbers", portions(100, 10_000, 1_100))
+def test_mutated_configurations_run_or_are_refused_in_words(numbers: range) -> None:
+    codes = go_through(numbers)
     assert set(codes) == {0, 2}
-    assert codes[0] > QUICK // 20, "some of the changes are harmless"
-
-
-@pytest.mark.slow
-def test_ten_thousand_mutated_configurations_run_or_are_refused_in_words() -> None:
-    codes = go_through(range(QUICK, IN_ALL))
-    assert set(codes) == {0, 2}
+    assert codes[0] > len(numbers) // 20, "some of the changes are harmless"
 
 
 def command_lines(cli: Callable[..., Any], numbers: range) -> Counter[int]:
@@ -95,19 +88,7 @@ def command_lines(cli: Callable[..., Any], numbers: range) -> Counter[int]:
     return codes
 
 
-def test_a_hundred_mutated_command_lines_run_or_are_refused_in_words(cli: Callable[..., Any]) -> None:
-    assert set(command_lines(cli, range(QUICK_LINES))) == {0, 2}
+@pytest.mark.parametrize("numbers", portions(20, 1_000, 140))
+def test_mutated_command_lines_run_or_are_refused_in_words(cli: Callable[..., Any], numbers: range) -> None:
+    assert set(command_lines(cli, numbers)) == {0, 2}
     assert list(Path.cwd().iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_thousand_mutated_command_lines_run_or_are_refused_in_words(cli: Callable[..., Any]) -> None:
-    assert set(command_lines(cli, range(QUICK_LINES, COMMAND_LINES))) == {0, 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

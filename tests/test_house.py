@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Left to right, the data's way: a room imports from itself and from rooms to its left. What is in one row does not know
 # of each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "extras", "spec", "nested"),
+    ("errors", "extras", "spec", "nested", "quantities", "compiler"),
     ("sharded",),
     ("targets", "plan", "stats"),
     ("actions",),
@@ -30,8 +31,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("run",),
     ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify"),
 )
-# The vocabulary's one look to the side: a mistake is an error.
-WITHIN_A_ROW = {("spec", "errors")}
+# The only looks to the side: a mistake is an error.
+WITHIN_A_ROW = {("nested", "errors"), ("spec", "errors")}
 PLACE = {room: place for place, row in enumerate(ORDER) for room in row}
 
 
@@ -99,20 +100,69 @@ def test_the_check_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.
     ]  # fmt: skip
 
 
+# One process goes through these stages; `seen` keeps what is imported after each.
+STAGES = """
+import json, sys
+seen = {}
+import instrument
+seen["front"] = list(sys.modules)
+import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
+seen["folders"] = list(sys.modules)
+import instrument.compact, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
+from instrument.__main__ import main
+seen["commands"] = list(sys.modules)
+try:
+    main()
+finally:
+    seen["run"] = list(sys.modules)
+    print(json.dumps(seen))
+"""
+COMPILER = {"torch._dynamo", "torch._inductor", "sympy"}
+OF_SOME_RUNS = {
+    "sklearn",
+    "scipy",
+    "torchvision",
+    "PIL",
+    "matplotlib",
+    "plotly",
+    "jinja2",
+    "duckdb",
+    "polars",
+    "fsspec",
+    "optuna",
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The modules that are imported after each stage, of which the last is a plain run on digits."""
+    folder = tmp_path_factory.mktemp("plain")
+    model = ["model=mlp", "model.sizes=[64,8,10]"]
+    overrides = [
+        *model,
+        "data=digits",
+        "hooks=gradients",
+        "train.steps=2",
+        "optimizer=adam",
+        "train.checkpoint.every=1",
+    ]
+    command = [sys.executable, "-c", STAGES, *overrides, "hydra.run.dir=out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return {stage: set(names) for stage, names in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
 @pytest.mark.parametrize(
-    "module", ["instrument", "instrument.spec.parse", "instrument.spec.schema", "instrument.analysis.load"]
+    ("stage", "heavy"),
+    [
+        ("front", {"torch", "pandas", "pydantic", "pyarrow", "hydra", "numpy"}),
+        ("folders", {"torch", "pandas", "hydra"}),
+        ("commands", {"torch"}),
+        ("run", COMPILER),
+    ],
 )
-def test_torch_is_not_imported_where_it_is_not_needed(module: str) -> None:
-    code = f"import sys, {module}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert done.stdout.strip() == "False"
-
-
-def test_the_front_alone_brings_neither_torch_nor_pandas_nor_pydantic() -> None:
-    heavy = ("torch", "pandas", "pydantic", "pyarrow", "hydra", "matplotlib")
-    code = f"import sys, instrument; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert done.stdout.strip() == "[]"
+def test_what_is_not_needed_is_not_imported(imported: dict[str, set[str]], stage: str, heavy: set[str]) -> None:
+    assert imported[stage] & (heavy | OF_SOME_RUNS) == set()
 
 
 def test_every_public_name_can_be_had_and_is_listed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from instrument.nested import leaves, map_leaves, shapes, to_device
+from instrument import ConfigError
+from instrument.nested import leaves, map_leaves, number_of_samples, shapes, to_device
 
 
 class State(NamedTuple):
@@ -267,3 +268,42 @@ def test_a_packed_sequence_goes_to_a_device_with_its_lengths_left_behind() -> No
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
     moved = to_device({"words": packed}, torch.device("meta"))["words"]
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
+ROWS = torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ROWS,
+        [ROWS, torch.zeros(4)],
+        {"a": ROWS, "b": ROWS, "c": ROWS},
+        UserDict(a=ROWS, scale=torch.tensor(2.0), names=["x", "y"], n=7),
+        {"deep": [{"er": (ROWS, None)}], "other": State(ROWS, ROWS)},
+        Frozen(ROWS),
+        pack_sequence([torch.ones(3, 2), *[torch.ones(1, 2)] * 3]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_number_of_samples_is_dimension_0_of_the_tensors(batch: Any) -> None:
+    assert number_of_samples(batch) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"x": ROWS, "y": (torch.zeros(3),)}, r"ambiguous: x \[4, 2\], y\.0 \[3\]"),
+        ({"x": torch.tensor(1.0), "names": ["a", "b"]}, "no tensor with a dimension 0.*unknown: dict"),
+    ],
+)
+def test_number_of_samples_refuses_what_it_cannot_count(batch: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        number_of_samples(batch)
+
+
+def test_a_user_dict_goes_to_a_device_and_the_original_stays() -> None:
+    batch = UserDict(x=T[1], n=1)
+    moved = to_device(batch, torch.device("meta"))
+    assert (type(moved), moved["x"].device.type, moved["n"]) == (UserDict, "meta", 1)
+    assert batch["x"] is T[1]

@@ -22,6 +22,15 @@ BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^`
 EXAMPLE_RUN = "runs/mnist_hooks/2026-11-21_09-00-00-000000"
 
 
+BRIEF = [
+    "train.steps=2",
+    "data.slice.stop=128",
+    "++data.eval_slice.stop=64",
+    "hooks.digit.steps=[0]",
+    "hooks.digit_maps.steps=[0]",
+]
+
+
 def blocks(language: str) -> list[str]:
     return [text for found, text in BLOCKS if found == language]
 
@@ -61,15 +70,18 @@ def test_every_make_command_of_the_readme_is_a_target() -> None:
         assert ("-m instrument +exp=mnist_hooks" if "demo" in command else "-m pytest") in dry.stdout
 
 
+@pytest.mark.parametrize(
+    "over", [pytest.param(BRIEF, id="brief"), pytest.param([], id="as it is", marks=pytest.mark.slow)]
+)
 def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_files(
-    follow: Callable[[str], Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    follow: Callable[[str], Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch, over: list[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "mymodule", raising=False)
     done = []
     for language, text in BLOCKS:
         if language == "sh":
             for line in [line for line in text.splitlines() if line.startswith("python -m instrument")]:
-                answer = follow(with_newest(line))
+                answer = follow(with_newest(" ".join([line, *over]) if "+exp=mnist_hooks" in line else line))
                 assert answer.code == 0, (line, answer.out, answer.err)
                 done.append(line)
         elif named := re.search(r"^# (mymodule\.py|conf/exp/mine\.yaml)$", text, re.M):

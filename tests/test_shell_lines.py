@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from waiting import HANGS
 
 FILES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
@@ -37,7 +38,7 @@ def lines_of(file: Path) -> Iterator[str]:
 def words_in_bash(line: str, folder: Path) -> list[str] | str:
     """The words that a command would get; what bash has against it where it refuses the line."""
     answer = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {line}"], cwd=folder, capture_output=True, text=True, timeout=20, check=False
+        ["bash", "-c", f"printf '%s\\0' {line}"], cwd=folder, capture_output=True, text=True, timeout=HANGS, check=False
     )
     return answer.stderr if answer.returncode else answer.stdout.split("\0")[:-1]
 

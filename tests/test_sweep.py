@@ -6,21 +6,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import run_in
 from swept import job as made
+from tiers import tiered
 
 import instrument
 from instrument.run.sweep.jobs import Sweep, SweepJob
 from instrument.run.sweep.told import tell_sweep, told_together
+from instrument.sinks import lock as lock_module
 from instrument.sinks.lock import FolderLock
 from instrument.sweep import main
-
-pytestmark = pytest.mark.usefixtures("fresh_workers")
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu")
@@ -49,33 +50,71 @@ def rows_of(out: str, begins: str = r"\d") -> list[list[str]]:
     return [line.split() for line in table.splitlines() if re.match(begins, line)]
 
 
-@pytest.fixture
-def swept(cli: Cli) -> Path:
-    """A sweep of four jobs: one failed at its first step, one at its third, behind a checkpoint, and the last was never begun."""
-    Path("touchy.py").write_text(TOUCHY)
-    Path("broken").touch()
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory of a sweep: one job failed at its second step, one at its third, behind a checkpoint, one is
+    done, and the last was never begun."""
+    place = tmp_path_factory.mktemp("swept")
+    (place / "touchy.py").write_text(TOUCHY)
+    (place / "broken").touch()
     steps = ("train.steps=4", "train.checkpoint.every=2", "seed=${hydra:job.num}")
-    answer = cli("-m", *TINY, HOOK, *steps, "hooks=activations", "hooks.mine.fn.at=0,2,99,100", "hydra.sweep.dir=out")
-    assert answer.code == 1
-    shutil.rmtree("out/3")
-    Path("broken").unlink()
+    jobs = ("hooks=activations", "hooks.mine.fn.at=1,2,99,100", "hydra.sweep.dir=out")
+    assert run_in(place, "-m", *TINY, HOOK, *steps, *jobs).code == 1
+    shutil.rmtree(place / "out" / "3")
+    (place / "broken").unlink()
+    return place
+
+
+@pytest.fixture
+def swept(broken: Path, workdir: Path) -> Path:
+    """A copy of that sweep in the working directory, as if it had been begun there."""
+    shutil.copytree(broken, workdir, dirs_exist_ok=True)
+    for file in workdir.rglob("*"):
+        if file.suffix in (".yaml", ".json"):
+            file.write_text(file.read_text().replace(str(broken), str(workdir)))
     return Path("out")
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of two jobs, of which the second was refused."""
+    place = tmp_path_factory.mktemp("refusing")
+    assert run_in(place, "-m", *TINY, "train.steps=1", "seed=1,-2", "hydra.sweep.dir=out").code == 2
+    return place / "out"
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of three jobs that are done, in the folder `out`, sent to the folder `there/out`."""
+    place = tmp_path_factory.mktemp("seeds")
+    sent = f"sink.remote=file://{place}/there"
+    answer = run_in(place, "-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    assert f"remote      file://{place}/there/out\n" in answer.out
+    return place
+
+
+def rewrite(record: Path, values: str, others: str) -> None:
+    """Let the record of a sweep say that it was begun with other values."""
+    text = record.read_text()
+    assert values in text
+    record.write_text(text.replace(values, others))
 
 
 def test_jobs_are_listed_with_what_became_of_them(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = listed(capfd, "out")
     assert code == 1
     assert [row[:3] for row in rows_of(out)] == [
-        ["0", "failed", "hooks.mine.fn.at=0"],
+        ["0", "failed", "hooks.mine.fn.at=1"],
         ["1", "failed", "hooks.mine.fn.at=2"],
         ["2", "done", "hooks.mine.fn.at=99"],
         ["3", "missing", "hooks.mine.fn.at=100"],
     ]
-    assert "broken at 0" in out
+    assert "broken at 1" in out
     assert out.splitlines()[-1] == "4 jobs in out: 1 done, 2 failed, 1 missing"
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", tiered([False, True], [True]))
 def test_those_not_done_are_done_again_under_their_numbers(
     swept: Path, cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
@@ -87,18 +126,19 @@ def test_those_not_done_are_done_again_under_their_numbers(
     code, out, err = listed(capfd, str(Path(os.path.relpath(here)) / "out"), "--rerun")
     monkeypatch.chdir(here)
     assert code == 0, err
+    assert "warning" not in err
     assert "3 jobs tried again" in out
-    assert [f"hooks.mine.fn.at={step}  loss" in out for step in (0, 2, 99, 100)] == [True, True, False, True]
+    assert [f"hooks.mine.fn.at={step}  loss" in out for step in (1, 2, 99, 100)] == [True, True, False, True]
     assert out.splitlines()[-1].endswith("out: 4 done")
     sweep = instrument.load("out")
     assert sweep.runs.run.tolist() == ["0", "1", "2", "3"]
     assert [info["config"]["seed"] for info in sweep.infos] == [0, 1, 2, 3]  # the number of each, as it was
-    assert sweep.runs["hooks.mine.fn.at"].tolist() == [0, 2, 99, 100]
+    assert sweep.runs["hooks.mine.fn.at"].tolist() == [1, 2, 99, 100]
     assert (swept / "2" / "run.json").read_bytes() == before
     assert "resumed" in sweep.infos[1]  # from its checkpoint
     assert [path.name for path in (swept / ".aside").iterdir()] == ["0.1"]
     assert instrument.load(swept / ".aside" / "0.1").info["status"] == "failed"
-    for job in range(4):
+    for job in (0, 1, 3):
         seed = f"seed={job}"
         common = (*TINY, HOOK, "train.steps=4", "train.checkpoint.every=2", "hooks=activations")
         assert cli(*common, seed, f"hydra.run.dir=alone_{job}").code == 0
@@ -115,21 +155,48 @@ def test_what_fails_again_is_put_aside_again_and_the_others_go_on(
     for attempt in (1, 2):
         code, out, err = listed(capfd, "out", "--rerun")
         assert code == 1
-        assert "broken at 0" in err
+        assert "broken at 1" in err
         assert out.splitlines()[-1] == "4 jobs in out: 2 done, 2 failed"
         assert len(list((swept / ".aside").glob("0.*"))) == attempt
     assert len(instrument.load("out").folders) == 4
 
 
-def test_a_sweep_that_is_done_is_left_alone(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli("-m", *TINY, "train.steps=1", "seed=1,2", "hydra.sweep.dir=out").code == 0
-    before = {file: file.stat().st_mtime_ns for file in Path("out").rglob("*") if file.is_file()}
-    code, out, _ = listed(capfd, "out", "--rerun")
+def test_a_sweep_that_is_done_is_left_alone(seeds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()}
+    code, out, _ = listed(capfd, str(seeds / "out"), "--rerun")
     assert code == 0
     assert "nothing to do again" in out
-    assert {file: file.stat().st_mtime_ns for file in Path("out").rglob("*") if file.is_file()} == before
+    assert {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()} == before
 
 
+def test_the_launcher_of_the_sweep_does_what_is_not_done_again(
+    cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one job at once, joblib starts no process."""
+    launcher = ("hydra/launcher=processes", "hydra.launcher.n_jobs=1")
+    assert cli("-m", *TINY, "train.steps=1", "seed=1,2", "hydra.sweep.dir=out", *launcher).code == 0
+    record = Path("out/1/run.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))  # as if it had been killed
+    assert [row[:2] for row in rows_of(listed(capfd, "out")[1])] == [["0", "done"], ["1", "killed"]]
+    # Hydra imports its plugins once more when it looks for them, so that the class is known only now.
+    from hydra_plugins.hydra_joblib_launcher.joblib_launcher import JoblibLauncher
+
+    launched, launch = [], JoblibLauncher.launch
+
+    def noted(self: JoblibLauncher, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        launched.append([list(job)[-1] for job in jobs])
+        return launch(self, jobs, initial_job_idx)
+
+    monkeypatch.setattr(JoblibLauncher, "launch", noted)
+    code, out, err = listed(capfd, "out", "--rerun")
+    assert code == 0, err
+    assert launched == [["hydra.sweep.subdir=1"]]
+    assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["1", "done"]]
+    assert instrument.load("out").runs.seed.tolist() == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_workers")
 def test_those_not_done_are_done_again_by_the_launcher_of_the_sweep(
     cli: Cli, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,13 +221,29 @@ def test_those_not_done_are_done_again_by_the_launcher_of_the_sweep(
     assert len(instrument.load("out").folders) == 3
 
 
-def test_a_job_that_was_refused_says_why(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli("-m", *TINY, "train.steps=1", "seed=1,-2", "hydra.sweep.dir=out").code == 2
-    _, out, _ = listed(capfd, "out")
+def test_a_job_that_was_refused_says_why(refusing: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = listed(capfd, str(refusing))
     assert "seed: Input should be greater than or equal to 0" in out
     assert rows_of(out)[1][:3] == ["1", "failed", "seed=-2"]
 
 
+def test_values_in_a_random_order_that_are_left_go_to_the_numbers_that_are_left(seeds: Path, tmp_path: Path) -> None:
+    shutil.copy(seeds / "out" / "multirun.yaml", tmp_path)
+    rewrite(tmp_path / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(0,12))")
+    planned = [job.overrides for job in Sweep(tmp_path).jobs()]
+    left = {2, 5, 7}
+    for job in set(range(12)) - left:
+        made(tmp_path / str(job))
+        (tmp_path / str(job) / ".hydra").mkdir()
+        (tmp_path / str(job) / ".hydra" / "overrides.yaml").write_text(json.dumps(planned[job]))
+    jobs = Sweep(tmp_path).jobs()
+    assert [job.name for job in jobs] == [str(number) for number in range(12)]
+    assert {number for number, job in enumerate(jobs) if job.status == "missing"} == left
+    assert {jobs[number].overrides for number in left} == {planned[number] for number in left}
+    assert [job.overrides for job in jobs if job.status == "done"] == [planned[n] for n in range(12) if n not in left]
+
+
+@pytest.mark.slow
 def test_values_in_a_random_order_keep_their_numbers(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     values = range(12)
     assert cli("-m", *TINY, "train.steps=1", "seed=shuffle(range(0,12))", "hydra.sweep.dir=out").code == 0
@@ -175,6 +258,14 @@ def test_values_in_a_random_order_keep_their_numbers(cli: Cli, capfd: pytest.Cap
     }
 
 
+def test_jobs_of_a_glob_that_are_missing_are_known(seeds: Path, tmp_path: Path) -> None:
+    shutil.copy(seeds / "out" / "multirun.yaml", tmp_path)
+    rewrite(tmp_path / "multirun.yaml", "seed=1,2,3", "scheduler=glob(*)")
+    jobs = Sweep(tmp_path).jobs()
+    assert [Sweep(tmp_path).label(job) for job in jobs] == ["scheduler=cosine", "scheduler=none", "scheduler=step"]
+
+
+@pytest.mark.slow
 def test_jobs_of_a_glob_are_known(cli: Cli) -> None:
     assert (
         cli("-m", *TINY, "train.steps=1", "scheduler=glob(*)", "hydra.sweep.dir=out", "hydra.job.chdir=false").code == 0
@@ -190,7 +281,10 @@ def test_jobs_that_are_swept_in_a_file_are_known(cli: Cli) -> None:
     assert [Sweep(Path("out")).label(job) for job in Sweep(Path("out")).jobs()] == ["seed=1", "seed=2"]
 
 
-def test_a_sweep_that_still_goes_on_is_not_done_again(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_that_still_goes_on_is_not_done_again(
+    swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "PATIENCE", 0.0)
     lock = FolderLock(swept.resolve())
     assert lock.acquire()
     try:
@@ -203,11 +297,11 @@ def test_a_sweep_that_still_goes_on_is_not_done_again(swept: Path, capfd: pytest
 
 
 def test_trials_are_listed_and_not_done_again(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    search = ("hydra/sweeper=search", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=out")
+    search = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=out")
     assert cli("-m", *TINY, "train.steps=1", "optimizer.lr=interval(0.1,1)", *search).code == 0
     code, out, _ = listed(capfd, "out")
     assert code == 0
-    assert [row[1] for row in rows_of(out)] == ["done", "done"]
+    assert [row[1] for row in rows_of(out)] == ["done"]
     assert all(row[2].startswith("optimizer.lr=0.") for row in rows_of(out))
     code, _, err = listed(capfd, "out", "--rerun")
     assert code == 2
@@ -215,6 +309,7 @@ def test_trials_are_listed_and_not_done_again(cli: Cli, capfd: pytest.CaptureFix
     assert "hydra.sweeper.storage=sqlite:///" in err
 
 
+@pytest.mark.slow
 def test_jobs_in_folders_of_other_names_are_listed_and_not_done_again(
     cli: Cli, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +321,9 @@ def test_jobs_in_folders_of_other_names_are_listed_and_not_done_again(
     assert "hydra.sweep.subdir" in err
 
 
-def test_jobs_in_folders_below_folders_are_listed(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_jobs_in_folders_below_folders_are_listed_and_not_done_again(
+    cli: Cli, capfd: pytest.CaptureFixture[str]
+) -> None:
     place = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
     assert cli("-m", *TINY, "train.steps=1", "name=a,b", "seed=1,-2", *place).code == 2
     code, out, _ = listed(capfd, "out")
@@ -234,6 +331,9 @@ def test_jobs_in_folders_below_folders_are_listed(cli: Cli, capfd: pytest.Captur
     assert [row[:2] for row in rows_of(out, "[ab]/")] == [
         ["a/seed_1", "done"], ["a/seed_-2", "failed"], ["b/seed_1", "done"], ["b/seed_-2", "failed"],
     ]  # fmt: skip
+    code, _, err = listed(capfd, "out", "--rerun")
+    assert code == 2
+    assert "hydra.sweep.subdir" in err
 
 
 def test_a_change_since_the_others_were_done_is_told(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
@@ -241,8 +341,6 @@ def test_a_change_since_the_others_were_done_is_told(cli: Cli, capfd: pytest.Cap
     Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.1}\n")
     arguments = ("+exp=mine", *TINY, "train.steps=1", "seed=${hydra:job.num}", "deterministic=true,false")
     assert cli("-m", *arguments, "hydra.sweep.dir=out").code == 0
-    shutil.rmtree("out/1")
-    assert "warning" not in listed(capfd, "out", "--rerun")[2]
     shutil.rmtree("out/1")
     Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.2}\nname: other\n")
     code, _, err = listed(capfd, "out", "--rerun")
@@ -298,13 +396,11 @@ def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
         assert ("multirun.yaml" in err) == ("://" not in folder)
 
 
-def test_a_sweep_behind_an_address_knows_its_missing_jobs(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    there = Path("there", "out").resolve()
-    sent = f"sink.remote=file://{there.parent}"
-    answer = cli("-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out")
-    assert answer.code == 0, answer.err
-    assert f"remote      file://{there}\n" in answer.out
-    assert (there / "multirun.yaml").read_text() == Path("out/multirun.yaml").read_text()
+def test_a_sweep_behind_an_address_knows_its_missing_jobs(
+    seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
+    assert (there / "multirun.yaml").read_text() == (seeds / "out" / "multirun.yaml").read_text()
     shutil.rmtree(there / "1")
     code, out, err = listed(capfd, f"file://{there}")
     assert (code, err) == (1, "")
@@ -314,21 +410,19 @@ def test_a_sweep_behind_an_address_knows_its_missing_jobs(cli: Cli, capfd: pytes
 
 
 def test_values_in_a_random_order_behind_an_address_are_those_that_are_there(
-    cli: Cli, capfd: pytest.CaptureFixture[str]
+    seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there = Path("there", "out").resolve()
-    swept = ("seed=shuffle(range(0,3))", f"sink.remote=file://{there.parent}", "hydra.sweep.dir=out")
-    assert cli("-m", *TINY, "train.steps=1", *swept).code == 0
+    there = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
+    rewrite(there / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(1,4))")
     shutil.rmtree(there / "1")
     _, out, _ = listed(capfd, f"file://{there}")
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["2", "done"]]
 
 
-def test_a_sweep_that_is_there_is_not_written_over(cli: Cli) -> None:
-    there = Path("there").resolve()
-    swept = ("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{there}")
-    assert cli(*swept, "hydra.sweep.dir=out").code == 0
+def test_a_sweep_that_is_there_is_not_written_over(seeds: Path, cli: Cli) -> None:
+    there = shutil.copytree(seeds / "there", Path("there").resolve())
     before = (there / "out" / "multirun.yaml").read_text()
+    swept = ("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{there}")
     answer = cli(*swept, "hydra.sweep.dir=elsewhere/out")
     assert answer.code == 2
     assert answer.err.count("sink.remote: there is a sweep in this folder already") == 1
@@ -379,12 +473,10 @@ def test_what_ended_alike_is_told_of_together() -> None:
 
 
 def test_of_many_jobs_the_list_ends_with_what_is_left_in_a_few_lines(
-    cli: Cli, capfd: pytest.CaptureFixture[str]
+    refusing: Path, workdir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answer = cli("-m", *TINY, "train.steps=1", "seed=1,-1", "hydra.sweep.dir=out")
-    assert answer.code == 2
-    record = Path("out/multirun.yaml")
-    record.write_text(record.read_text().replace("seed=1,-1", "seed=range(1,61)"))
+    shutil.copytree(refusing, "out")
+    rewrite(Path("out/multirun.yaml"), "seed=1,-2", "seed=range(1,61)")
     code, out, _ = listed(capfd, "out")
     assert code == 1
     assert len(rows_of(out)) == 60

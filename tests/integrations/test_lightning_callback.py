@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import instrument
 
-L = pytest.importorskip("lightning.pytorch")
-from instrument.integrations.lightning import LightningCallback  # noqa: E402
+if TYPE_CHECKING:
+    from instrument.integrations.lightning import LightningCallback
 
 RECORD = {"layers": "**", "action": "record"}
 HOOKS: dict[str, Any] = {
@@ -26,26 +26,26 @@ HOOKS: dict[str, Any] = {
 }
 
 
-class Module(L.LightningModule):
-    def __init__(self, fail_at: int | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        self.fail_at = fail_at
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        if index == self.fail_at:
-            raise ValueError("a bug of the user's")
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        self.net(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    pytest.importorskip("lightning.pytorch")
 
 
-def fit(module: Module, callback: LightningCallback | None, **more: Any) -> None:
+def module_of(fail_at: int | None = None) -> nn.Module:
+    from lit import Module
+
+    return Module(fail_at)
+
+
+def callback_of(hooks: dict[str, Any] = HOOKS, **more: Any) -> LightningCallback:
+    from instrument.integrations.lightning import LightningCallback
+
+    return LightningCallback(hooks, **more)
+
+
+def fit(module: nn.Module, callback: LightningCallback | None, **more: Any) -> None:
+    import lightning.pytorch as L
+
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randint(3, (32,), generator=generator))
     trainer = L.Trainer(
@@ -64,8 +64,8 @@ def fit(module: Module, callback: LightningCallback | None, **more: Any) -> None
 
 
 def test_steps_micro_steps_clipping_and_evaluations_are_told_right() -> None:
-    callback = LightningCallback(HOOKS)
-    fit(Module(), callback, accumulate_grad_batches=2, gradient_clip_val=0.01)
+    callback = callback_of()
+    fit(module_of(), callback, accumulate_grad_batches=2, gradient_clip_val=0.01)
     stats = callback.probe.sink.frame("stats")
     assert sorted(stats[stats.hook == "raw"].step.unique()) == [0, 1, 2, 3]
     assert stats[stats.hook == "micro"].groupby("step").micro_step.unique().map(list).tolist() == [[0, 1]] * 4
@@ -81,19 +81,40 @@ def test_steps_micro_steps_clipping_and_evaluations_are_told_right() -> None:
 
 
 def test_recording_changes_no_weight() -> None:
-    bare, seen = Module(), Module()
+    bare, seen = module_of(), module_of()
     fit(bare, None, accumulate_grad_batches=2, gradient_clip_val=0.01)
-    fit(seen, LightningCallback(HOOKS), accumulate_grad_batches=2, gradient_clip_val=0.01)
+    fit(seen, callback_of(), accumulate_grad_batches=2, gradient_clip_val=0.01)
     for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) -> None:
-    module = Module(fail_at=3)
+    module = module_of(fail_at=3)
     with pytest.raises(ValueError, match="a bug of the user's"):
-        fit(module, LightningCallback(HOOKS, out=tmp_path / "run"))
+        fit(module, callback_of(out=tmp_path / "run"))
     run = instrument.load(tmp_path / "run")
     assert run.info["status"] == "failed"
     assert run.stats.step.max() == 2
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     assert not any(parameter._backward_hooks for parameter in module.parameters())
+
+
+def test_each_of_several_optimizers_has_its_own_boundary() -> None:
+    hooks = {
+        "gradient": {"layers": ["net.*", "critic"], "action": "record", "kind": "parameter_grad"},
+        "update": {"layers": ["net.*", "critic"], "action": "record", "kind": "step_post", "role": "update"},
+    }
+    from lit import Gan
+
+    bare, seen, callback = Gan(), Gan(), callback_of(hooks)
+    fit(bare, None)
+    fit(seen, callback)
+    for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    counts = {(row["hook"], row["layer"]): (row["expected"], row["fired"]) for row in callback.probe.coverage()}
+    for hook in hooks:
+        assert [counts[hook, layer] for layer in ("net.0", "net.2", "critic")] == [(4, 4), (4, 4), (8, 8)]
+    assert callback.probe.warnings == []
+    assert [row["step"] for row in callback.probe.sink.records("metrics")] == list(range(8))
+    stats = callback.probe.sink.frame("stats").query("hook == 'update'")
+    assert (stats.l2 > 0).all()

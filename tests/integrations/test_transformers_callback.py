@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 import instrument
+from instrument.nested import number_of_samples, to_device
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-from instrument.integrations.transformers import TransformersCallback  # noqa: E402
+if TYPE_CHECKING:
+    from instrument.integrations.transformers import TransformersCallback
 
 RECORD = {"layers": "**", "action": "record"}
 HOOKS: dict[str, Any] = {
@@ -26,11 +26,20 @@ HOOKS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+
+def callback_of(**more: Any) -> TransformersCallback:
+    from instrument.integrations.transformers import TransformersCallback
+
+    return TransformersCallback(HOOKS, **more)
 
 
 def model_of(fail_at: int | None = None) -> nn.Module:
+    import transformers
+
     torch.manual_seed(0)
     size = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 32}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=1))
@@ -46,6 +55,8 @@ def model_of(fail_at: int | None = None) -> nn.Module:
 
 
 def train(model: nn.Module, folder: Path, callback: TransformersCallback | None) -> None:
+    import transformers
+
     generator = torch.Generator().manual_seed(0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(32, (16, 6), generator=generator)]
     arguments = transformers.TrainingArguments(
@@ -67,7 +78,7 @@ def train(model: nn.Module, folder: Path, callback: TransformersCallback | None)
 
 
 def test_steps_micro_steps_clipping_and_evaluations_are_told_right(tmp_path: Path) -> None:
-    with TransformersCallback(HOOKS) as callback:
+    with callback_of() as callback:
         train(model_of(), tmp_path, callback)
     stats = callback.probe.sink.frame("stats")
     assert stats[stats.hook == "sums"].groupby("step").micro_step.unique().map(list).tolist() == [[0, 1]] * 3
@@ -82,7 +93,7 @@ def test_steps_micro_steps_clipping_and_evaluations_are_told_right(tmp_path: Pat
 def test_recording_changes_no_weight(tmp_path: Path) -> None:
     bare, seen = model_of(), model_of()
     train(bare, tmp_path, None)
-    with TransformersCallback(HOOKS) as callback:
+    with callback_of() as callback:
         train(seen, tmp_path, callback)
     for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -92,7 +103,7 @@ def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) 
     model = model_of(fail_at=4)
     with (
         pytest.raises(ValueError, match="a bug of the user's"),
-        TransformersCallback(HOOKS, out=tmp_path / "run") as hooks,
+        callback_of(out=tmp_path / "run") as hooks,
     ):
         train(model, tmp_path, hooks)
     run = instrument.load(tmp_path / "run")
@@ -100,3 +111,13 @@ def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) 
     assert run.metrics.step.tolist() == [0, 1]
     assert not any(part._forward_hooks for part in model.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_batch_encoding_is_counted_and_moved() -> None:
+    from transformers import BatchEncoding
+
+    batch = BatchEncoding({"input_ids": torch.zeros(4, 3), "labels": torch.zeros(4)})
+    assert number_of_samples(batch) == 4
+    moved = to_device(batch, torch.device("meta"))
+    assert isinstance(moved, BatchEncoding)
+    assert moved["labels"].device.type == "meta"

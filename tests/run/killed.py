@@ -1,6 +1,6 @@
-"""Runs that are killed: a process that forks one run after another, and kills each at a moment of its own.
+"""Runs that are killed: a process that forks one run after another, and kills each at a moment that its number decides.
 
-    python killed.py FOLDER COUNT SEED
+    python killed.py FOLDER FIRST STOP
 
 Each run announces the steps that have ended through a pipe; what was announced before the kill is printed as one JSON
 line a run. Small journals and row groups make parts come often, so that kills meet them too.
@@ -93,7 +93,7 @@ def killed_once(folder: Path, draw: random.Random) -> int:
 
 
 if __name__ == "__main__":
-    place, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    for number in range(count):
+    place, first, stop = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for number in range(first, stop):
         out = place / str(number)
-        print(json.dumps({"folder": str(out), "announced": killed_once(out, random.Random(seed + number))}), flush=True)
+        print(json.dumps({"folder": str(out), "announced": killed_once(out, random.Random(7 + number))}), flush=True)

@@ -1,19 +1,19 @@
 """Runs that are killed again and again, and resumed until they are done.
 
-    python resumed.py FOLDER COUNT SEED
+    python resumed.py FOLDER FIRST STOP
 
-For each of COUNT experiments: one run that nobody stops, and one that is killed at random moments. One JSON line each.
+For each number one run that is never stopped, and one that is killed within ten milliseconds after steps that the number
+decides: which steps does not depend on the speed of the machine, and at what the process is just then is anybody's guess.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import shutil
 import signal
 import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ import torch
 from torch import nn
 
 import instrument.sinks.parquet
+from instrument.run.loop import Progress
 from instrument.run.runner import run
 from instrument.run.terminal import Terminal
 from instrument.spec.parse import parse_config
+
+EVERY = 11  # steps from one checkpoint to the next
 
 
 class Net(nn.Module):
@@ -47,7 +50,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01}, "train": {"eval_every": 40}},
     {
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
-        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [50, 120], "gamma": 0.5},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [30, 120], "gamma": 0.5},
         "train": {"accumulate": 3},
     },
     {
@@ -69,6 +72,7 @@ HOOKS = {
 
 def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
+    steps = 70 if number < len(VARIANTS) else 400
     return {
         "name": "resumed",
         "seed": number,
@@ -80,56 +84,56 @@ def config_of(number: int) -> dict[str, Any]:
         "task": {"_target_": "instrument.run.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
         "hooks": HOOKS,
         **variant,
-        "train": {"steps": 400, "batch_size": 50, "checkpoint": {"every": 11}, **variant.get("train", {})},
+        "train": {"steps": steps, "batch_size": 50, "checkpoint": {"every": EVERY}, **variant.get("train", {})},
     }
 
 
-def start(config: dict[str, Any], folder: Path) -> int:
-    """The id of a process that trains: from the last checkpoint on, where there is one."""
+class Deadly(Terminal):
+    """A terminal of a process that dies, as by SIGKILL, within ten milliseconds after so many steps of its own.
+
+    Args:
+        steps: How many.
+        delay: Seconds from there.
+    """
+
+    def __init__(self, steps: int, delay: float) -> None:
+        super().__init__(quiet=True)
+        self.left, self.delay = steps, delay
+
+    @contextmanager
+    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
+        def show(progress: Progress) -> None:
+            self.left -= progress.phase == "train"
+            if self.left == 0:
+                signal.setitimer(signal.ITIMER_REAL, self.delay)  # SIGALRM, for which Python has no handler
+
+        yield show
+
+
+def start(config: dict[str, Any], folder: Path, terminal: Terminal) -> int:
+    """Train in another process, from the last checkpoint on where there is one; gives how that process ended."""
     if (process := os.fork()) != 0:
-        return process
+        return os.waitpid(process, 0)[1]
     try:
         torch.set_num_threads(1)
         instrument.sinks.parquet.ROWS_JOURNAL_BYTES = 40_000
-        resume = str(folder) if list(folder.glob("checkpoints/*.pt")) else None
-        if resume is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        parsed = parse_config({**config, "resume": resume})
-        run(parsed, folder, Terminal(quiet=True), raw=config, overrides={})
+        parsed = parse_config({**config, "resume": str(folder) if folder.exists() else None})
+        run(parsed, folder, terminal, raw=config, overrides={})
         os._exit(0)
     except BaseException as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)
         os._exit(3)
 
 
-def to_the_end(config: dict[str, Any], folder: Path, draw: random.Random, kills: int) -> int:
-    """Train, and kill the process a number of times; gives how often it was."""
-    killed = 0
-    while True:
-        process = start(config, folder)
-        if killed < kills:
-            time.sleep(0.15 + draw.random() * 0.4)
-            os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            return killed
-        killed += 1
-        if is_done(folder):  # it was killed with nothing left to do
-            return killed
-
-
-def is_done(folder: Path) -> bool:
-    """Whether the run came to its end."""
-    record = folder / "run.json"
-    return record.exists() and json.loads(record.read_text())["status"] == "done"
-
-
 if __name__ == "__main__":
-    place, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    for number in range(count):
-        config = config_of(number)
-        draw = random.Random(seed + number)
-        to_the_end(config, place / f"{number}-whole", draw, 0)
-        kills = to_the_end(config, place / f"{number}-killed", draw, 5)
-        print(json.dumps({"number": number, "kills": kills}), flush=True)
+    place, first, stop = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for number in range(first, stop):
+        config, draw = config_of(number), random.Random(3 + number)
+        assert start(config, place / f"{number}-whole", Terminal(quiet=True)) == 0
+        kills = 2 if number < len(VARIANTS) else 3
+        for _ in range(kills):
+            # Behind a checkpoint, before the end.
+            steps = draw.randint(EVERY + 1, config["train"]["steps"] // (kills + 1))
+            deadly = Deadly(steps, draw.uniform(0.0001, 0.01))
+            assert os.WIFSIGNALED(start(config, place / f"{number}-killed", deadly))
+        assert start(config, place / f"{number}-killed", Terminal(quiet=True)) == 0

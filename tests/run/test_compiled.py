@@ -55,6 +55,24 @@ def test_hooks_fire_on_a_compiled_model_whether_it_was_called_before(called_befo
     assert message.startswith(f"{count} graph breaks: ")
 
 
+def test_hooks_fire_where_the_compiler_is_imported_after_they_were_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    batch = torch.randn(3, 4)
+    expected = model(batch).detach()
+    imported = False
+    monkeypatch.setattr("instrument.compiler.compiler_imported", lambda: imported)
+    with instrument.attach(model, HOOKS) as probe:
+        for imported in (False, True, True):
+            if imported:
+                model.compile(backend="eager")
+            output = model(batch)
+            output.sum().backward()
+            probe.end_step()
+            assert torch.equal(output, expected)
+    assert [row["fired"] for row in probe.coverage()] == [3] * 6
+
+
 def test_fullgraph_is_refused_with_the_kinds_that_can_be() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True)
     with pytest.raises(ConfigError) as caught, instrument.attach(compiled, {"seen": {**HOOKS["seen"], "layers": "."}}):

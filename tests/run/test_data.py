@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from instrument import ConfigError
-from instrument.run.data import Batches, choose, load_data
+from instrument.run.data import Batches, choose, first_batch, load_data
 from instrument.run.datasets import digits, random_tensors
 from instrument.spec.config import DataConfig, SliceSpec, TrainConfig
 
@@ -223,11 +223,17 @@ def test_so_many_steps_go_through_the_data_as_often_as_it_takes(steps: int) -> N
 def test_the_first_batch_is_for_trying_and_leaves_the_order_as_it_is() -> None:
     made = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
     state = torch.get_rng_state()
-    assert numbers_of([made.first()]) == [[0, 1, 2, 3]]
+    assert numbers_of([first_batch(Numbers(), 4)]) == [[0, 1, 2, 3]]
     assert torch.equal(torch.get_rng_state(), state)
     assert [(epoch, numbers_of(group)) for epoch, group in made] == batches(seed=5, steps=3, batch_size=4)
 
 
 def test_the_first_batch_of_little_data_is_all_of_it() -> None:
-    made = Batches(Numbers(), TrainConfig(steps=1, epochs=None, batch_size=64), 0)
-    assert len(made.first()[0]) == 10
+    assert len(first_batch(Numbers(), 64)[0]) == 10
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (3, 2), (4, 3), (64, 1), (3, 3)])
+def test_the_sizes_of_a_steps_batches_are_known_beforehand(batch_size: int, accumulate: int) -> None:
+    made = Batches(Numbers(), TrainConfig(steps=7, epochs=None, batch_size=batch_size, accumulate=accumulate), 0)
+    for step, (_, group) in enumerate(made):
+        assert [len(batch[0]) for batch in group] == made.sizes(step)

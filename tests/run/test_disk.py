@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from forked import Command
+from waiting import until_it_trains
 
 import instrument
 from instrument.capture.tables import TABLES
 
-REPOSITORY = Path(__file__).parents[2]
 SOME_STEPS = ["train.steps=600"]
 ENDLESS = ["train.steps=10000000"]
 RUN = [
@@ -32,44 +32,20 @@ RUN = [
     "+data.eval_slice.stop=32",
     "hydra.run.dir=out",
 ]
-# What a file may grow to, and who we are, is set in the process itself; root may write anywhere.
-LIMITED = """
-import os, resource, sys
-limit, user = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-if limit:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-from instrument.__main__ import main
-if user:
-    given, sys.argv = sys.argv, [*sys.argv, "hydra.run.dir=first", "train.steps=2"]
-    main()  # with all that it imports: what root installed, others may be unable to read
-    sys.argv = given
-    os.setgroups([]); os.setgid(user); os.setuid(user)
-main()
-"""
+NUMBERS = itertools.count()
+LIMITED = Path(__file__).with_name("limited.py")
 
 
-def start(*arguments: str, limit: int = 0, user: int = 0, home: Path | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HOME": str(home or Path.cwd())}
-    command = [sys.executable, "-c", LIMITED, str(limit), str(user), *RUN, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(*arguments: str, place: Path | None = None, limit: int = 0, user: int = 0) -> Command:
+    place = place or Path.cwd()
+    environment = {"OMP_NUM_THREADS": "1", "HOME": str(place)}
+    return Command(place, LIMITED, [str(limit), str(user), *RUN, *arguments], environment, f"process{next(NUMBERS)}")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    assert "Traceback" not in err, err
-    return process.returncode, out, err
-
-
-def until_it_trains(process: subprocess.Popen[str], folder: Path = Path("out")) -> None:
-    deadline = time.monotonic() + 90
-    while not list(folder.glob("journal/metrics-*")):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def ended(process: Command) -> tuple[int, str, str]:
+    done = process.wait()
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 def whole_steps(run: instrument.Run) -> int:
@@ -128,8 +104,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("arguments", [[], ["hooks.kept=null"], ["sink.tensors=bytes"]], ids=str)
-def test_a_disk_without_room_stops_the_run_and_has_room_to_say_so(small_disk: Path, arguments: list[str]) -> None:
-    process = start(*ENDLESS, f"hydra.run.dir={small_disk}/out", *arguments)
+def test_a_disk_without_room_stops_the_run_and_has_room_to_say_so(
+    tmp_path: Path, small_disk: Path, arguments: list[str]
+) -> None:
+    process = start(*ENDLESS, f"hydra.run.dir={small_disk}/out", *arguments, place=tmp_path)
     code, _, err = ended(process)
     assert code == 1
     assert "No space left on device; steps up to " in err
@@ -148,6 +126,10 @@ def test_a_folder_that_is_removed_is_noticed_at_once(workdir: Path) -> None:
     code, _, err = ended(process)
     assert code == 1
     assert "out cannot be written any more" in err
+    assert "the folder is gone: nothing is saved there" in err
+    assert "nothing is saved: out is gone" in err
+    assert "steps up to" not in err
+    assert "what was recorded so far" not in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody who is kept from writing")
@@ -157,20 +139,26 @@ def test_a_folder_that_becomes_read_only_keeps_what_was_recorded(workdir: Path) 
         if path.stat().st_uid == 0 and path != path.parent and not path.stat().st_mode & 0o001:
             path.chmod(path.stat().st_mode | 0o055)
     workdir.chmod(0o777)
-    process = start("train.steps=1500", user=nobody)
+    Path("waits.py").write_text(
+        "import pathlib, time\n\n\ndef wait(tensor, context):\n"
+        "    while context.step == 9 and not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    return tensor\n"
+    )
+    waits = "+hooks.waits={layers: ., kind: forward, action: modify, fn: {_target_: waits.wait}}"
+    process = start("train.steps=300", waits, user=nobody)
     until_it_trains(process)
     for place in (Path("out"), *(path for path in Path("out").rglob("*") if path.is_dir())):
         place.chmod(0o555)
+    Path("go").touch()
     code, _, err = ended(process)
     assert code == 1
-    assert "out cannot be written any more: Permission denied; steps up to 1499 are saved" in err
-    assert whole_steps(instrument.load("out")) == 1500
+    assert "out cannot be written any more: Permission denied; steps up to 299 are saved" in err
+    assert whole_steps(instrument.load("out")) == 300
 
 
 def test_sigterm_closes_the_files_and_ends_with_exit_code_1(workdir: Path) -> None:
     process = start(*ENDLESS)
     until_it_trains(process)
-    process.send_signal(signal.SIGTERM)
+    process.send(signal.SIGTERM)
     code, _, err = ended(process)
     assert code == 1
     assert "terminated by SIGTERM: what was recorded so far is in out" in err
@@ -189,8 +177,8 @@ def test_a_second_process_is_refused_the_folder_while_the_first_runs_and_afterwa
     code, _, err = ended(start(*SOME_STEPS))
     assert code == 2
     assert "there is a run in this folder already" in err
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    first.send(signal.SIGKILL)
+    assert first.wait().returncode == -signal.SIGKILL
     assert ended(start(*SOME_STEPS))[0] == 2
     assert json.loads(Path("out/run.json").read_text())["status"] == "running"
     assert instrument.load("out").info["status"] == "killed"

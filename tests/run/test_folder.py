@@ -44,6 +44,20 @@ def test_a_folder_with_other_files_in_it_may_be_used(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_folder_that_another_process_tries_too_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch = Path.touch
+
+    def touched_by_two(file: Path) -> None:
+        touch(file)
+        file.unlink()  # as the other one does
+
+    monkeypatch.setattr(Path, "touch", touched_by_two)
+    refuse_taken(tmp_path, "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):

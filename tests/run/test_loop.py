@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from instrument import MemorySink
+from instrument import ConfigError, MemorySink
 from instrument.capture.probe import Probe
+from instrument.run.data import first_batch
 from instrument.run.experiment import Experiment, prepare
 from instrument.run.loop import Progress, evaluate, gradient_norm, train
+from instrument.run.tasks import Outcome
 from instrument.spec.parse import parse_config
 from instrument.spec.schedule import Evaluations
 
@@ -84,6 +89,69 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_big_batch(batch_size
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+def named_rows(split: str) -> list[UserDict[str, Any]]:
+    """Items of three entries; batches of them are mappings of another class than dict."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(150, 8, generator=generator)
+    return [UserDict(id=i, rows=row, classes=int(row[0] > 0) + int(row[1] > 0)) for i, row in enumerate(rows)]
+
+
+class Named:
+    """A task of the user's on such batches."""
+
+    def __call__(self, model: nn.Module, batch: UserDict[str, Any]) -> Outcome:
+        assert isinstance(batch, UserDict)
+        return Outcome(nn.functional.cross_entropy(model(batch["rows"]), batch["classes"]), len(batch["id"]))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_batches_that_are_mappings_train_as_in_plain_pytorch(accumulate: int) -> None:
+    over: dict[str, Any] = {
+        "model": {"_target_": "instrument.run.models.MLP", "sizes": [8, 6, 3]},
+        "data": {"dataset": {"_target_": f"{__name__}.named_rows"}},
+        "task": {"_target_": f"{__name__}.Named"},
+        "train": {"steps": 5, "batch_size": 64, "accumulate": accumulate},
+    }
+    experiment, plain = made(**over), made(**over)
+    trained(experiment)
+    sizes = []
+    plain.model.train()
+    for _, micro_batches in plain.batches:
+        plain.optimizer.zero_grad()
+        total = sum(len(batch["id"]) for batch in micro_batches)  # of an epoch: 64, 64 and 22
+        for batch in micro_batches:
+            loss = nn.functional.cross_entropy(plain.model(batch["rows"]), batch["classes"])
+            (loss * (len(batch["id"]) / total)).backward()
+        plain.optimizer.step()
+        sizes.append(total)
+    assert set(sizes) == {1: {64, 22}, 2: {128, 22}, 3: {150}}[accumulate]
+    assert all(torch.equal(a, b) for a, b in zip(weights(experiment), weights(plain), strict=True))
+
+
+@dataclass
+class Glued:
+    """A sample whose batches PyTorch is told how to make: of all rows together, as graphs are batched."""
+
+    rows: torch.Tensor
+    graph: bool = True
+
+
+def glue(items: list[Glued], **_: Any) -> Any:
+    rows = torch.cat([item.rows for item in items])
+    return {"rows": rows, "sizes": torch.tensor([len(item.rows) for item in items])} if items[0].graph else rows
+
+
+@pytest.mark.parametrize(
+    ("graph", "said"),
+    [(True, r"ambiguous: rows \[32, 8\], sizes \[16\]"), (False, r"batch of 16 items have 32 samples")],
+)
+def test_a_batch_that_cannot_be_counted_is_refused(graph: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Glued, glue)
+    items = [Glued(torch.zeros(2, 8), graph)] * 16
+    with pytest.raises(ConfigError, match=said):
+        first_batch(items, 16)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("steps", "every", "at"), [(10, 0, [10]), (10, 5, [5, 10]), (10, 4, [4, 8, 10]), (3, 7, [3]), (2, 1, [1, 2])]
 )
@@ -151,6 +219,11 @@ def test_the_gradients_norm_is_of_all_of_them_as_one_vector_before_any_clip() ->
     norms = effects.groupby("step").norm_before.agg(lambda parts: (parts**2).sum() ** 0.5)
     assert list(metrics.grad_norm) == pytest.approx(list(norms), rel=1e-5)
     assert gradient_norm(nn.Linear(1, 1)) is None
+    half = nn.Linear(3000, 3, bias=False).to(torch.float16)
+    half.weight.grad = torch.full_like(half.weight, 1000.0)  # of a norm that float16 cannot hold
+    norm = gradient_norm(half)
+    assert norm is not None
+    assert norm.item() == pytest.approx(1000.0 * 9000**0.5, rel=1e-5)
 
 
 def test_metrics_have_times_and_rates() -> None:

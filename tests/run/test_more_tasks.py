@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instrument
+from instrument import ConfigError
+from instrument.plan.trial import try_forward
 from instrument.run.datasets import english
 from instrument.run.models import DenseGAN, TinyGPT
-from instrument.run.tasks import Autoencoder, NextToken, WassersteinGAN
+from instrument.run.tasks import Autoencoder, NextToken, Supervised, Task, WassersteinGAN
 from instrument.run.tasks.gan import gradient_penalty, held_still
+
+TOKENS, CLASS = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([0, 1])
 
 
 def test_an_autoencoder_is_held_against_its_input() -> None:
@@ -38,6 +42,44 @@ def test_each_token_is_predicted_from_the_place_before_it() -> None:
     correct = NextToken()(table, tokens).correct
     assert correct is not None
     assert correct.item() == pytest.approx(1.0 + 0.5)  # 1-2-3 in full, of 3-2-1 the first
+
+
+def test_next_token_uses_the_targets_of_a_pair() -> None:
+    tokens = torch.tensor([[1, 2, 3], [3, 2, 1]])
+    table = nn.Embedding(4, 4)
+    alone, pair = NextToken()(table, [tokens]), NextToken()(table, [tokens[:, :-1], tokens[:, 1:]])
+    assert torch.equal(pair.loss, alone.loss)
+    targets = torch.tensor([[0, 0, 0], [0, 0, 0]])
+    assert torch.equal(
+        NextToken()(table, (tokens, targets)).loss, F.cross_entropy(table(tokens).flatten(0, 1), targets.flatten())
+    )
+    targets[0, 1:] = -100
+    with torch.no_grad():
+        table.weight.copy_(torch.eye(4))
+    targets[1] = torch.tensor([3, 2, 0])
+    outcome = NextToken()(table, (tokens, targets))
+    assert outcome.correct is not None
+    assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that count
+
+
+@pytest.mark.parametrize(
+    "batch", [(TOKENS, CLASS), (TOKENS, TOKENS[:, 1:]), TOKENS[:, :1], (TOKENS,) * 3, {"ids": TOKENS}]
+)
+def test_next_token_refuses_shapes_that_do_not_fit(batch: object) -> None:
+    task, model = NextToken(), nn.Embedding(4, 4)
+    with pytest.raises(ConfigError, match=r"task: .*\n.*written  (ValueError: targets|TypeError: the)"):
+        try_forward(model, lambda: task(model, batch), training=True)
+
+
+@pytest.mark.parametrize("task", [Autoencoder(nn.MSELoss()), Supervised(nn.MSELoss()), NextToken(), WassersteinGAN()])
+def test_a_batch_for_another_task_is_refused(task: Task) -> None:
+    with pytest.raises(TypeError, match="write a task for this batch"):
+        task(nn.Identity(), {"a": torch.zeros(2, 3), "b": torch.zeros(2)})
+
+
+def test_two_samples_without_targets_are_no_pair() -> None:
+    with pytest.raises(TypeError, match=r"the batch is a Tensor of 2, .* a pair \(inputs, targets\)"):
+        Supervised(nn.MSELoss())(nn.Identity(), torch.zeros(2, 3))
 
 
 def test_a_language_model_does_not_see_what_comes_after() -> None:

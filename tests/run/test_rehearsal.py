@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +12,25 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import tiered
 from torch import Tensor, nn
 
 import instrument
 from instrument.analysis.load import load
 from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
+from instrument.run.data import Batches
 from instrument.run.device import process_state
 from instrument.run.experiment import prepare
 from instrument.run.loop import make_step
+from instrument.run.ranks.shares import Group
 from instrument.run.rehearsal import rehearse
 from instrument.run.runner import run
 from instrument.run.terminal import Terminal
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
+
+pytestmark = pytest.mark.usefixtures("few_visits")
 
 
 class Recurrent(nn.Module):
@@ -99,7 +106,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "momenta_before": {**LOOK, "kind": "step_pre", "role": "state.momentum_buffer"},
     "momenta": {**LOOK, "kind": "step_post", "role": "state.momentum_buffer"},
     "values": {**LOOK, "tensors": True, "samples": 2, "every": 4},
-    "values_only": {**LOOK, "tensors": True, "stats": "none", "slice": "0:3, ::2", "every": 5},
+    "values_only": {**LOOK, "tensors": True, "stats": "none", "samples": 3, "slice": ":, ::2", "every": 5},
     "few_values": {**LOOK, "tensors": True, "stats": "none", "max_elements": 3, "every": 5},
     "spread": {**LOOK, "quantiles": True, "every": 4},
     "shape": {**LOOK, "stats": "none", "histogram": True, "every": 5},
@@ -160,11 +167,16 @@ MANY_ROWS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hooks", MANY_ROWS.values(), ids=MANY_ROWS)
-def test_the_bytes_foretold_are_those_on_disk_within_a_twentieth(tmp_path: Path, hooks: dict[str, Any]) -> None:
+OFTEN = (
+    "outputs of all modules", "three statistics", "clipped gradients", "tensors", "histograms", "seldom", "together"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiered(MANY_ROWS, OFTEN))
+def test_the_bytes_foretold_are_those_on_disk_within_a_twentieth(tmp_path: Path, name: str) -> None:
     train = {"steps": 200, "batch_size": 16}
     slices = {**BASE["data"], "slice": {"split": "train"}}
-    cost, folder = run_of(tmp_path, hooks, train, model=CNN, data=slices)
+    cost, folder = run_of(tmp_path, MANY_ROWS[name], train, model=CNN, data=slices)
     files = [file for table in TABLES for file in folder.glob(f"{table}/*.parquet")]
     on_disk = sum(file.stat().st_size for file in files if pq.read_metadata(file).num_rows)
     assert sum(spent.bytes for spent in cost.values()) == pytest.approx(on_disk, rel=0.05)
@@ -177,8 +189,9 @@ def forecast_of(hooks: dict[str, Any], train: dict[str, Any] | None = None, **mo
         return rehearse(prepare(config))
 
 
-def test_the_time_foretold_is_that_of_the_steps_at_which_hooks_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that a step moves on by 0.5 s and each of four hooks by 0.03 s."""
+@pytest.fixture
+def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A clock that a step moves on by 0.5 s, each tensor that is measured by 0.03 s, and who calls this by what is given."""
     now = [0.0]
 
     def move(seconds: float) -> None:
@@ -189,6 +202,11 @@ def test_the_time_foretold_is_that_of_the_steps_at_which_hooks_are_due(monkeypat
     monkeypatch.setattr("instrument.run.visits.SECONDS", 30.0)
     monkeypatch.setattr("instrument.run.visits.make_step", lambda *args: (move(0.5), make_step(*args))[1])
     monkeypatch.setattr("instrument.actions.record.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1])
+    return move
+
+
+def test_the_time_foretold_is_that_of_the_steps_at_which_hooks_are_due(move: Callable[[float], None]) -> None:
+    """Each of three hooks measures four tensors."""
     look = {**LOOK, "layers": ["encoder.*", "decoder.*"]}
     found = forecast_of({"often": look, "seldom": {**look, "every": 5}, "late": {**look, "start": 100}})
     assert found.bare == pytest.approx(0.5)
@@ -200,22 +218,56 @@ def test_the_time_foretold_is_that_of_the_steps_at_which_hooks_are_due(monkeypat
     assert found.slowdown == pytest.approx(0.24 * 1.2)
 
 
+MICRO = {"layers": "decoder.1", "kind": "parameter_grad_micro", "action": "record"}
+ACCUMULATED = {"steps": 20, "batch_size": 16, "accumulate": 3}
+
+
+def test_a_step_waits_for_its_batches(move: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight and bias are measured in each of three micro-batches; to load one takes 0.2 s."""
+    plain = Batches._groups_of_epoch
+
+    def loaded(self: Batches) -> Iterator[Group]:
+        for group in plain(self):
+            move(0.2 * len(group))
+            yield group
+
+    monkeypatch.setattr(Batches, "_groups_of_epoch", loaded)
+    tame = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0}
+    found = forecast_of({"micro": MICRO, "tame": tame}, ACCUMULATED)
+    assert found.bare == pytest.approx(0.5 + 3 * 0.2)
+    assert found.cost["micro"].seconds == pytest.approx(0.18)
+    assert found.slowdown == pytest.approx(0.18 / 1.1)
+
+
+def test_a_visit_in_which_the_machine_did_something_else_does_not_count(
+    move: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def measured(tensor: Tensor, names: tuple[str, ...]) -> list[float]:
+        move(9.0 if next(calls) == 100 else 0.03)
+        return [0.0] * len(names)
+
+    monkeypatch.setattr("instrument.actions.record.measure", measured)
+    assert forecast_of({"micro": MICRO}, ACCUMULATED).cost["micro"].seconds == pytest.approx(0.18)
+
+
 @pytest.mark.parametrize(
     ("samples", "cut", "fits"),
     [(2, "0:1", True), (None, "3", True), (2, "1", True), (2, "5", False), (None, "90", False)],
 )
 def test_a_slice_is_held_against_the_samples_that_are_left(samples: int | None, cut: str, fits: bool) -> None:
     keep = {**LOOK, "tensors": True, "slice": cut} | ({} if samples is None else {"samples": samples})
-    scalar = {"loss": {**keep, "layers": ".", "kind": "loss"}} if samples else {}
     if fits:
-        forecast_of({"a": {**keep, "layers": "decoder"}, **scalar})
+        forecast_of({"a": {**keep, "layers": "decoder"}})
         return
-    with pytest.raises(ConfigError, match="does not fit a tensor of shape"):
+    with pytest.raises(ConfigError, match=r"hooks\.a\.slice: .* is out of range for dimension 0"):
         forecast_of({"a": {**keep, "layers": "decoder"}})
 
 
 def test_a_step_that_fails_with_hooks_is_told_before_the_run() -> None:
-    """The hooks find nothing to patch with in the step that they are due at."""
+    """The first call, on a copy, succeeds; those of the rehearsal's steps do not."""
+    LEFT[:] = [True]
     hooks = {"broken": {"layers": "encoder.0", "kind": "forward", "action": "modify", "fn": fails}}
     with pytest.raises(ConfigError) as caught:
         forecast_of(hooks)
@@ -234,7 +286,13 @@ def test_a_step_that_fails_without_hooks_is_told_as_such() -> None:
     assert "RuntimeError: this optimizer cannot step" in str(mistake.written)
 
 
+LEFT: list[bool] = []  # successes
+
+
 def fails(tensor: Tensor, context: instrument.Context) -> Tensor:
+    if LEFT:
+        LEFT.pop()
+        return tensor * 1
     raise LookupError(f"no such thing at {context.layer}")
 
 

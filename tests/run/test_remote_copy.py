@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 import torch
-from buckets import KEY, SECRET
+from buckets import KEY, NO_ANSWER, SECRET, new_clients
+from conftest import run_in
+from swept import job as made
+from waiting import HANGS
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
+from instrument.capture.tables import TABLES
 from instrument.report import command_for
 from instrument.report.__main__ import main as report
+from instrument.run import remote_copy
 from instrument.run.checkpoint import Checkpoints
+from instrument.run.remote_copy import RemoteCopy
 from instrument.run.sweep.found import jobs_in
 from instrument.sinks import sending, upload
+from instrument.sinks.parts import Part, new_part
 from instrument.sinks.remote import RemoteFolder
+from instrument.sinks.sending import send_all
+from instrument.spec.config import SinkConfig
 from instrument.upload import main
 
 Cli = Callable[..., Any]
@@ -48,9 +59,8 @@ def test_a_run_is_there_when_it_is_over(cli: Cli, bucket: str) -> None:
     assert (info["status"], info["remote"]) == ("done", f"{bucket}/some/tiny/one")
 
 
-def test_a_run_without_a_remote_folder_says_so(cli: Cli) -> None:
-    cli(*TINY, "hydra.run.dir=out")
-    assert json.loads(Path("out/run.json").read_text())["remote"] is None
+def test_a_run_without_a_remote_folder_says_so(bare: tuple[Path, str]) -> None:
+    assert json.loads((bare[0] / "run.json").read_text())["remote"] is None
 
 
 def test_jobs_of_a_sweep_lie_there_as_they_do_here(cli: Cli, bucket: str) -> None:
@@ -67,29 +77,29 @@ def test_jobs_of_a_sweep_lie_there_as_they_do_here(cli: Cli, bucket: str) -> Non
     assert [(job.name, job.status) for job in jobs_in(address).jobs()] == [("0", "missing"), ("1", "done")]
 
 
-def test_the_secret_is_nowhere(cli: Cli, bucket: str) -> None:
-    answer = cli(*TINY, f"sink.remote={bucket}", "train.checkpoint.every=3", "hydra.run.dir=out", "report=true")
+def test_secrets_are_nowhere_also_where_everything_is_logged(
+    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = upload.Upload.begin
+
+    def logged(self: upload.Upload) -> None:
+        logging.getLogger("some.client").debug("everything is logged")
+        begin(self)
+
+    monkeypatch.setattr(upload.Upload, "begin", logged)
+    token = "session/token+that/nobody/writes/down"
+    more = ("train.checkpoint.every=3", "hydra.run.dir=out", "report=true", "hydra.verbose=true")
+    with new_clients(AWS_SESSION_TOKEN=token):
+        answer = cli(*TINY, f"sink.remote={bucket}", *more)
     assert answer.code == 0, answer.err
+    assert "everything is logged" in Path("out/instrument.log").read_text()
     written = [file.read_bytes() for file in Path("out").rglob("*") if file.is_file()]
     sent = RemoteFolder(f"{bucket}/out", "")
     written += [sent.read(name) or b"" for name in sent.sizes()]
     assert len(written) > 20
-    for secret in (KEY, SECRET):
+    for secret in (KEY, SECRET, token):
         assert not [content for content in written if secret.encode() in content]
         assert secret not in answer.out + answer.err
-
-
-def test_no_token_is_in_the_log_where_everything_is_logged(
-    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    token = "session/token+that/nobody/writes/down"
-    monkeypatch.setenv("AWS_SESSION_TOKEN", token)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out", "hydra.verbose=true")
-    assert answer.code == 0, answer.err
-    log = Path("out/instrument.log").read_text()
-    assert log
-    assert [secret for secret in (KEY, SECRET, token) if secret in log + answer.out + answer.err] == []
 
 
 @pytest.mark.parametrize("more", [[], ["-m", "seed=1,2"], ["-m", "sink.remote=memory://x,s3://k:hushhush@b"]])
@@ -116,8 +126,7 @@ def test_a_bucket_that_is_not_there_costs_no_step(cli: Cli, bucket: str) -> None
     answer = cli(*TINY, "sink.remote=s3://elsewhere", "hydra.run.dir=out")
     assert answer.code == 2
     assert "sink.remote: this place cannot be written: FileNotFoundError" in answer.err
-    assert json.loads(Path("out/run.json").read_text())["status"] == "failed"
-    assert len(instrument.load("out").metrics) == 0
+    assert not Path("out").exists()
 
 
 def test_a_run_is_not_written_to_an_address(cli: Cli) -> None:
@@ -128,19 +137,19 @@ def test_a_run_is_not_written_to_an_address(cli: Cli) -> None:
 
 
 def test_another_run_s_place_is_refused(cli: Cli, bucket: str) -> None:
-    assert cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=a/out").code == 0
+    made(Path("a/out"))
+    assert send_all(Path("a/out"), RemoteFolder(f"{bucket}/out", "")).missing == {}
     answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=b/out", "seed=1")
     assert answer.code == 2
     assert "holds another run already, and none is ever overwritten" in answer.err
 
 
 def test_a_run_goes_on_where_nobody_answers_and_is_sent_later(
-    cli: Cli, bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sending, "PAUSES", (0.01,))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
+    with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
+        answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
     assert answer.code == 0
     told = re.sub(r"\s+", " ", answer.out)
     assert f"warning {bucket}/out: EndpointConnectionError" in told
@@ -148,8 +157,6 @@ def test_a_run_goes_on_where_nobody_answers_and_is_sent_later(
     (event,) = instrument.load("out").events.query("rule == 'remote'").message
     assert event.endswith("it is tried again, all is in out")
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
     assert main(["out"]) == 0
     assert names(f"{bucket}/out") == local(Path("out")) - {".lock"}
     assert "files sent, " in capfd.readouterr().out
@@ -197,13 +204,10 @@ def test_steps_that_are_done_again_are_taken_back_there_too(cli: Cli, broken: Re
     assert before != after
 
 
-def test_a_run_does_not_go_on_where_its_rows_cannot_be_taken_back(
-    cli: Cli, broken: RemoteFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_does_not_go_on_where_its_rows_cannot_be_taken_back(cli: Cli, broken: RemoteFolder) -> None:
     rows = len(instrument.load("out").metrics)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    answer = cli("resume=out")
+    with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
+        answer = cli("resume=out")
     assert answer.code == 2
     assert "rows of steps that are done again cannot be taken back there: EndpointConnectionError" in answer.err
     assert len(instrument.load("out").metrics) == rows
@@ -218,21 +222,30 @@ def test_a_run_that_was_interrupted_is_sent(cli: Cli, bucket: str, monkeypatch: 
     assert json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")["status"] == "interrupted"
 
 
-def test_a_run_larger_than_the_disk_is_there_and_not_here(cli: Cli, bucket: str) -> None:
-    whole = cli(*TINY, "train.checkpoint.every=2", "hydra.run.dir=whole")
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run without a remote one, and what it printed."""
+    place = tmp_path_factory.mktemp("bare")
+    answer = run_in(place, *TINY, "train.checkpoint.every=2", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    return place / "out", answer.out
+
+
+def test_a_run_larger_than_the_disk_is_there_and_not_here(cli: Cli, bare: tuple[Path, str], bucket: str) -> None:
+    whole, printed = bare
     more = [f"sink.remote={bucket}", "sink.keep_local=false", "report=true", "hydra.run.dir=out"]
     answer = cli(*TINY, "train.checkpoint.every=2", *more)
     assert answer.code == 0, answer.err
     assert not [name for name in local(Path("out")) if name.endswith(".parquet")]
     assert {name for name in names(f"{bucket}/out") if name.endswith(".parquet")} == {
-        name for name in local(Path("whole")) if name.endswith(".parquet")
+        name for name in local(whole) if name.endswith(".parquet")
     }
     assert "report.html" in names(f"{bucket}/out")
     tables = answer.out[answer.out.index("Recorded") : answer.out.index("Findings")]
-    assert tables == whole.out[whole.out.index("Recorded") : whole.out.index("Findings")]
+    assert tables == printed[printed.index("Recorded") : printed.index("Findings")]
     with pytest.warns(InstrumentWarning, match=f"its parts are moved to {bucket}/out: open that"):
         assert instrument.load("out").info["status"] == "done"
-    assert len(instrument.load(f"{bucket}/out").metrics) == len(instrument.load("whole").metrics)
+    assert len(instrument.load(f"{bucket}/out").metrics) == len(instrument.load(whole).metrics)
 
     command = command_for(instrument.load(f"{bucket}/out").path)
     assert shlex.split(command)[:2] == ["python", "-m"]
@@ -246,6 +259,30 @@ def test_parts_are_not_removed_where_nobody_keeps_them(cli: Cli) -> None:
     assert "there is no 'remote' folder" in answer.err
 
 
+def test_processes_send_their_own_parts_and_the_first_one_all_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "LOOK", 0.01)
+    folder, voice, told = made(tmp_path / "run"), SimpleNamespace(warn=pytest.fail), list[str]()
+    voice.sent = lambda address, size: told.append(address)
+    sink = SinkConfig(remote=f"memory:/{tmp_path}/there")
+    copies = []
+    for rank in (0, 1):
+        monkeypatch.setattr(remote_copy, "own_rank", lambda rank=rank: rank)
+        copies.append(RemoteCopy(folder, sink, voice))
+        copies[rank].begin()
+        with new_part(folder, TABLES["stats"], Part(rank, 0)):
+            pass
+    for rank in (1, 0):
+        monkeypatch.setattr(remote_copy, "own_rank", lambda rank=rank: rank)
+        with copies[rank]:
+            pass
+        assert f"stats/part-000{rank}-000000.parquet" in names(copies[rank].address)
+    assert names(copies[0].address) == local(folder)
+    assert told == [f"memory:/{tmp_path}/there/run"]
+
+
+@pytest.mark.slow
 def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "instrument"]
     done = subprocess.run(
@@ -253,7 +290,7 @@ def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANGS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -270,20 +307,16 @@ def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_run_is_the_same_to_the_bit_with_a_remote_folder(
-    answers: bool, cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
+    answers: bool, cli: Cli, bare: tuple[Path, str], bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "PAUSES", (0.01,))
-    if not answers:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-    states = []
-    for name, more in (("bare", []), ("sent", [f"sink.remote={bucket}"])):
-        assert cli(*TINY, "train.checkpoint.every=6", f"hydra.run.dir={name}", *more).code == 0
-        states.append(Checkpoints(Path(name), 6).load())
+    with nullcontext() if answers else new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
+        assert cli(*TINY, "train.checkpoint.every=2", "hydra.run.dir=sent", f"sink.remote={bucket}").code == 0
+    states = [Checkpoints(folder, 2).load() for folder in (bare[0], Path("sent"))]
     assert repr(states[0]["random"]) == repr(states[1]["random"])
     for name, weights in states[0]["model"].items():
         assert torch.equal(weights, states[1]["model"][name])
-    assert instrument.load("bare").metrics.loss.tolist() == instrument.load("sent").metrics.loss.tolist()
+    assert instrument.load(bare[0]).metrics.loss.tolist() == instrument.load("sent").metrics.loss.tolist()
 
 
 def test_ctrl_c_ends_the_sending_too(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,9 +355,8 @@ def test_a_loop_of_one_s_own_goes_on_where_nobody_answers(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "PAUSES", (0.01,))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    with pytest.warns(InstrumentWarning, match="what is missing is sent by: python -m instrument.upload"):
+    told = pytest.warns(InstrumentWarning, match="what is missing is sent by: python -m instrument.upload")
+    with new_clients(AWS_ENDPOINT_URL=NO_ANSWER), told:
         own_loop(tmp_path / "mine", bucket)
     run = instrument.load(tmp_path / "mine")
     assert (len(run.stats), run.events.rule.tolist()) == (3, ["remote"])
@@ -340,13 +372,11 @@ def test_a_loop_of_one_s_own_is_told_what_cannot_be(tmp_path: Path) -> None:
 
 
 def test_what_a_job_left_that_is_done_again_is_put_aside_there_too(cli: Cli, bucket: str) -> None:
-    again = [*TINY, f"sink.remote={bucket}", "hydra.run.dir=runs/sweep/3"]
-    assert cli(*again).code == 0
+    left = made(Path("runs/sweep/.aside/3.1"), used={"started": "before"}, rows={"metrics": [{"loss": 1.0}]})
+    assert send_all(left, RemoteFolder(f"{bucket}/sweep/3", "")).missing == {}
     before = names(f"{bucket}/sweep/3")
-    Path("runs/sweep/.aside").mkdir()
-    Path("runs/sweep/3").rename("runs/sweep/.aside/3.1")
-    answer = cli(*again, "train.steps=2")
+    answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=runs/sweep/3")
     assert answer.code == 0, answer.err
     assert names(f"{bucket}/sweep/.aside/3.1") == before
     run = instrument.load(f"{bucket}/sweep")
-    assert (len(run.folders), run.metrics.step.max()) == (1, 2)
+    assert (len(run.folders), run.info["status"]) == (1, "done")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +10,20 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from forked import Command
 from states import identical
+from tiers import portions
 
 import instrument
 from instrument import ConfigError
+from instrument.kinds.causes import CHECKPOINT
 from instrument.run.checkpoint import Checkpoints
 from instrument.run.folder import RunFolder
+from instrument.run.runner import run
+from instrument.run.terminal import Terminal
+from instrument.spec.kinds import KINDS
+from instrument.spec.parse import parse_config
 
-REPOSITORY = Path(__file__).parents[2]
-COUNT = 8
 CLOCK = ["seconds", "samples_per_second"]
 Cli = Callable[..., Any]
 TINY = [
@@ -35,25 +37,23 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A folder with pairs of runs, and how often the second of each was killed."""
-    place = tmp_path_factory.mktemp("resumed")
-    here = Path(__file__).parent
-    command = [sys.executable, str(here / "resumed.py"), str(place), str(COUNT), "3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{here}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+@pytest.fixture(scope="module", params=portions(4, 12, 4))
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+    """Folders of runs that were never killed, and of the same ones that were killed again and again."""
+    numbers: range = request.param
+    place, here = tmp_path_factory.mktemp("resumed"), Path(__file__).parent
+    arguments = [str(place), str(numbers.start), str(numbers.stop)]
+    done = Command(place, here / "resumed.py", arguments, {"OMP_NUM_THREADS": "1"}, "process").wait()
     assert done.returncode == 0, done.stderr
-    return place, [json.loads(line)["kills"] for line in done.stdout.splitlines()]
+    return [(place / f"{number}-whole", place / f"{number}-killed") for number in numbers]
 
 
-@pytest.mark.parametrize("number", range(COUNT))
-def test_rows_and_weights_are_those_of_the_run_that_was_never_killed(
-    resumed: tuple[Path, list[int]], number: int
-) -> None:
-    place, kills = resumed
-    assert kills[number] >= 2
-    whole, killed = (instrument.load(place / f"{number}-{which}") for which in ("whole", "killed"))
+def test_rows_and_weights_are_those_of_the_run_that_was_never_killed(pairs: list[tuple[Path, Path]]) -> None:
+    for pair in pairs:
+        check_equal(*map(instrument.load, pair))
+
+
+def check_equal(whole: instrument.Run, killed: instrument.Run) -> None:
     assert (whole.info["status"], killed.info["status"]) == ("done", "done")
     for name in ("stats", "effects", "coverage", "layers"):
         pd.testing.assert_frame_equal(getattr(whole, name), getattr(killed, name), check_exact=True)
@@ -65,7 +65,7 @@ def test_rows_and_weights_are_those_of_the_run_that_was_never_killed(
     assert len(killed.events[killed.events.rule == "resumed"]) >= 1
 
     states = [Checkpoints(run.path, 1).load() for run in (whole, killed)]
-    assert states[0]["step"] == states[1]["step"] == 400
+    assert states[0]["step"] == states[1]["step"] == whole.info["config"]["train"]["steps"]
     for name in ("model", "buffers", "optimizer", "random", "batches"):
         assert identical(states[0][name], states[1][name]), name
     weights = killed.metrics[killed.metrics.phase == "train"].loss
@@ -75,18 +75,23 @@ def test_rows_and_weights_are_those_of_the_run_that_was_never_killed(
 def stopped(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str, at: int = 8) -> None:
     """A run in `out` that failed at a step."""
     with monkeypatch.context() as patch:
-        from instrument.run import loop
-
-        see, calls = loop.gradient_norm, [0]
-
-        def fail(model: torch.nn.Module) -> torch.Tensor | None:
-            calls[0] += 1
-            if calls[0] > at:
-                raise RuntimeError("stopped here")
-            return see(model)
-
-        patch.setattr(loop, "gradient_norm", fail)
+        fails_at(patch, at)
         assert cli(*TINY, *arguments).code == 1
+
+
+def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Let a run fail at a step."""
+    from instrument.run import loop
+
+    see, calls = loop.gradient_norm, [0]
+
+    def fail(model: torch.nn.Module) -> torch.Tensor | None:
+        calls[0] += 1
+        if calls[0] > step:
+            raise RuntimeError("stopped here")
+        return see(model)
+
+    patch.setattr(loop, "gradient_norm", fail)
 
 
 def test_the_command_needs_the_folder_and_nothing_else(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +281,65 @@ def test_a_disk_that_is_full_keeps_the_checkpoint_before(
     assert Path("out/checkpoints/step-00000005.pt").read_bytes() == before
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
     assert cli("resume=out").code == 0
+
+
+CHANGES = {
+    "clip": {"action": "clip", "value": 0.01},
+    "scale": {"action": "scale", "factor": 2.0},
+    "round": {"action": "modify", "fn": "quantize"},
+}
+
+
+def state_dict_hooks() -> dict[str, dict[str, Any]]:
+    """Every state-dict kind with every action that it can have, on the model and on the optimizer."""
+    return {
+        f"{kind.name}_{name}_{role.partition('.')[0]}": {"layers": "**", "kind": kind.name, "role": role, **action}
+        for kind in KINDS.values()
+        for name, action in {"seen": {"action": "record"}, **CHANGES}.items()
+        for role in ("entry", "state.exp_avg")
+        if kind.family == "state_dict" and (name == "seen" or kind.can_change(role))
+    }
+
+
+def run_tiny(folder: str, hooks: dict[str, Any], resume: str | None = None) -> None:
+    """A run of a few steps with a checkpoint at every second one."""
+    raw = {
+        "name": "tiny",
+        "model": {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "torch.nn.Flatten"}, LINEAR]},
+        "data": {"dataset": {"_target_": "instrument.run.datasets.digits"}, "eval_slice": {"split": "test", "stop": 8}},
+        "task": {"_target_": "instrument.run.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
+        "train": {"steps": 5, "batch_size": 8, "checkpoint": {"every": 2}},
+        "hooks": hooks,
+    }
+    run(parse_config({**raw, "resume": resume}), Path(folder), Terminal(quiet=True), raw=raw, overrides={})
+
+
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 64, "out_features": 10}
+
+
+def test_checkpoints_hold_live_values_with_state_dict_hooks(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that resumes, the one that was never stopped, and the one without these hooks end in the same state."""
+    hooks = state_dict_hooks()
+    run_tiny("bare", {})
+    run_tiny("whole", hooks)
+    with monkeypatch.context() as patch:
+        fails_at(patch, 3)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run_tiny("out", hooks)
+    run_tiny("out", hooks, resume="out")
+    bare, whole, resumed = (Checkpoints(Path(name)).load() for name in ("bare", "whole", "out"))
+    for name in ("step", "model", "buffers", "optimizer", "random"):
+        assert identical(bare[name], whole[name]), name
+        assert identical(bare[name], resumed[name]), name
+    one, other = instrument.load("whole"), instrument.load("out")
+    for name in ("stats", "effects", "coverage"):
+        pd.testing.assert_frame_equal(getattr(one, name), getattr(other, name), check_exact=True)
+    assert one.effects.empty
+
+    coverage = one.coverage.set_index("hook")
+    saved = coverage[coverage.index.str.fullmatch("state_dict_(pre|post)_seen_(entry|state)")]
+    assert set(zip(saved.expected, saved.fired, saved.cause, strict=True)) == {(3, 3, "")}, "after 2, 4 and 5 steps"
+    changed = coverage[coverage.index.str.match("state_dict_post_(clip|scale|round)")]
+    assert set(zip(changed.expected, changed.fired, changed.cause, strict=True)) == {(0, 0, CHECKPOINT)}
+    assert sum(CHECKPOINT in message for message in one.events.message) == 2 * len(CHANGES)

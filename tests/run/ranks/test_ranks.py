@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pandas as pd
 import pytest
 import several
 import torch
+from tiers import tiered
 
 import instrument
 from instrument.errors import ConfigError
@@ -51,11 +51,16 @@ hooks:
 """
 
 
-def start(place: Path, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+def start(
+    place: Path,
+    *arguments: str,
+    processes: int = 1,
+    by: Callable[..., subprocess.CompletedProcess[str]] = several.start,
+) -> subprocess.CompletedProcess[str]:
     """A run in a folder that has the experiment."""
     (place / "conf" / "exp").mkdir(parents=True, exist_ok=True)
     (place / "conf" / "exp" / "ranked.yaml").write_text(EXPERIMENT.lstrip())
-    return several.start(place, *arguments, processes=processes)
+    return by(place, *arguments, processes=processes)
 
 
 WAYS = {
@@ -67,28 +72,35 @@ WAYS = {
     "apart": (2, ["train.parallel=ddp"]),
     "shards": (2, ["train.parallel=fsdp2"]),
 }
-MERGED = ["ddp2", "ddp4", "fsdp2", "fsdp4"]
+MERGED = tiered(["ddp2", "ddp4", "fsdp2", "fsdp4"], ["ddp2", "fsdp2"])
+
+
+class Runs(dict[str, instrument.Run]):
+    """The same experiment in one process and in several, each trained when it is first asked for."""
+
+    def __init__(self, place: Path, device: str) -> None:
+        super().__init__()
+        self.place, self.device = place, device
+
+    def __missing__(self, way: str) -> instrument.Run:
+        processes, arguments = WAYS[way]
+        if self.device == "cuda" and processes > torch.cuda.device_count():
+            pytest.skip("there are fewer GPUs than processes")
+        more = (f"device={self.device}", f"hydra.run.dir={way}", *arguments)
+        by = several.torchrun if way == "ddp2" else several.start
+        done = start(self.place, "+exp=ranked", *more, processes=processes, by=by)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stdout, done.stdout
+        self[way] = instrument.load(self.place / way)
+        return self[way]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, instrument.Run]:
-    """The same experiment in one process and in several."""
-    place = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    found = {}
-    for name, (processes, arguments) in WAYS.items():
-        if request.param == "cuda" and processes > torch.cuda.device_count():
-            continue
-        more = (f"device={request.param}", f"hydra.run.dir={name}", *arguments)
-        done = start(place, "+exp=ranked", *more, processes=processes)
-        assert done.returncode == 0, done.stderr
-        assert "warning" not in done.stdout, done.stdout
-        found[name] = instrument.load(place / name)
-    return found
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp(f"ranks-{request.param}"), request.param)
 
 
-def side_by_side(runs: dict[str, instrument.Run], way: str, table: str, keys: list[str]) -> pd.DataFrame:
-    if way not in runs:
-        pytest.skip("there are fewer GPUs than processes")
+def side_by_side(runs: Runs, way: str, table: str, keys: list[str]) -> pd.DataFrame:
     one, several = getattr(runs["one"], table), getattr(runs[way], table)
     if table != "metrics":
         one, several = (frame[frame["hook"] != "sums"] for frame in (one, several))
@@ -104,7 +116,7 @@ def assert_close(both: pd.DataFrame, name: str) -> None:
 
 
 @pytest.mark.parametrize("way", MERGED)
-def test_merged_statistics_are_those_of_one_process(runs: dict[str, instrument.Run], way: str) -> None:
+def test_merged_statistics_are_those_of_one_process(runs: Runs, way: str) -> None:
     both = side_by_side(runs, way, "stats", KEYS)
     assert set(both["rank_there"]) == {0}
     for name in (*COUNTS, *VALUES):
@@ -118,7 +130,7 @@ def test_merged_statistics_are_those_of_one_process(runs: dict[str, instrument.R
 
 
 @pytest.mark.parametrize("way", MERGED)
-def test_counts_and_extremes_are_exact(runs: dict[str, instrument.Run], way: str) -> None:
+def test_counts_and_extremes_are_exact(runs: Runs, way: str) -> None:
     both = side_by_side(runs, way, "stats", KEYS)
     assert (both["numel"] == both["numel_there"]).all()
     assert (both["module_type"] == both["module_type_there"]).all()
@@ -130,7 +142,7 @@ def test_counts_and_extremes_are_exact(runs: dict[str, instrument.Run], way: str
 
 
 @pytest.mark.parametrize("way", MERGED)
-def test_effects_and_metrics_are_those_of_one_process(runs: dict[str, instrument.Run], way: str) -> None:
+def test_effects_and_metrics_are_those_of_one_process(runs: Runs, way: str) -> None:
     effects = side_by_side(runs, way, "effects", KEYS)
     assert {"tame", "each", "quiet", "noisy"} == set(effects["hook"])
     assert (effects["numel"] == effects["numel_there"]).all()
@@ -142,7 +154,7 @@ def test_effects_and_metrics_are_those_of_one_process(runs: dict[str, instrument
 
 
 @pytest.mark.parametrize("way", MERGED)
-def test_merged_quantiles_and_histograms(runs: dict[str, instrument.Run], way: str) -> None:
+def test_merged_quantiles_and_histograms(runs: Runs, way: str) -> None:
     both = side_by_side(runs, way, "distributions", KEYS)
     for _, row in both.iterrows():
         assert sum(row["counts"]) == sum(row["counts_there"])
@@ -156,7 +168,7 @@ def test_merged_quantiles_and_histograms(runs: dict[str, instrument.Run], way: s
                 assert below - 0.01 <= level <= cumulative[near] + 0.01, (level, here, there)
 
 
-def test_the_folder_is_one(runs: dict[str, instrument.Run]) -> None:
+def test_the_folder_is_one(runs: Runs) -> None:
     run = runs["ddp2"]
     assert run.info["ranks"] == 2
     assert run.info["status"] == "done"
@@ -170,7 +182,7 @@ def test_the_folder_is_one(runs: dict[str, instrument.Run]) -> None:
     assert not list(run.path.glob(".lock*"))
 
 
-def test_each_rank_says_what_it_saw(runs: dict[str, instrument.Run]) -> None:
+def test_each_rank_says_what_it_saw(runs: Runs) -> None:
     stats = runs["apart"].stats
     scopes = stats.groupby("hook")["scope"].unique().map(list).to_dict()
     local = ["seen", "flowing", "sums", "evaluated"]
@@ -184,7 +196,7 @@ def test_each_rank_says_what_it_saw(runs: dict[str, instrument.Run]) -> None:
     assert (seen.loc[0]["numel"] == seen.loc[1]["numel"]).all()
 
 
-def test_a_shard_has_the_rows_of_a_shard(runs: dict[str, instrument.Run]) -> None:
+def test_a_shard_has_the_rows_of_a_shard(runs: Runs) -> None:
     shards, one = runs["shards"].stats, runs["one"].stats
     weights = shards[shards["hook"] == "weights"]
     assert set(weights["scope"]) == {"shard"}
@@ -202,15 +214,7 @@ def test_a_shard_has_the_rows_of_a_shard(runs: dict[str, instrument.Run]) -> Non
 
 def loop(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Loops of one's own in two processes."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, HERE / "ranked.py", place, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return several.start(place.parent, str(place), *arguments, processes=2, module=HERE / "ranked.py")
 
 
 def test_loops_of_ones_own(tmp_path: Path) -> None:
@@ -267,13 +271,15 @@ def test_in_a_loop_of_ones_own_it_is_told_who_died(tmp_path: Path) -> None:
     assert done.returncode != 0
     run = instrument.load(tmp_path / "out")
     assert set(run.stats.query("scope == 'global'")["step"]) == {0}
-    if "SIGTERM" not in done.stderr.partition("rank      : 0")[2].partition("\n---")[0]:  # torchrun was not faster
-        assert "RankError: rank 1 has ended; rank 0 cannot go on without it" in done.stderr
-        assert (run.info["status"], run.info["failed_rank"]) == ("failed", 1)
+    assert "RankError: rank 1 has ended; rank 0 cannot go on without it" in done.stderr
+    assert (run.info["status"], run.info["failed_rank"]) == ("failed", 1)
 
 
+@pytest.mark.parametrize("processes", tiered([2, 3], [2]))
 @pytest.mark.parametrize(("rank", "how", "reduce"), [(0, "kill", "none"), (1, "kill", "none"), (1, "raise", "global")])
-def test_when_a_process_dies_the_others_say_which(tmp_path: Path, rank: int, how: str, reduce: str) -> None:
+def test_when_a_process_dies_the_others_say_which(
+    tmp_path: Path, rank: int, how: str, reduce: str, processes: int
+) -> None:
     done = start(
         tmp_path,
         *("data=digits", f"model={{_target_: dying.Dying, rank: {rank}, how: {how}, after: 5}}", "quiet=true"),
@@ -283,11 +289,11 @@ def test_when_a_process_dies_the_others_say_which(tmp_path: Path, rank: int, how
             "hydra.run.dir=out",
             f"reduce={reduce}",
         ),
-        processes=3,
+        processes=processes,
     )
     assert done.returncode != 0
     happened = "was killed" if how == "kill" else "failed with ValueError: this batch is bad"
-    others = [other for other in range(3) if other != rank]
+    others = [other for other in range(processes) if other != rank]
     for other in others:
         assert f"rank {rank} {happened}; rank {other} cannot go on without it, and stops" in done.stderr
     run = instrument.load(tmp_path / "out")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from several import start
 from states import identical
+from tiers import tiered
 
 import instrument
 from instrument import compact
@@ -97,17 +98,17 @@ def test_checkpoints_are_those_of_the_run_that_never_stopped(runs: tuple[Path, P
             assert identical(one[name], other[name]), name
 
 
-def test_as_many_processes_go_on_as_there_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", tiered([1, 3], [1]))
+def test_as_many_processes_go_on_as_there_were(tmp_path: Path, processes: int) -> None:
     first = start(tmp_path, *arguments("out", "ddp", "none", 0), processes=2)
     assert first.returncode != 0
     before = sorted(tmp_path.glob("out/**/*"))
-    for processes, told in [(1, "this time it is 1"), (3, "this time it is 3")]:
-        done = start(tmp_path, "resume=out", processes=processes)
-        assert done.returncode != 0
-        assert told in done.stderr
-        assert "resume: this run was begun by 2 processes" in done.stderr
-        assert "torchrun --nproc-per-node 2 -m instrument resume=out" in done.stderr
-        assert "instrument/run/" not in done.stderr  # no traceback of ours
+    done = start(tmp_path, "resume=out", processes=processes)
+    assert done.returncode != 0
+    assert f"this time it is {processes}" in done.stderr
+    assert "resume: this run was begun by 2 processes" in done.stderr
+    assert "torchrun --nproc-per-node 2 -m instrument resume=out" in done.stderr
+    assert "instrument/run/" not in done.stderr  # no traceback of ours
     assert sorted(tmp_path.glob("out/**/*")) == before
 
 

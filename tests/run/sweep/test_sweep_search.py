@@ -7,17 +7,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna
+import pandas as pd
 import pytest
 import yaml
 from swept import job as made
 
+import instrument
 from instrument.run.sweep.jobs import SweepJob
 from instrument.run.sweep.search import RESULTS, best_trial
 from instrument.sweep import main
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.steps=1")
+CLIPPED = ("+hooks.tame={layers:layers.0,kind:parameter_grad,action:clip,norm:1}", "hooks=activations")
+# Optuna's grid stops with an error where the last of its trials is the one that fails.
+DRAWN = (
+    "hydra/sweeper=search",
+    "hydra/sweeper/sampler=random",
+    "hydra.sweeper.sampler.seed=0",
+    "hydra.sweeper.n_trials=2",
+)
 SEARCH = ("-m", *TINY, "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.01,1.0)")
 
 
@@ -46,6 +55,8 @@ def test_what_the_sweeper_would_not_take_is_told_before_a_folder_is_made(
 
 
 def test_a_study_that_goes_another_way_is_told_of(cli: Cli) -> None:
+    import optuna
+
     storage = "sqlite:///mine.db"
     optuna.create_study(study_name="mine", storage=storage, direction="maximize")
     study = ("hydra.sweeper.study_name=mine", f"hydra.sweeper.storage={storage}", "hydra.sweep.dir=out")
@@ -80,14 +91,62 @@ def test_the_best_trial_is_told_with_its_number(cli: Cli, capfd: pytest.CaptureF
     assert line in capfd.readouterr().out
 
 
-def test_where_a_trial_failed_the_best_is_told_too(cli: Cli) -> None:
-    sampler = ("hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=0", "hydra.sweeper.n_trials=2")
-    swept = ("-m", *TINY, "hydra/sweeper=search", *sampler, "optimizer.lr=choice(0.1,-1)", "hydra.sweep.dir=out")
-    answer = cli(*swept)
+def test_where_a_trial_failed_the_others_go_on_and_the_best_is_told_too(cli: Cli) -> None:
+    answer = cli("-m", *TINY, "optimizer.lr=choice(0.1,-1)", *DRAWN, "hydra.sweep.dir=out")
     assert answer.code == 1
     assert "2 jobs in out: 1 done, 1 failed" in answer.err
+    assert "--rerun" not in answer.err
     assert answer.err.count("\nbest         out/") == 1
     assert "  optimizer.lr=0.1  loss = " in answer.err
+
+
+@pytest.mark.parametrize(
+    ("direction", "best"), [("minimize", "idxmin"), pytest.param("maximize", "idxmax", marks=pytest.mark.slow)]
+)
+def test_optuna_looks_for_the_smallest_or_the_largest(cli: Cli, direction: str, best: str) -> None:
+    objective = "last(stats.l2 where layer = 'layers.0')"
+    answer = cli(
+        *("-m", *TINY, *CLIPPED, "hydra/sweeper=search", "hydra.sweeper.n_trials=4", "hydra.sweep.dir=out"),
+        *(f"hydra.sweeper.direction={direction}", f'objective="{objective}"', "optimizer.lr=interval(0.01,2.0)"),
+    )
+    assert answer.code == 0, answer.err
+    found = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
+    sweep = instrument.load("out")
+    numbers = pd.Series([info["objective"] for info in sweep.infos], index=sweep.runs["optimizer.lr"])
+    assert len(numbers) == 4
+    assert found["best_params"]["optimizer.lr"] == getattr(numbers, best)()
+    assert found["best_value"] == numbers[getattr(numbers, best)()]
+
+
+def test_a_study_with_a_name_and_a_place_goes_on(cli: Cli) -> None:
+    study = ("hydra.sweeper.study_name=mine", "hydra.sweeper.storage=sqlite:///mine.db", "hydra.sweeper.n_trials=1")
+    for place in ("first", "second"):
+        swept = ("hydra/sweeper=search", *study, "optimizer.lr=interval(0.01,2.0)", f"hydra.sweep.dir={place}")
+        answer = cli("-m", *TINY, *swept)
+        assert answer.code == 0, answer.err
+    import optuna
+
+    assert len(optuna.load_study("mine", "sqlite:///mine.db").trials) == 2
+
+
+def test_a_trial_without_a_finite_number_is_passed_over(cli: Cli) -> None:
+    swept = ("optimizer.lr=choice(0.1,1e38)", *DRAWN, "hydra.sweep.dir=out")
+    answer = cli("-m", *TINY, *swept)
+    assert answer.code == 0, answer.err
+    found = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
+    assert found["best_params"] == {"optimizer.lr": 0.1}
+    assert list(instrument.load("out").runs.status) == ["done", "done"]
+
+
+def test_where_no_trial_gives_a_number_it_is_said(cli: Cli) -> None:
+    objective = "max(stats.l2 where layer = 'decoder.2')"
+    answer = cli(
+        *("-m", *TINY, *CLIPPED, "hydra/sweeper=search", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=out"),
+        *(f'objective="{objective}"', "optimizer.lr=interval(0.01,2.0)"),
+    )
+    assert answer.code == 1
+    assert f"out/1  nothing to go by: {objective}: no row that meets the condition has a number there" in answer.err
+    assert "hydra_optuna_sweeper failed: ValueError: No trials are completed yet" in answer.err
 
 
 @pytest.fixture

@@ -1,0 +1,95 @@
+"""Commands in processes of their own that do not import PyTorch again: a server that has imported it forks each of them.
+
+To import PyTorch, Hydra and the packages of a run takes longer than most runs of the tests. Each process of pytest has one
+server, which starts with the first command.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from waiting import HANGS
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["__main__", "preloaded"])
+TESTS = str(Path(__file__).parent)
+
+
+class Command:
+    """A running command, with its output in files.
+
+    Args:
+        place: The working directory, which is first on the path for imports.
+        module: A module that is run as `python -m` does, or the path of a script.
+        arguments: What follows on the command line.
+        environment: Variables over those of this process; an entry of PYTHONPATH is put on the path for imports.
+        name: Of the files of the output in `place`.
+    """
+
+    def __init__(
+        self, place: Path, module: str | Path, arguments: Sequence[str], environment: Mapping[str, str], name: str
+    ) -> None:
+        self.arguments = [str(module), *arguments]
+        self.outputs = [place / f".{name}.{stream}" for stream in ("out", "err")]
+        variables = {**os.environ, **environment}
+        self.process: ForkServerProcess = CONTEXT.Process(
+            target=_main, args=(str(place), module, self.arguments, variables, [str(file) for file in self.outputs])
+        )
+        # The server looks for the module that it preloads where PYTHONPATH says.
+        before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), TESTS
+        try:
+            self.process.start()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.exitcode
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """Wait until it ends; gives its exit code and what it printed."""
+        self.process.join(HANGS)
+        if self.process.exitcode is None:
+            self.send(signal.SIGKILL)
+            raise subprocess.TimeoutExpired(self.arguments, HANGS)
+        printed = [file.read_text(errors="replace") for file in self.outputs]
+        for file in self.outputs:
+            file.unlink()
+        return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *printed)
+
+
+def _main(
+    place: str, module: str | Path, arguments: list[str], variables: dict[str, str], outputs: Sequence[str]
+) -> None:
+    os.chdir(place)
+    os.environ.clear()
+    os.environ.update(variables)
+    for descriptor, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a command in the background would ignore
+    sys.path[:0] = [place, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = arguments
+    try:
+        if isinstance(module, Path):
+            sys.path.insert(0, str(module.parent))
+            runpy.run_path(str(module), run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which a child of multiprocessing leaves out

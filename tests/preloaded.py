@@ -1,0 +1,11 @@
+"""What the server of `forked` imports before it forks."""
+
+from __future__ import annotations
+
+import torch.distributed.fsdp  # noqa: F401
+from hydra.core.plugins import Plugins
+
+import instrument.run.runner
+import instrument.run.terminal  # noqa: F401
+
+Plugins.instance()  # imports the plugins that are installed
