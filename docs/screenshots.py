@@ -27,7 +27,7 @@ CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
 RUNS = {
     "mnist_hooks": ["+exp=mnist_hooks"],
     "bad_init": ["-m", "+exp=bad_init", "apply.init.std=0.02,0.18"],
-    "dying_relu": ["-m", "+exp=dying_relu", "optimizer.lr=0.05,0.3"],
+    "dying_relu": ["-m", "+exp=dying_relu", "optimizer.lr=0.1,4"],
     "clipping": ["-m", "+exp=clipping", f"hooks.tame={CLIP},null", "seed=1,2,3"],
 }
 
@@ -62,9 +62,9 @@ SHOTS = (
     Shot("bad-init-layers.png", "bad_init/0", "#heatmap-chart"),
     Shot("bad-init-flow.png", "bad_init/0", "#flow-chart"),
     Shot("bad-init-cure.png", "bad_init", "#layers", choices=(("layers-statistic", "std"),)),
-    Shot("dying-relu-training.png", "dying_relu/1", "#training"),
+    Shot("dying-relu-training.png", "dying_relu/1", "#training", choices=(("training-scale", "log"),)),
     Shot("dying-relu-units.png", "dying_relu/1", "#units"),
-    Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-place", "layers.0.0"),)),
+    Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-place", "layers.3.0"),)),
     Shot("clipping-training.png", "clipping", "#training"),
     Shot("clipping-effects.png", "clipping", "#effects > .scroll"),
 )
