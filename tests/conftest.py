@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -71,11 +71,19 @@ def mnist_root() -> Path | None:
 
 
 @pytest.fixture
-def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, with no data configured."""
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory, with no data configured.
+
+    Modules that were imported from it are forgotten afterwards: those of another test may have the same names.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_DATA", raising=False)
-    return tmp_path
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).is_relative_to(tmp_path):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -128,21 +136,10 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int
 
     monkeypatch.setattr(sys, "argv", ["instrument", *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    imported = set(sys.modules)
     try:
         main()
     except SystemExit as stop:
         code = stop.code or 0
         assert isinstance(code, int)
         return code
-    finally:
-        _forget_modules_of(Path.cwd(), imported)
     return 0
-
-
-def _forget_modules_of(folder: Path, before: Set[str]) -> None:
-    """Remove what was imported from a test's folder: a module of another test may have the same name."""
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(folder):
-            del sys.modules[name]

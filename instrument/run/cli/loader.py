@@ -11,6 +11,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ...spec.keys import fields_below
@@ -22,6 +23,34 @@ class FieldLoader(ConfigLoaderImpl):
     It composes single runs, sweeps and each of their jobs, also in the processes of a launcher. Overrides are recorded as they
     were written.
     """
+
+    _first: tuple[list[str], DictConfig] | None = None  # the overrides and the result of a composition for the mode
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Compose a configuration.
+
+        Hydra composes twice: once to read `hydra.mode`, and again with the mode in the overrides. A single run reuses the
+        first result, unless the overrides contain a sweep or a group has no choice: Hydra accepts both only in a sweep.
+        """
+        first, self._first = self._first, None
+        if first and run_mode == RunMode.RUN and overrides == [*first[0], "hydra.mode=RUN"]:
+            config = first[1]
+            config.hydra.mode = RunMode.RUN
+            config.hydra.overrides.hydra.append(overrides[-1])
+            return config
+        config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        only_mode = run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and config.hydra.mode is None
+        sweeps = any(override.is_sweep_override() for override in self._given)
+        if only_mode and not sweeps and "???" not in config.hydra.runtime.choices.values():
+            self._first = (list(overrides), config)
+        return config
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]

@@ -90,6 +90,25 @@ def test_jobs_of_a_sweep_are_composed_alike_in_other_processes() -> None:
     assert parsed(job).hooks["tame"].every == 6
 
 
+def test_single_run_is_composed_once() -> None:
+    loader, fresh = composed()[0], composed()[0]
+    overrides = ["+exp=mnist_hooks", "hydra.verbose=true", "hooks.tame.every=5"]
+    asked = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    overrides.append("hydra.mode=RUN")
+    reused = loader.load_configuration("config", overrides, RunMode.RUN)
+    assert reused is asked
+    assert OmegaConf.to_yaml(reused) == OmegaConf.to_yaml(fresh.load_configuration("config", overrides, RunMode.RUN))
+    assert loader.load_configuration("config", overrides, RunMode.RUN) is not reused
+
+
+def test_sweep_values_of_a_single_run_are_refused() -> None:
+    loader = composed()[0]
+    overrides = ["hooks=activations", "seed=5,6"]
+    loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    with pytest.raises(ConfigCompositionException, match="Ambiguous"):
+        loader.load_configuration("config", [*overrides, "hydra.mode=RUN"], RunMode.RUN)
+
+
 def test_sweep_and_search_space_take_known_fields(cli: Cli) -> None:
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text(

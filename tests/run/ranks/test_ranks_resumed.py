@@ -16,7 +16,7 @@ from instrument import compact
 from instrument.run.checkpoint import Checkpoints
 
 CLOCK = ["seconds", "samples_per_second"]
-STEPS, EVERY, AFTER = 60, 10, 55
+STEPS, EVERY, AFTER = 30, 5, 27
 
 
 def arguments(name: str, parallel: str, reduce: str, dies: int, device: str = "cpu") -> list[str]:
@@ -25,7 +25,7 @@ def arguments(name: str, parallel: str, reduce: str, dies: int, device: str = "c
         "data=digits",
         f"model={{_target_: dying.Dying, rank: {dies}, how: kill, after: {AFTER}}}",
         "optimizer=adam",
-        f"train={{steps: {STEPS}, batch_size: 30, accumulate: 2, eval_every: 20, checkpoint: {{every: {EVERY}}}}}",
+        f"train={{steps: {STEPS}, batch_size: 30, accumulate: 2, eval_every: 10, checkpoint: {{every: {EVERY}}}}}",
         "+hooks.seen={layers: '**', kind: forward, action: record}",
         "+hooks.moved={layers: '**', kind: step_post, role: update, action: record}",
         "+hooks.kept={layers: '5', kind: forward, action: record, stats: none, tensors: true, every: 7}",
@@ -64,7 +64,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if len(steps) == 1:
             assert compact.main([str(place / "killed")]) == 0  # which keeps apart what is taken back
         done = start(place, "resume=killed", processes=2)
-    assert steps == [20, 40]
+    assert steps == [10, 20]
     return place / "whole", place / "killed", done.stdout.splitlines()
 
 
@@ -77,21 +77,21 @@ def test_rows_are_those_of_the_run_that_never_stopped(runs: tuple[Path, Path, li
         assert len(one)
         pd.testing.assert_frame_equal(one, other, check_exact=True)
     pd.testing.assert_frame_equal(whole.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
-    assert len(whole.metrics) == STEPS + STEPS // 20
+    assert len(whole.metrics) == STEPS + STEPS // 10
     one, other = (run.tensors().sort_values(["rank", "step", "layer", "micro_step"]) for run in (whole, killed))
     assert set(one["rank"]) == {0, 1}
     assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
     assert list(killed.events.query("rule == 'resumed' and rank == 0").message) == [
+        "goes on after 10 steps",
         "goes on after 20 steps",
-        "goes on after 40 steps",
     ]
-    assert any("step 60/60" in line for line in runs[2])
+    assert any("step 30/30" in line for line in runs[2])
 
 
 def test_checkpoints_are_those_of_the_run_that_never_stopped(runs: tuple[Path, Path, list[str]]) -> None:
     whole, killed = runs[:2]
     names = sorted(file.name for file in (killed / "checkpoints").iterdir())
-    assert names == ["step-00000060-0001.pt", "step-00000060.pt"]
+    assert names == ["step-00000030-0001.pt", "step-00000030.pt"]
     for rank in (0, 1):
         one, other = (Checkpoints(folder).load(rank) for folder in (whole, killed))
         for name in ("model", "optimizer", "random", "batches"):
@@ -114,9 +114,9 @@ def test_as_many_processes_go_on_as_there_were(tmp_path: Path, processes: int) -
 
 def test_a_file_of_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
     assert start(tmp_path, *arguments("out", "ddp", "none", 0), processes=2).returncode != 0
-    (tmp_path / "out" / "checkpoints" / "step-00000020-0001.pt").unlink()
+    (tmp_path / "out" / "checkpoints" / "step-00000010-0001.pt").unlink()
     done = start(tmp_path, "resume=out", processes=2)
     assert done.returncode != 0
-    assert "step-00000020-0001.pt" in done.stderr
+    assert "step-00000010-0001.pt" in done.stderr
     assert "No such file" in done.stderr
-    assert Checkpoints(tmp_path / "out").load()["step"] == 20
+    assert Checkpoints(tmp_path / "out").load()["step"] == 10
