@@ -8,7 +8,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scale check format docs clean
+.PHONY: help demo test test-all bench bench-peers bench-scale check format docs site clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -47,8 +47,12 @@ format: $(DEV_STAMP)  ## put the code into its format and mend what the linter c
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(DEV_STAMP)  ## make anew what is made from the code: tables, columns, the JSON Schema
+docs: $(DEV_STAMP)  ## generate the reference pages and the JSON Schema from the code
 	$(BIN)/python docs/make.py
+
+site: docs  ## build the documentation site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "site        site/index.html"
 
 clean:  ## remove the environment, caches and builds; runs are kept
 	rm -rf .venv .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from conftest import REPOSITORY
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from test_pages import PAGES as EXECUTED
 
 from instrument import compact, export, recover, sweep
 from instrument.report.__main__ import main as report
@@ -26,7 +27,7 @@ from instrument.spec.parse import parse_config
 Cli = Callable[..., Any]
 PAGES = [
     REPOSITORY / "README.md",
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *(page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if page not in EXECUTED),
     *sorted((REPOSITORY / "conf").rglob("*.yaml")),
 ]
 HELP = yaml.safe_load((REPOSITORY / "conf" / "config.yaml").read_text())["hydra"]["help"]["header"]

@@ -14,7 +14,7 @@ from waiting import HANGS
 
 FILES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "conf").rglob("*.yaml")),
     *sorted((REPOSITORY / "instrument").rglob("*.py")),
 ]

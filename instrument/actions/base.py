@@ -20,7 +20,7 @@ UNKNOWN_CALL = -1
 
 
 class Moment(NamedTuple):
-    """When a hook fires: the optimizer step from 0, the micro-batch in it, the epoch, and the phase."""
+    """When a hook runs: optimizer step (from 0), micro-step within it, epoch, and phase (`train` or `eval`)."""
 
     step: int
     micro_step: int
@@ -30,27 +30,27 @@ class Moment(NamedTuple):
 
 @dataclass(slots=True)
 class Context:
-    """One firing of one hook at one tensor; what a function of one's own gets beside the tensor.
+    """The second argument of a custom hook function: describes one call of one hook for one tensor.
 
     Attributes:
-        hook: The name of the spec.
-        kind: As in `kind:`.
-        role: Which of the kind's tensors.
-        layer: The name of the module; empty for the root.
+        hook: The name of the hook.
+        kind: The hook kind.
+        role: The role of the tensor, such as `output` or `grad_input`.
+        layer: The name of the module; empty for the root module.
         module: The module.
-        path: Which tensor of a nested value; the parameter's own name for kinds that see parameters.
+        path: The path of the tensor in a nested value, or the name of the parameter within its module.
         moment: Step, micro-step, epoch and phase.
-        call: The n-th call of the module in the micro-step, from 0; -1 where that cannot be told, which happens only
-            where something else than torch.utils.checkpoint computes one of several calls again.
-        backward: Which gradient of the tensor this is, from 0: a double backward pass brings a second one, and so does a
-            second pass through a graph that was retained. 0 for what is no gradient.
-        recompute: Whether it happens while activation checkpointing computes a forward pass again.
-        value: Where the tensor is a gradient and what it is the gradient of is at hand: that tensor, detached; where it is
-            an update, the parameter after it.
-        parameters: For a penalty on the loss: the parameters that it is on.
+        call: The index of the module's call within the micro-step, from 0. -1 if it is unknown: a mechanism other than
+            torch.utils.checkpoint recomputes one of several calls.
+        backward: The index of the tensor's gradient, from 0. A double backward pass gives a second gradient, and so does a
+            second pass through a retained graph. 0 for other tensors.
+        recompute: Whether activation checkpointing recomputes the forward pass.
+        value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
+            the update. Otherwise None.
+        parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
-        scope: Whose numbers the tensor holds: `global` where one process trains, else `local`, `averaged` or `shard`.
-        rank: Which of several processes this is, from 0.
+        scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
+        rank: The rank of the process, from 0.
     """
 
     hook: str
@@ -75,7 +75,7 @@ class Context:
         return self.moment.step
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """A generator of random numbers for this firing alone.
+        """Return a random generator for this call.
 
         It depends on the run's seed, the hook, the layer, the tensor and the moment, and where each of several processes has
         a tensor of its own, on the rank; on nothing else: the global random state is neither read nor moved, and a forward

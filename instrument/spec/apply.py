@@ -1,4 +1,4 @@
-"""What an apply spec can say: changes made once, before step 0, in the order of `nn.Module.apply` (children first)."""
+"""Specs of `apply`: changes made once before step 0, in the order of `nn.Module.apply` (children first)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ INIT_FUNCTIONS: dict[str, tuple[str, ...]] = {
 
 
 class ApplyBase(Selection):
-    """Which modules; each action adds its own fields."""
+    """The fields that all apply specs share. Each action adds its own."""
 
-    name: str = Field("", description="The key in the mapping; an item of a list may give its own.")
+    name: str = Field("", description="The name of the spec: its key in the mapping. An item of a list can set it.")
 
 
 class InitSpec(ApplyBase):
-    """Fill parameters by a function of `torch.nn.init`, whose arguments stand beside `fn`; weights, where `params` is not said."""
+    """Initialize parameters with a function of `torch.nn.init`. Its arguments are further fields. Default `params`: weight."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,44 +67,44 @@ class InitSpec(ApplyBase):
 
 
 class FillSpec(ApplyBase):
-    """Set every element of the parameters to one value."""
+    """Fill parameters with a constant."""
 
     action: Literal["fill"]
-    value: Number = Field(description="The value.")
+    value: Number = Field(description="The constant.")
 
 
 class FreezeSpec(ApplyBase):
-    """Take parameters out of training: `requires_grad = False`."""
+    """Freeze parameters: `requires_grad = False`."""
 
     action: Literal["freeze"]
 
 
 class ReplaceSpec(ApplyBase):
-    """Put a new module in the place of each one that matches, under all of its names."""
+    """Replace each matching module by a new one, under all of its names."""
 
     action: Literal["replace"]
-    module: Target = Field(description="What is built for each of them.")
+    module: Target = Field(description="The new module.")
 
 
 class WrapSpec(ApplyBase):
-    """Put a module around each one that matches, under all of its names; it is handed over as the first argument."""
+    """Wrap each matching module, under all of its names. It is the first argument of the wrapper."""
 
     action: Literal["wrap"]
-    module: Target = Field(description="What is built around each of them.")
+    module: Target = Field(description="The wrapper.")
 
 
 class ReprSpec(ApplyBase):
-    """Give the module a label, which `print(model)` shows."""
+    """Add a label that `print(model)` shows."""
 
     action: Literal["repr"]
     label: str = Field(min_length=1, description="The label.")
 
 
 class SetSpec(ApplyBase):
-    """Set an attribute that the module already has, such as `inplace`."""
+    """Set an existing attribute of the module, such as `inplace`."""
 
     action: Literal["set"]
-    attribute: str = Field(min_length=1, description="The attribute's name.")
+    attribute: str = Field(min_length=1, description="The name of the attribute.")
     value: Any = Field(description="Its new value.")
 
     @field_validator("value")
@@ -116,16 +116,16 @@ class SetSpec(ApplyBase):
 
 
 class AddParameterSpec(ApplyBase):
-    """Register one more parameter on the module, before the optimizer is built."""
+    """Register a new parameter on the module, before the optimizer is created."""
 
     action: Literal["add_parameter"]
-    parameter: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Its name.")
-    shape: tuple[Count, ...] = Field((), description="Its shape; empty for a scalar.")
-    value: Number = Field(0.0, description="What it is filled with.")
+    parameter: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="The name of the parameter.")
+    shape: tuple[Count, ...] = Field((), description="The shape; empty for a scalar.")
+    value: Number = Field(0.0, description="The initial value.")
 
 
 class CallSpec(ApplyBase):
-    """Call a function of one's own, as `fn(module, name)` with the further arguments of the target."""
+    """Call a custom function as `fn(module, name)` with the additional arguments of the target."""
 
     action: Literal["call"]
     fn: Target

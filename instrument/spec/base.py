@@ -1,4 +1,4 @@
-"""What every hook spec can say: where, when and at which tensor."""
+"""Fields that all hook specs share: modules, kind, tensor and schedule."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ KindName = Literal[
 
 
 class HookBase(Selection):
-    """Where, when and at which tensor; each action adds its own fields."""
+    """The fields that all hook specs share. Each action adds its own."""
 
-    name: str = Field("", description="The key in the mapping; an item of a list may give its own.")
-    kind: KindName = Field(description="Where PyTorch lets us in.")
-    role: str | None = Field(None, description="Which of the kind's tensors; the kind's first where it is not said.")
-    path: Glob | None = Field(None, description="Which tensor of a nested value: '0', 'logits', '1.*'; all without it.")
+    name: str = Field("", description="The name of the hook: its key in the mapping. An item of a list can set it.")
+    kind: KindName = Field(description="The hook point; see the table of hook kinds.")
+    role: str | None = Field(None, description="Which tensors of the kind. The default is the kind's first role.")
+    path: Glob | None = Field(None, description="Glob on the path of a tensor inside a nested value: '0', 'logits', '1.*'. The default is all tensors.")
     via: Literal["tensor", "module"] = Field(
-        "tensor", description="Tensor hooks, or PyTorch's own module hooks, for full_backward*."
+        "tensor", description="For full_backward kinds: use tensor hooks, or PyTorch's module hooks."
     )
-    prepend: bool = Field(False, description="Act before all hooks that the module has already, ours among them.")
+    prepend: bool = Field(False, description="Run before all hooks that the module already has.")
     always_call: bool = Field(
-        False, description="For forward: act although the module raised an error, if it gave an output."
+        False, description="For forward: also run if the module's forward raises an error."
     )
-    every: Count = Field(1, description="Every N-th step from start on.")
-    start: Index = Field(0, description="The first step at which it is due.")
-    stop: Count | None = Field(None, description="The first step at which it is due no more.")
+    every: Count = Field(1, description="Run at every N-th step, counted from start.")
+    start: Index = Field(0, description="The first step.")
+    stop: Count | None = Field(None, description="The step after the last one.")
     steps: tuple[Index, ...] | None = Field(
-        None, min_length=1, description="These steps, in place of every, start and stop."
+        None, min_length=1, description="These steps only. Replaces every, start and stop."
     )
-    phase: Phase = Field("train", description="In training steps, or in evaluations.")
+    phase: Phase = Field("train", description="Run in training steps (train) or in evaluations (eval).")
 
     @property
     def schedule(self) -> Schedule:

@@ -1,4 +1,4 @@
-"""What recording may cost."""
+"""Limits for the cost of recording."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Size = Annotated[int, Field(ge=1), BeforeValidator(_size, json_schema_input_type
 
 
 class BudgetConfig(Spec):
-    """What record hooks may cost; where they cost more they look less often. Interventions are never touched."""
+    """Limits for the cost of record hooks. Hooks over budget are sampled less often. Interventions always run."""
 
     time: Share | None = Field(
-        None, description="Of the time of a step without hooks: 5% or 0.05. Measured while it runs."
+        None, description="Maximum overhead, relative to a step without hooks: 5% or 0.05. It is measured during the run."
     )
-    bytes: Size | None = Field(None, description="Of all that is recorded, on disk: 500MB, 2GB. About.")
+    bytes: Size | None = Field(None, description="Approximate maximum size of all recorded data on disk: 500MB, 2GB.")

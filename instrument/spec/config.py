@@ -27,19 +27,19 @@ def _of_test(value: Any) -> Any:
 
 
 class SliceSpec(Spec):
-    """Which part of a dataset: taken in this order, each on what the one before left."""
+    """A slice of a dataset. The fields apply in this order, each to the result of the previous one."""
 
-    split: Literal["train", "test"] = Field("train", description="The dataset's own split.")
+    split: Literal["train", "test"] = Field("train", description="The split of the dataset.")
     classes: tuple[Index, ...] | None = Field(None, min_length=1, description="Only targets of these classes.")
     indices: tuple[Index, ...] | None = Field(
-        None, min_length=1, description="Just these, in place of start, stop and stride."
+        None, min_length=1, description="These indices only. Replaces start, stop and stride."
     )
-    start: Index = Field(0, description="The first one.")
-    stop: Count | None = Field(None, description="The first one that is out again.")
-    stride: Count = Field(1, description="Every N-th.")
-    per_class: Count | None = Field(None, description="No more than N of each class.")
-    shuffle: bool = Field(False, description="Put them into a random order before start, stop and stride are counted.")
-    seed: Seed = Field(0, description="The seed of that order.")
+    start: Index = Field(0, description="The first index.")
+    stop: Count | None = Field(None, description="The index after the last one.")
+    stride: Count = Field(1, description="Every N-th sample.")
+    per_class: Count | None = Field(None, description="At most N samples of each class.")
+    shuffle: bool = Field(False, description="Shuffle before start, stop and stride apply.")
+    seed: Seed = Field(0, description="The seed of the shuffle.")
 
     @model_validator(mode="after")
     def _possible(self) -> SliceSpec:
@@ -51,48 +51,48 @@ class SliceSpec(Spec):
 
 
 class DataConfig(Spec):
-    """The dataset, and the slices of it to train on and to evaluate on."""
+    """The dataset, and its slices for training and evaluation."""
 
-    dataset: Target = Field(description="Called with split='train' or 'test'; gives a dataset of (input, target).")
-    root: str = Field("data", description="The folder that datasets on disk lie in; INSTRUMENT_DATA where it is set.")
-    slice: SliceSpec = Field(default_factory=SliceSpec, description="What is trained on.")
+    dataset: Target = Field(description="A callable that takes split='train' or 'test' and returns a dataset of (input, target) pairs.")
+    root: str = Field("data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it.")
+    slice: SliceSpec = Field(default_factory=SliceSpec, description="The training samples.")
     eval_slice: Annotated[SliceSpec, BeforeValidator(_of_test)] = Field(
-        default_factory=lambda: SliceSpec(split="test"), description="What is evaluated on; of the split test."
+        default_factory=lambda: SliceSpec(split="test"), description="The evaluation samples, from the split `test` by default."
     )
-    fallback: Literal["digits"] | None = Field(None, description="What is used, loudly, where the dataset is missing.")
+    fallback: Literal["digits"] | None = Field(None, description="The dataset to use, with a warning, if the dataset is missing.")
 
 
 class CheckpointConfig(Spec):
-    """When a training's whole state is kept."""
+    """When checkpoints of the training state are saved."""
 
-    every: Index = Field(0, description="Every N steps, and after the last one; 0: never. The last one is kept.")
+    every: Index = Field(0, description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints. Only the latest one is kept.")
 
 
 class TrainConfig(Spec):
-    """How long, in what portions."""
+    """The length of the training, and its batches."""
 
-    steps: Count | None = Field(None, description="Optimizer steps; the dataset is gone through as often as it takes.")
-    epochs: Count | None = Field(None, description="Times through the dataset, in place of steps.")
-    batch_size: Count = Field(64, description="Samples in a micro-batch, over all processes together.")
+    steps: Count | None = Field(None, description="Number of optimizer steps. The dataset is repeated as often as needed.")
+    epochs: Count | None = Field(None, description="Number of passes over the dataset. Replaces steps.")
+    batch_size: Count = Field(64, description="Samples in a micro-batch, summed over all processes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="bf16 and fp16: autocast; fp16 with a gradient scaler."
+        "fp32", description="bf16 and fp16 use autocast; fp16 also uses a gradient scaler."
     )
     parallel: Literal["ddp", "fsdp2"] | None = Field(
         None,
-        description="How the processes that torchrun starts train together: DistributedDataParallel, or fully_shard (FSDP2).",
+        description="How processes started by torchrun train together: ddp (DistributedDataParallel) or fsdp2 (fully_shard).",
     )
     find_unused_parameters: bool | None = Field(
         None,
-        description="With ddp: whether a step may not use all parameters; null: as with the first batch.",
+        description="For ddp: whether a step can leave parameters unused. null: decided with the first batch.",
     )
-    compile: bool = Field(False, description="Compile the model with torch.compile; hooks stay outside the graph.")
-    accumulate: Count = Field(1, description="Micro-batches whose gradients are averaged into one optimizer step.")
+    compile: bool = Field(False, description="Compile the model with torch.compile. Hooks run outside the graph.")
+    accumulate: Count = Field(1, description="Micro-batches per optimizer step; their gradients are averaged.")
     eval_every: Index = Field(
-        0, description="Evaluate every N steps and after the last one; 0: after the last one only."
+        0, description="Evaluate every N steps and after the last step; 0: only after the last step."
     )
-    eval_batch_size: Count = Field(256, description="Samples in a batch of an evaluation, over all processes together.")
+    eval_batch_size: Count = Field(256, description="Samples in an evaluation batch, summed over all processes.")
     checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="What a run that was stopped is resumed from."
+        default_factory=CheckpointConfig, description="Checkpoints from which a stopped run is resumed."
     )
 
     @model_validator(mode="after")
@@ -107,30 +107,30 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")  # where rows can go besides Parqu
 
 
 class SinkConfig(Spec):
-    """How rows are written."""
+    """Where and how rows are written."""
 
     tensors: Literal["list", "bytes"] = Field(
-        "list", description="Recorded values as list<float>, or as raw bytes for volume."
+        "list", description="Store recorded values as list<float>, or as raw bytes for large volumes."
     )
     when_full: Literal["wait", "drop"] = Field(
-        "wait", description="Where tensors come faster than they can be written: wait, or drop them and count them."
+        "wait", description="If tensors arrive faster than they can be written: wait, or drop and count them."
     )
     durability: Literal["process", "power"] = Field(
-        "process", description="What finished steps outlive: the process, or a loss of power (an fsync a step)."
+        "process", description="What the rows of finished steps survive: the end of the process, or a power loss (one fsync per step)."
     )
     on_error: Literal["stop", "continue"] = Field(
-        "stop", description="Where nothing can be written any more: stop, or go on training without recording."
+        "stop", description="If writing fails: stop the run, or continue training without recording."
     )
     remote: str | None = Field(
         None,
-        description="An address such as s3://bucket/prefix, below which the run's files are sent too; no credentials.",
+        description="An address such as s3://bucket/prefix to which the run's files are copied. It must not contain credentials.",
     )
     keep_local: bool = Field(
-        True, description="false: parts that are in the remote folder are removed here, for runs larger than the disk."
+        True, description="false: delete local files after their upload, for runs larger than the disk."
     )
-    tensorboard: bool = Field(False, description="The same rows for TensorBoard too, in the run's folder.")
-    wandb: bool = Field(False, description="The same rows for Weights & Biases too, where its environment says.")
-    mlflow: bool = Field(False, description="The same rows for MLflow too, where its environment says.")
+    tensorboard: bool = Field(False, description="Also write the rows for TensorBoard, into the run folder.")
+    wandb: bool = Field(False, description="Also log the rows to Weights & Biases, configured by its environment variables.")
+    mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
 
     @model_validator(mode="after")
     def _kept_somewhere(self) -> SinkConfig:
@@ -145,42 +145,42 @@ class SinkConfig(Spec):
 
 
 class RunConfig(Spec):
-    """Everything that a run is made from."""
+    """The configuration of a run."""
 
-    name: RunName = Field("run", description="The folder under runs/.")
-    seed: Seed = Field(0, description="Of Python's, NumPy's and PyTorch's random state, and of everything drawn here.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
-    deterministic: bool = Field(False, description="Refuse algorithms that give other results from run to run.")
-    plan: bool = Field(False, description="Print what would be hooked, recorded and spent; run nothing.")
+    name: RunName = Field("run", description="The name of the run's folder under runs/.")
+    seed: Seed = Field(0, description="Seed of Python, NumPy, PyTorch, and the hooks' own random generators.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if one is available.")
+    deterministic: bool = Field(False, description="Raise an error for nondeterministic algorithms.")
+    plan: bool = Field(False, description="Dry run: print the matching hooks and the predicted cost; do not train.")
     resume: str | None = Field(
-        None, description="The folder of a run that was stopped: it goes on from its last checkpoint."
+        None, description="The folder of a stopped run to resume from its latest checkpoint."
     )
     objective: str = Field(
         "loss",
-        description="What a sweeper makes smaller or larger: a metric of the last evaluation, or one number of a table, as in "
+        description="The value that a sweeper optimizes: a metric of the last evaluation, or a number from a table, as in "
         "max(stats.abs_max where layer = 'decoder.2').",
     )
-    quiet: bool = Field(False, description="No progress and no tables; warnings and errors only.")
-    report: bool = Field(False, description="Write report.html into the run's folder, and a sweep's, when it ends.")
+    quiet: bool = Field(False, description="Print warnings and errors only.")
+    report: bool = Field(False, description="Write report.html into the folder of the run or sweep at its end.")
     reduce: Literal["none", "global"] = Field(
         "none",
-        description="Rows of several processes: none, each writes its own; global, one row for the batch of all of them.",
+        description="Rows of several processes: none: each process writes its own; global: one row for the global batch.",
     )
-    model: Target = Field(description="The torch.nn.Module.")
+    model: Target = Field(description="The model, a torch.nn.Module.")
     data: DataConfig
-    task: Target = Field(description="What a batch and a model make a loss of.")
+    task: Target = Field(description="The task: computes the loss of a batch.")
     optimizer: Target = Field(
-        description="Called with the parameters that train, or with the model where it takes one."
+        description="The optimizer. It is called with the trainable parameters, or with the model if it takes one."
     )
-    scheduler: Target | None = Field(None, description="Called with the optimizer; one step of it a training step.")
+    scheduler: Target | None = Field(None, description="The learning-rate scheduler. It is called with the optimizer and steps once per training step.")
     train: TrainConfig
     apply: SkipValidation[dict[str, ApplySpec]] = Field(
-        default_factory=dict, description="Changes made once, before step 0."
+        default_factory=dict, description="Changes to modules, made once before step 0."
     )
     hooks: SkipValidation[dict[str, HookSpec]] = Field(
-        default_factory=dict, description="What is seen and changed, by name."
+        default_factory=dict, description="The hooks, by name."
     )
     budget: Annotated[BudgetConfig, BeforeValidator(_mapping)] = Field(
-        default_factory=BudgetConfig, description="What record hooks may cost; what costs more is looked at less often."
+        default_factory=BudgetConfig, description="Limits for the cost of record hooks. Hooks over budget are sampled less often."
     )
     sink: Annotated[SinkConfig, BeforeValidator(_mapping)] = Field(default_factory=SinkConfig)

@@ -32,7 +32,7 @@ class Target(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, defer_build=True)
 
-    target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function.")
+    target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function to import.")
 
     @model_validator(mode="before")
     @classmethod
@@ -98,10 +98,10 @@ class Selection(Spec):
         }
     )
 
-    layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root.")
-    exclude: Globs = Field((), description="Globs on module names, taken away again.")
-    types: Names = Field((), description="Class names, short or full; subclasses count.")
-    params: Globs = Field((), description="Globs on the parameter's own name: weight, bias.")
+    layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root module.")
+    exclude: Globs = Field((), description="Globs on module names to exclude.")
+    types: Names = Field((), description="Class names of modules, short or full. Subclasses match.")
+    params: Globs = Field((), description="Globs on parameter names within the module: weight, bias.")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -1,4 +1,4 @@
-"""What `action: modify` can say: one spec a built-in function, and one for functions of the user's own."""
+"""Specs of `action: modify`: one per built-in function, and one for custom functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 
 
 class ModifySpec(Intervention):
-    """Put another tensor in its place; `fn` says how."""
+    """Replace the tensor by the result of `fn`."""
 
     action: Literal["modify"]
     straight_through: bool = Field(
-        False, description="Let the gradient pass as if the function were not there (Bengio et al. 2013)."
+        False, description="Pass the gradient through unchanged (straight-through estimator, Bengio et al. 2013)."
     )
 
     @model_validator(mode="after")
@@ -31,76 +31,76 @@ class ModifySpec(Intervention):
 
 
 class ZeroSpec(ModifySpec):
-    """All zeros."""
+    """Replace all values by zero (zero ablation)."""
 
     fn: Literal["zero"]
 
 
 class NoiseSpec(ModifySpec):
-    """Add Gaussian noise from a generator of its own, the same for the same seed, hook, step, layer and call."""
+    """Add Gaussian noise from a separate generator. It depends on the seed, hook, step, layer and call only."""
 
     fn: Literal["noise"]
-    std: NonNegative = Field(description="The noise's standard deviation, in the tensor's unit.")
-    mean: Number = Field(0.0, description="The noise's mean.")
+    std: NonNegative = Field(description="The standard deviation of the noise, in the unit of the tensor.")
+    mean: Number = Field(0.0, description="The mean of the noise.")
 
 
 class MeanSpec(ModifySpec):
-    """The mean over some dimensions in place of each value (mean ablation)."""
+    """Replace values by their mean over dimensions (mean ablation)."""
 
     fn: Literal["mean"]
-    dim: Dimensions | Dimension | None = Field(0, description="The dimensions averaged over; null is all of them.")
+    dim: Dimensions | Dimension | None = Field(0, description="The dimension or dimensions to average over; null averages over all.")
 
 
 class ResampleSpec(ModifySpec):
-    """Each sample's tensor replaced by that of a sample drawn at random from the batch (resample ablation)."""
+    """Replace each sample's values by those of a random sample of the batch (resample ablation)."""
 
     fn: Literal["resample"]
 
 
 class ShuffleSpec(ModifySpec):
-    """The batch's samples in a random order."""
+    """Shuffle the samples of the batch."""
 
     fn: Literal["shuffle"]
 
 
 class DropoutSpec(ModifySpec):
-    """Zero each element with probability p and scale the others by 1 / (1 - p), in evaluations too."""
+    """Set each element to zero with probability p and scale the others by 1 / (1 - p), also in evaluations."""
 
     fn: Literal["dropout"]
-    p: Annotated[Number, Field(ge=0, lt=1)] = Field(description="The probability.")
+    p: Annotated[Number, Field(ge=0, lt=1)] = Field(description="The probability of zero.")
 
 
 class QuantizeSpec(ModifySpec):
-    """Round to what a narrow type can hold, scaled so that the largest magnitude fits; the gradient passes through."""
+    """Simulate quantization to a narrow type, scaled by the largest magnitude. The gradient passes through."""
 
     fn: Literal["quantize"]
     to: Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"] = Field(
-        "int8", description="The type that is simulated."
+        "int8", description="The simulated type."
     )
-    straight_through: bool = Field(True, description="Let the gradient pass as if there were no rounding.")
+    straight_through: bool = Field(True, description="Pass the gradient through unchanged.")
 
 
 class SignSpec(ModifySpec):
-    """The sign of each value: -1, 0 or 1."""
+    """Replace each value by its sign: -1, 0 or 1."""
 
     fn: Literal["sign"]
 
 
 class NanSpec(ModifySpec):
-    """Put NaN, or another bad value, at random places: a fire drill."""
+    """Insert NaN or infinity at random positions, to test error handling."""
 
     fn: Annotated[Literal["nan"], BeforeValidator(spelled)]
-    count: Count = Field(1, description="How many elements.")
+    count: Count = Field(1, description="Number of elements to replace.")
     value: Annotated[Literal["nan", "inf", "-inf"], BeforeValidator(spelled)] = Field(
-        "nan", description="What is put there."
+        "nan", description="The inserted value."
     )
 
 
 class PenaltySpec(ModifySpec):
-    """Add a penalty to the loss, or its gradient to a gradient: coefficient * sign(v) for l1, coefficient * v for l2."""
+    """Add an l1 or l2 penalty to the loss, or its gradient to a gradient: coefficient * sign(v) for l1, coefficient * v for l2."""
 
     fn: Literal["l1", "l2"]
-    coefficient: NonNegative = Field(description="The penalty's weight; l2 is then what optimizers call weight_decay.")
+    coefficient: NonNegative = Field(description="The weight of the penalty. l2 equals the optimizer's weight_decay.")
 
     @model_validator(mode="after")
     def _has_a_value(self) -> PenaltySpec:
@@ -114,14 +114,14 @@ class PenaltySpec(ModifySpec):
 
 
 class RecordedSpec(ModifySpec):
-    """A tensor recorded in another run, at the same layer, path, call and batch: all of it (replace), or a part (patch)."""
+    """Insert a tensor recorded in another run, from the same layer, path, call and batch: the full tensor (replace) or a slice (patch)."""
 
     fn: Literal["replace", "patch"]
-    run: str = Field(min_length=1, description="The folder of that run.")
-    hook: str | None = Field(None, description="The record hook that kept it; needed where several did.")
-    step: Index | None = Field(None, description="The step at which it was kept; the step that is running without it.")
+    run: str = Field(min_length=1, description="The folder of the other run.")
+    hook: str | None = Field(None, description="The record hook of the other run. Required if several hooks recorded the tensor.")
+    step: Index | None = Field(None, description="The step in the other run. Default: the current step.")
     slice: SliceText | None = Field(
-        None, description="For patch: the part that is put in, in NumPy's notation: ':, 0:4'."
+        None, description="For patch: the slice to replace, in NumPy notation: ':, 0:4'."
     )
 
     @model_validator(mode="after")
@@ -134,7 +134,7 @@ class RecordedSpec(ModifySpec):
 
 
 class FunctionSpec(ModifySpec):
-    """A function of one's own, called as `fn(tensor, context)` with the further arguments of the target."""
+    """A custom function, called as `fn(tensor, context)` with the additional arguments of the target."""
 
     fn: Target
 

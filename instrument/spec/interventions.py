@@ -1,4 +1,4 @@
-"""What `action: clip` and `action: scale` can say."""
+"""Specs of `action: clip` and `action: scale`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Fraction = Annotated[Number, Field(gt=0, le=1)]
 
 
 class ClipSpec(Intervention):
-    """Keep the values, or their norm, within a bound: one of min/max, value, norm, quantile, ratio."""
+    """Clip values or norms to a bound: exactly one of min/max, value, norm, quantile, ratio."""
 
     action: Literal["clip"]
-    min: Number | None = Field(None, description="No value below this.")
-    max: Number | None = Field(None, description="No value above this.")
-    value: NonNegative | None = Field(None, description="No value outside [-value, value].")
-    norm: NonNegative | None = Field(None, description="No norm above this.")
-    quantile: Fraction | None = Field(None, description="No magnitude above this quantile of the tensor's magnitudes.")
+    min: Number | None = Field(None, description="Lower bound of the values.")
+    max: Number | None = Field(None, description="Upper bound of the values.")
+    value: NonNegative | None = Field(None, description="Clip values to [-value, value].")
+    norm: NonNegative | None = Field(None, description="Upper bound of the norm. Larger tensors are scaled down.")
+    quantile: Fraction | None = Field(None, description="Clip magnitudes to this quantile of the tensor's magnitudes.")
     ratio: NonNegative | None = Field(
         None,
-        description="No unit's gradient norm above this share of its weight's norm: adaptive clipping (Brock et al. 2021).",
+        description="Clip each unit's gradient norm to this fraction of its weight norm: adaptive gradient clipping (Brock et al. 2021).",
     )
     ord: Annotated[Number, Field(ge=0)] = Field(
-        2.0, description="The order of the norm; .inf for the largest value.", allow_inf_nan=True
+        2.0, description="The order of the norm; .inf is the maximum norm.", allow_inf_nan=True
     )
     scope: Literal["tensor", "sample", "all"] | None = Field(
         None,
-        description="What one norm is of: a tensor, one sample of it (dimension 0), or all tensors that the spec "
-        "matches. Without it: all for parameter_grad, as clip_grad_norm_ does; tensor elsewhere.",
+        description="The tensors of one norm: each tensor, each sample of it (dimension 0), or all tensors that the spec "
+        "matches. Default: all for parameter_grad, as in clip_grad_norm_; tensor for other kinds.",
     )
 
     @model_validator(mode="after")
@@ -96,17 +96,17 @@ Factor = Annotated[
 
 
 class ScaleSpec(Intervention):
-    """Multiply by a number, by one for each channel, or by one that changes over the steps; or reverse the gradient."""
+    """Multiply by a factor (constant, per channel, or changing over the steps), or reverse the gradient."""
 
     action: Literal["scale"]
     factor: Factor = Field(
-        description="A number; a list, one for each index of `dim`; or a mapping from steps to numbers, linear between them "
-        "and level outside."
+        description="A number; a list with one factor per index of `dim`; or a mapping from steps to factors, interpolated linearly "
+        "between steps and constant outside."
     )
-    dim: Dimension = Field(1, description="The dimension that a list of factors runs along: the channels.")
+    dim: Dimension = Field(1, description="The dimension of a list of factors: the channels.")
     reverse: bool = Field(
         False,
-        description="Leave the value and multiply its gradient by -factor: gradient reversal (Ganin & Lempitsky 2015).",
+        description="Keep the value and multiply its gradient by -factor: gradient reversal (Ganin & Lempitsky 2015).",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The kinds of hook: where PyTorch lets us in, which tensors are there, which of them an intervention can change."""
+"""The hook kinds: the hook point in PyTorch, its tensors, and the tensors that an intervention can change."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _ALL = (
         ("grad_output",),
         ("grad_output",),
         True,
-        "the gradient on its way into the module: also its own weights' gradients",
+        "the gradient that enters the module's backward pass; this also changes the gradients of its weights",
     ),
     Kind(
         "full_backward",
@@ -70,7 +70,7 @@ _ALL = (
         ("grad_input", "grad_output"),
         ("grad_input",),
         True,
-        "what flows on upstream",
+        "the gradient that flows to the previous modules",
     ),
     Kind(
         "tensor",
@@ -79,7 +79,7 @@ _ALL = (
         ("output", "input"),
         ("output", "input"),
         True,
-        "the gradient of that tensor, from all who use it",
+        "the gradient of the tensor, summed over all its uses",
     ),
     Kind(
         "parameter_grad",
@@ -88,7 +88,7 @@ _ALL = (
         ("param_grad",),
         ("param_grad",),
         True,
-        "at the optimizer boundary: the gradient that the optimizer will use, after accumulation and unscaling",
+        "the gradient before `optimizer.step`, after accumulation and unscaling",
     ),
     Kind(
         "parameter_grad_micro",
@@ -97,7 +97,7 @@ _ALL = (
         ("param_grad",),
         ("param_grad",),
         True,
-        "each micro-batch's own gradient, before it is added to the sum",
+        "the gradient of each micro-batch, before accumulation",
     ),
     Kind(
         "post_accumulate_grad",
@@ -106,7 +106,7 @@ _ALL = (
         ("param_grad",),
         ("param_grad",),
         True,
-        "the running sum of the micro-batches' gradients",
+        "the accumulated gradient after each micro-batch",
     ),
     Kind(
         "step_pre",
@@ -115,7 +115,7 @@ _ALL = (
         ("param", "param_grad", "buffer", "state.*"),
         ("param", "param_grad"),
         True,
-        "the parameter or its gradient, before `optimizer.step` uses them",
+        "the parameter or its gradient, before `optimizer.step`",
     ),
     Kind(
         "step_post",
@@ -124,15 +124,15 @@ _ALL = (
         ("param", "param_grad", "update", "buffer", "state.*"),
         ("param", "state.*"),
         True,
-        "the parameter, or the optimizer's state, after `optimizer.step` has updated it",
+        "the parameter or the optimizer state, after `optimizer.step`",
     ),
-    Kind("state_dict_pre", "state_dict", "occasion", _SAVED, (), False, "nothing: it sees what is about to be saved"),
-    Kind("state_dict_post", "state_dict", "occasion", _SAVED, _SAVED, False, "what is saved, never the live weights"),
+    Kind("state_dict_pre", "state_dict", "occasion", _SAVED, (), False, "nothing; it records the values before they are saved"),
+    Kind("state_dict_post", "state_dict", "occasion", _SAVED, _SAVED, False, "the saved values, not the live weights"),
     Kind(
-        "load_state_dict_pre", "state_dict", "occasion", _SAVED, _SAVED, False, "what is loaded, never the file's own"
+        "load_state_dict_pre", "state_dict", "occasion", _SAVED, _SAVED, False, "the loaded values, not the file"
     ),
-    Kind("load_state_dict_post", "state_dict", "occasion", _SAVED, (), False, "nothing: it sees what has been loaded"),
-    Kind("loss", "loss", "micro_step", ("loss",), ("loss",), False, "the scalar that backward starts from"),
+    Kind("load_state_dict_post", "state_dict", "occasion", _SAVED, (), False, "nothing; it records the loaded values"),
+    Kind("loss", "loss", "micro_step", ("loss",), ("loss",), False, "the loss, before the backward pass"),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}

@@ -1,4 +1,4 @@
-"""What `action: record` can say."""
+"""The spec of `action: record`."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ Bins = Annotated[
 
 
 class RecordSpec(HookBase):
-    """Write down statistics of the tensor, its distribution, the tensor itself, or several of these. Changes nothing."""
+    """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
 
     action: Literal["record"]
-    stats: Statistics = Field("default", description="Which statistics; in a list, 'default' stands for those.")
+    stats: Statistics = Field("default", description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list.")
     unit_dim: Dimension | None = Field(
-        None, description="The dimension that the units of dead_fraction are along, where it is not the usual one."
+        None, description="The dimension of the units for dead_fraction. The default depends on the layer."
     )
     quantiles: Levels = Field(
-        None, description=f"Quantiles at these levels, from 0 to 1; true for {', '.join(map(str, DEFAULT_LEVELS))}."
+        None, description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}."
     )
     histogram: Bins = Field(
-        None, description=f"Counts in so many equal parts from the smallest to the largest; true for {DEFAULT_BINS}."
+        None, description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."
     )
-    tensors: bool = Field(False, description="Whether the values are kept too.")
-    samples: Count | None = Field(None, description="Keep the first N along dimension 0.")
-    slice: SliceText | None = Field(None, description="Keep this part, in NumPy's notation: '0:4, :, ::2'.")
-    max_elements: Count | None = Field(None, description="Keep no more than the first N elements, flat.")
+    tensors: bool = Field(False, description="Also record the values.")
+    samples: Count | None = Field(None, description="Record only the first N samples (dimension 0).")
+    slice: SliceText | None = Field(None, description="Record only this slice, in NumPy notation: '0:4, :, ::2'.")
+    max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
-        None, description="Convert before keeping; complex tensors keep their type."
+        None, description="Convert the values to this dtype; complex tensors keep theirs."
     )
 
     @field_validator("stats", mode="before")

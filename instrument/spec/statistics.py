@@ -41,9 +41,9 @@ class Statistic:
 
 
 _OF_VALUES = (
-    Statistic("numel", "number of elements, finite or not", "count", "int64", merged="max"),
+    Statistic("numel", "number of elements, including NaN and infinity", "count", "int64", merged="max"),
     Statistic("mean", "sum(x) / n", "value", "float64"),
-    Statistic("std", "sqrt(sum((x - mean)^2) / n), the population's", "value", "float64"),
+    Statistic("std", "sqrt(sum((x - mean)^2) / n) (population)", "value", "float64"),
     Statistic("rms", "sqrt(sum(x^2) / n)", "value", "float64"),
     Statistic("min", "min(x)", "value", "float64", merged="min"),
     Statistic("max", "max(x)", "value", "float64", merged="max"),
@@ -57,15 +57,15 @@ _OF_VALUES = (
 _OF_MORE = (
     Statistic(
         "dead_fraction",
-        "units that are zero for every sample and position, over all units; null below two dimensions, but for parameters",
+        "fraction of units that are zero for every sample and position; null for activations with fewer than two dimensions",
         "units",
         "float64",
         default=False,
     ),
     Statistic(
         "saturated_fraction",
-        "count(x within 1.5% of the range of an end of what the activation can give) / n: beyond 0.97 for Tanh; null for "
-        "modules other than Tanh, Sigmoid, Hardtanh, ReLU6 (its upper end), Hardsigmoid, Softsign",
+        "count(x within 1.5% of the output range from one of its ends) / n, |x| > 0.97 for Tanh; null for "
+        "modules other than Tanh, Sigmoid, Hardtanh, ReLU6 (upper end only), Hardsigmoid, Softsign",
         "fraction",
         "float64",
         default=False,
