@@ -205,7 +205,8 @@ def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
         return " or ".join(types)
     if described.get("type") == "array":
         item = described.get("items") or next(iter(described.get("prefixItems", ())), {})
-        return f"list of {_type(item, definitions)}" if item else "list"
+        kind = _type(item, definitions)
+        return f"list of {kind}" + ("" if "`" in kind else "s")
     if described.get("type") == "object":
         return "mapping"
     return str(described.get("type", "any value"))

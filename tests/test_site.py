@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from conftest import REPOSITORY
 from waiting import HANGS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,17 @@ def test_site_requests_nothing_from_other_hosts(site: Path) -> None:
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=[\"']?(https?:[^\"' >]+)", page.read_text())
         loaded += re.findall(r"<link[^>]+rel=[\"']?(?:stylesheet|preconnect|icon)[^>]+href=[\"']?(https?:[^\"' >]+)", page.read_text())
         assert loaded == [], page
+
+
+def test_search_works_from_a_folder(site: Path, browser: Browser) -> None:
+    requests: list[str] = []
+    with browser.new_page(viewport={"width": 1400, "height": 900}) as page:
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((site / "start.html").as_uri())
+        page.fill(".md-search__input", "saturated_fraction")
+        page.locator(".md-search-result__item").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1400
+    assert [url for url in requests if not url.startswith("file:")] == []
 
 
 def test_search_index_has_every_page(site: Path) -> None:
