@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import REPOSITORY, Answer
 
 from instrument import verify
@@ -105,12 +104,6 @@ def with_newest(text: str) -> str:
     if EXAMPLE_RUN not in text:
         return text
     return text.replace(EXAMPLE_RUN, str(max(Path("runs/mnist_hooks").glob("2*/run.json")).parent))
-
-
-def test_the_example_file_is_the_one_that_is_installed() -> None:
-    shown = next(text for text in blocks("yaml") if "name: mnist_hooks" in text)
-    installed = (REPOSITORY / "conf" / "exp" / "mnist_hooks.yaml").read_text()
-    assert yaml.safe_load(shown) == yaml.safe_load(installed)
 
 
 def test_the_mistake_that_the_readme_shows_is_told_in_these_words(follow: Callable[[str], Answer]) -> None:
