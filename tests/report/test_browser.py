@@ -42,7 +42,7 @@ class Shown:
         self.address = file.as_uri()
         self.page.goto(self.address)
         self.page.wait_for_selector("html[data-drawn=yes]")
-        self.chosen: list[list[str]] = self._chosen()
+        self.chosen: list[tuple[str, str]] = self._chosen()
 
     def check(self) -> None:
         """Nothing has gone wrong, and nothing was asked for."""
@@ -51,16 +51,14 @@ class Shown:
 
     def restore(self) -> None:
         """Every drop-down as it was when the page was opened."""
-        for now, before in zip(self._chosen(), self.chosen, strict=True):
-            if now != before:
-                self.page.select_option(f"#{before[0]}", value=before[1])
+        for select, value in self.chosen:
+            if dict(self._chosen())[select] != value:  # asked each time: the one before may have changed it already
+                self.page.select_option(f"#{select}", value=value)
         assert self._chosen() == self.chosen
 
-    def _chosen(self) -> list[list[str]]:
-        chosen: list[list[str]] = self.page.evaluate(
-            "[...document.querySelectorAll('select')].map(({id, value}) => [id, value])"
-        )
-        return chosen
+    def _chosen(self) -> list[tuple[str, str]]:
+        chosen = self.page.evaluate("[...document.querySelectorAll('select')].map(({id, value}) => [id, value])")
+        return [(select, value) for select, value in chosen]
 
     def plot(self, chart: str) -> list[dict[str, Any]]:
         """The traces of a chart, as the browser has them."""
