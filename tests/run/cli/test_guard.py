@@ -180,6 +180,26 @@ def test_refused_attachment_leaves_no_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
 
 
+def test_refused_attachment_keeps_files_of_the_loop_in_a_new_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hook = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    specs = {"seen": hook, "cut": {**hook, "layers": "1", "slice": "0:20"}}
+    mine = [out / "notes.txt", out / "sub" / "w.pt", out / "stats" / "mine.csv", out / "sub" / ".hydra" / "config.yaml"]
+    mine.append(out / "sub" / "run.json")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+
+    def loop() -> None:
+        with instrument.attach(model, specs, out=out):
+            for path in mine:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("mine\n")
+            model(torch.randn(3, 4))
+
+    with pytest.raises(instrument.ConfigError, match="slice"):
+        loop()
+    assert {path for path in out.rglob("*") if path.is_file()} == set(mine)
+
+
 def test_configuration_error_after_a_step_keeps_the_rows(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     specs = {"h": {"layers": ".", "kind": "forward", "phase": "eval", "action": "scale", "factor": [1, 2]}}
