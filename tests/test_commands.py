@@ -55,6 +55,21 @@ def runs() -> list[list[str]]:
     return [list(arguments) for arguments in dict.fromkeys(map(tuple, found))]
 
 
+def in_short(commands: list[list[str]]) -> list[list[str]]:
+    """Every option and key of the commands, whatever its value: runs that begin alike are one, sweeps those with a new one."""
+    begun: dict[str, dict[str, str]] = {}
+    sweeps: list[list[str]] = []
+    seen: set[str] = set()
+    for arguments in commands:
+        named = {each if each.startswith("+") or "/" in each else each.partition("=")[0]: each for each in arguments}
+        if "-m" not in arguments:
+            begun[arguments[0]] = {**named, **begun.get(arguments[0], {})}
+        elif named.keys() - seen:
+            sweeps.append(arguments)
+            seen |= named.keys()
+    return [*(list(named.values()) for named in begun.values()), *sweeps]
+
+
 def test_commands_are_found() -> None:
     assert len(runs()) > 25
     names = {name for page in PAGES for name, _ in commands_in(page.read_text())}
@@ -74,10 +89,17 @@ def checked(config: DictConfig) -> None:
     read_objective(parsed.objective)
 
 
-def test_every_run_of_the_pages_can_be_composed(workdir: Path) -> None:
+@pytest.mark.parametrize(
+    "commands",
+    [
+        pytest.param(in_short(runs()), id="in short"),
+        pytest.param(runs(), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_run_of_the_pages_can_be_composed(workdir: Path, commands: list[list[str]]) -> None:
     setup_globals()
     loader = config_loader()
-    for arguments in runs():
+    for arguments in commands:
         overrides = [argument.replace("$norm", "0.1") for argument in arguments if argument != "-m"]
         if "+exp=mine" in overrides or any(override.startswith("resume=") for override in overrides):
             continue  # a file that the README writes, and a run's own configuration

@@ -266,11 +266,11 @@ def test_a_module_inside_another_one(experiment: Experiment) -> None:
 
 
 def test_the_penalty_of_wgan_gp_is_swept(script: Script) -> None:
-    lines = script("wgan_penalty.py", "train.steps=20")
+    lines = script("wgan_penalty.py", "train.steps=6")
     run = instrument.load("runs/wgan_penalty")
     rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines[-3:]}
     assert list(rows) == ["0", "1", "10"]
-    losses = pd.DataFrame(run.metrics).query("phase == 'train' and step == 19").set_index("task.penalty").loss
+    losses = pd.DataFrame(run.metrics).query("phase == 'train' and step == 5").set_index("task.penalty").loss
     for penalty, (loss, spread, gradient) in rows.items():
         assert loss == pytest.approx(losses[int(penalty)], abs=6e-4)
         assert spread > 0

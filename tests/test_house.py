@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,17 @@ def room_of(file: Path) -> str:
     return "" if first == "__init__" else first
 
 
-def imported_rooms(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def read(file: Path) -> tuple[str | None, list[tuple[int, str]]]:
+    """The docstring of a file, and its imports: each is parsed once."""
+    tree = ast.parse(file.read_text())
+    return ast.get_docstring(tree), list(imported_rooms(file, tree))
+
+
+def imported_rooms(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Lines and rooms of all imports of this package's own, those inside functions and for type checkers included."""
     package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -74,14 +82,14 @@ def test_imports_go_leftwards(file: Path) -> None:
         return  # the front imports nothing but errors when it is imported: the subprocess below says so
     wrong = [
         f"{file.relative_to(REPOSITORY)}:{line} imports {other or 'the front'}"
-        for line, other in imported_rooms(file)
+        for line, other in read(file)[1]
         if other != room and (room, other) not in WITHIN_A_ROW and not (other and PLACE[other] < PLACE[room])
     ]
     assert wrong == []
 
 
 def test_every_look_within_a_row_is_still_needed() -> None:
-    looks = {(room_of(file), other) for file in files() for _, other in imported_rooms(file)}
+    looks = {(room_of(file), other) for file in files() for _, other in read(file)[1]}
     assert looks >= WITHIN_A_ROW
 
 
@@ -94,7 +102,7 @@ def test_the_check_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.
         "from .. import stats\nfrom ..actions.base import Context\nfrom . import globs\nfrom .fields import Spec\n"
         "def late():\n    from ..capture import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
     )
-    found = list(imported_rooms(file))
+    _, found = read(file)
     assert found == [
         (1, "run"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (12, ""), (9, "capture"),
     ]  # fmt: skip
@@ -193,4 +201,4 @@ def test_no_two_test_files_have_the_same_name() -> None:
 
 @pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_every_file_says_what_it_is_for(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text()))
+    assert read(file)[0]

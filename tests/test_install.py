@@ -86,8 +86,11 @@ def test_the_wheel_holds_every_module_every_configuration_and_the_mark_of_types(
     }
 
 
+@pytest.mark.parametrize(
+    "command", [["instrument"], pytest.param(["python", "-m", "instrument"], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_the_command_and_the_module_run_where_there_is_no_checkout_with_a_model_that_lies_there(
-    installed: Path, tmp_path: Path
+    installed: Path, tmp_path: Path, command: list[str]
 ) -> None:
     where = call(installed / "python", "-c", "import instrument; print(instrument.__file__)", cwd=tmp_path).stdout
     assert Path(where.strip()).is_relative_to(installed.parent)
@@ -100,12 +103,11 @@ def test_the_command_and_the_module_run_where_there_is_no_checkout_with_a_model_
         "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
     )
-    for out, command in (("a", ["instrument"]), ("b", ["python", "-m", "instrument"])):
-        program, *rest = command
-        done = call(installed / program, *rest, "+exp=mine", "hooks=activations", f"hydra.run.dir={out}", cwd=tmp_path)
-        assert "Net with 650 trainable parameters" in done.stdout
-        assert done.stderr == ""
-        assert (tmp_path / out / "stats").is_dir()
+    program, *rest = command
+    done = call(installed / program, *rest, "+exp=mine", "hooks=activations", "hydra.run.dir=out", cwd=tmp_path)
+    assert "Net with 650 trainable parameters" in done.stdout
+    assert done.stderr == ""
+    assert (tmp_path / "out" / "stats").is_dir()
 
 
 def test_inside_a_checkout_the_installed_command_uses_its_own_configurations(installed: Path, tmp_path: Path) -> None:

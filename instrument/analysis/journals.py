@@ -42,6 +42,10 @@ class Journals:
         self._known: dict[Path, _Known] = {}
         self._lock = Lock()
 
+    def __reduce__(self) -> tuple[type[Journals], tuple[Path]]:
+        """A copy, or what another process unpickles, has the folder alone: it reads the journals again."""
+        return Journals, (self.folder,)
+
     def read(
         self, table: Table, written: Mapping[tuple[str, Part], int]
     ) -> tuple[dict[Part, list[pa.Table]], dict[Path, str]]:

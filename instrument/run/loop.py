@@ -160,8 +160,15 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
 
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     """The L2 norm of all gradients of a model as one vector; None where there are none."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [_entries(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     if any(gradient.element_size() < 4 for gradient in gradients):  # a norm in half precision has three digits
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        return whole(torch.linalg.vector_norm(torch.stack(norms)))
+        norms = [
+            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
+        ]
+        return whole(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
     return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """The values of a sparse gradient, each index once; any other gradient as it is."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

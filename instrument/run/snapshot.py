@@ -41,38 +41,53 @@ class Snapshot:
     def has_new_run(self) -> bool:
         """Whether a run was begun in the folder, or below it, since."""
         new = (path for path in self.folder.glob("*") if path.name not in self.names)
-        return any(path.name == "run.json" or next(path.rglob("run.json"), None) is not None for path in new)
+        return any(path.name == "run.json" or _has(path, "run.json") for path in new)
 
     def restore(self) -> None:
-        """Remove what a run has left in the folder, and put its records back. A folder in which another process runs is left
-        alone."""
+        """Remove what a run has left in the folder, and put its records back.
+
+        Other new files stay where they are: a loop of the user's may have written them. A folder in which another process
+        runs is left alone.
+        """
         if is_locked(self.folder):
             return
-        new = [path for path in self.folder.glob("*") if path.name not in self.names]
-        if self.folder not in self.missing:  # other files may have come to be there
-            new = [path for path in new if _is_of_a_run(path)]
-            new += [self.folder / name for name in RECORDS if name not in self.records]
-        for path in new:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.is_file():
-                path.unlink()
+        for path in self.folder.glob("*"):
+            if path.name not in self.names:
+                _remove_what_is_of_a_run(path)
+        for name in RECORDS:
+            if name not in self.records and (self.folder / name).is_file():
+                (self.folder / name).unlink()
         for name, content in self.records.items():
             (self.folder / name).write_bytes(content)
         for path in self.missing:
-            with suppress(OSError):  # another run has come to be there
+            with suppress(OSError):  # it is not empty
                 path.rmdir()
 
 
-def _is_of_a_run(path: Path) -> bool:
-    """Whether a run or a sweep makes files or folders of this name, or the folder is a sweep's job."""
+def _remove_what_is_of_a_run(path: Path) -> None:
+    """Remove a file or folder that a run or a sweep makes: of a table's folder its parts, and the folder if it is then empty."""
     from ..capture.tables import TABLES  # they import pyarrow, which most refusals do without
     from ..sinks.parts import JOURNALS
     from ..sinks.tracking import PLACES
     from .sweep.jobs import REFUSED
     from .sweep.told import SUBMITTED
 
-    records = {name.partition("/")[0] for name in RECORDS}
-    if path.name in {*records, *TABLES, *PLACES.values(), JOURNALS, SWEEP_RECORD, SUBMITTED}:
-        return True
-    return path.is_dir() and any(next(path.rglob(name), None) is not None for name in (".hydra", REFUSED))
+    if path.is_symlink():  # no run makes one
+        return
+    if path.is_file():
+        if path.name in {*RECORDS, SWEEP_RECORD}:
+            path.unlink()
+    elif path.name in TABLES:
+        for part in path.glob("part-*.parquet"):
+            part.unlink()
+        with suppress(OSError):  # it is not empty
+            path.rmdir()
+    elif path.name in {".hydra", *PLACES.values(), JOURNALS, SUBMITTED} or (
+        _has(path, ".hydra", REFUSED) and not _has(path, "run.json")  # a sweep's job that was not begun
+    ):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _has(folder: Path, *names: str) -> bool:
+    """Whether a file or folder of one of these names is in a folder, or below it."""
+    return any(next(folder.rglob(name), None) is not None for name in names)

@@ -43,7 +43,7 @@ def only(frame: pd.DataFrame) -> pd.Series:
     return frame.iloc[0]
 
 
-@pytest.mark.parametrize("examples", tiered([8, 30], [8]))
+@pytest.mark.parametrize("examples", tiered([4, 30], [4]))
 def test_the_interval_is_the_one_of_scipy(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     pairs = st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=12)
 
@@ -111,7 +111,7 @@ def test_where_no_pair_is_finite_there_is_no_number_but_a_row(tmp_path: Path) ->
     assert found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]].isna().all()
 
 
-@pytest.mark.parametrize("examples", tiered([8, 30], [8]))
+@pytest.mark.parametrize("examples", tiered([4, 30], [4]))
 def test_no_bound_is_ever_infinite(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     @settings(max_examples=examples)
     @example(numbers=[0.0, 1.1984620899082105e308, 0.0, 0.0, 0.0, 1.1984620899082105e308])
@@ -281,25 +281,6 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
     assert (list(frame["value"]), list(frame["baseline"])) == ([0.1, 1.0], [None, None])
     frame = instrument.load(tmp_path).effects_of("hooks.tame.norm", baseline=0.1)
     assert (list(frame["value"]), list(frame["baseline"])) == ([1.0, None], [0.1, 0.1])
-
-
-def test_a_real_sweep_says_what_the_report_says(reported_sweep: instrument.Run) -> None:
-    frame = reported_sweep.effects_of("hooks.tame")
-    done = [info for info in reported_sweep.infos if info["status"] == "done"]
-    ends = {(info["overrides"]["hooks.tame"] is None, info["seed"]): info["metrics"]["loss"] for info in done}
-    differences = [ends[False, seed] - ends[True, seed] for seed in (1, 2)]
-    last = only(frame[(frame["table"] == "metrics") & (frame["phase"] == "eval") & (frame["statistic"] == "loss")])
-    assert (last["n"], last["baseline"]) == (2, None)
-    assert last["value"] == "{layers: ['**'], kind: parameter_grad, action: clip, norm: 0.01}"
-    assert last["difference"] == pytest.approx(np.mean(differences))
-    assert {"acts"} == set(frame[frame["table"] == "stats"]["hook"])
-    assert frame[frame["table"] == "effects"].empty  # what the hook itself did is in no run without it
-    failed = [
-        folder.name
-        for folder, info in zip(reported_sweep.folders, reported_sweep.infos, strict=True)
-        if info not in done
-    ]
-    assert list(frame.attrs["left_out"]) == failed
 
 
 def test_a_sweep_behind_an_address_is_compared_as_one_on_this_disk(tmp_path: Path) -> None:

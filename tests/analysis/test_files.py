@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import tiered
 
 import instrument
 from instrument import InstrumentError, InstrumentWarning, recover
@@ -212,12 +213,13 @@ def test_a_run_json_of_any_content_leaves_the_tables_readable(folder: Path, cont
     assert "1 run" in repr(run)
 
 
+@pytest.mark.parametrize("damages", tiered([40, 150], [40]))
 @pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
-def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path) -> None:
+def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path, damages: int) -> None:
     draw = random.Random(0)
     files = [file.relative_to(original) for file in sorted(original.rglob("*")) if file.is_file()]
     named = 0
-    for number in range(150):
+    for number in range(damages):
         folder = Path(shutil.copytree(original, tmp_path / str(number)))
         file = folder / draw.choice(files)
         content = bytearray(file.read_bytes())
@@ -229,7 +231,7 @@ def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path
             assert set(run.read(table, ["step"] if table in ("stats", "metrics") else ["rank"]).columns)
         named += bool(run.problems)
         shutil.rmtree(folder)
-    assert named > 30
+    assert named > damages / 5
 
 
 def test_recover_leaves_a_running_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

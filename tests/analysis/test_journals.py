@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -109,3 +111,13 @@ def test_a_journal_that_another_took_the_place_of_is_read_again(folder: Path, wr
     path.write_bytes(whole)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert run.count("stats") == 3
+
+
+def test_a_run_can_be_pickled_and_copied(folder: Path, write: Steps) -> None:
+    write(0, 3)
+    run = instrument.load(folder)
+    assert len(run.stats) == 3
+    write(3, 5)
+    for other in (pickle.loads(pickle.dumps(instrument.load(folder))), copy.deepcopy(run)):
+        assert other.folders == [folder]
+        assert len(other.sql("select * from stats")) == 5

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from buckets import connected
 from test_sql import make_run, part, spoil
+from tiers import tiered
 
 import instrument
 from instrument import InstrumentError, InstrumentWarning
@@ -96,7 +97,7 @@ def test_files_of_runs_that_a_condition_rules_out_are_not_looked_into(
     assert "".join(sorted(looked_into)) == left
 
 
-@pytest.mark.parametrize("engine", ["streaming", "in-memory"])
+@pytest.mark.parametrize("engine", tiered(["streaming", "in-memory"], ["streaming"]))  # the other is the usual one
 @pytest.mark.parametrize(
     "condition",
     [
@@ -223,7 +224,7 @@ def closed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module", params=["memory", "s3"])
+@pytest.fixture(scope="module", params=tiered(["memory", "s3"], ["s3"]))
 def sent(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
     """Their address."""
     address = request.getfixturevalue("kept_bucket") if request.param == "s3" else "memory:/"

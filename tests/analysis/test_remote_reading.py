@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 from buckets import NO_ANSWER, connected, new_clients
+from tiers import tiered
 from waiting import HANGS
 
 import instrument
@@ -60,7 +61,11 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module", params=["memory", "file", "s3"])
+SYSTEMS = ("memory", "file", "s3")
+IN_S3 = pytest.mark.parametrize("above", tiered(SYSTEMS, ["s3"]), indirect=True)  # the others in `make test-all`
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
 def above(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of an empty folder on each sort of file system."""
     place = tmp_path_factory.mktemp("there")
@@ -153,6 +158,7 @@ def test_a_damaged_part_is_told_and_the_rest_is_read(above: str, s3: None, local
     assert problem.startswith("stats/part-0000-000001.parquet: cannot be read")
 
 
+@IN_S3
 def test_a_report_is_written_here(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report([f"{there}/0", "--out", str(tmp_path / "one.html")]) == 0
     assert report([there, "--out", str(tmp_path / "all.html")]) == 0
@@ -161,6 +167,7 @@ def test_a_report_is_written_here(there: str, tmp_path: Path, capsys: pytest.Cap
     assert "--out" in capsys.readouterr().err
 
 
+@IN_S3
 def test_an_export_is_written_here(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export([there, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
     assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
@@ -219,6 +226,7 @@ FAILURES: list[Callable[[str], Exception]] = [
 ]
 
 
+@IN_S3
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize(
     "ask",

@@ -63,7 +63,7 @@ def train(world: World, probe: instrument.Probe, steps: int, bare: float) -> flo
     return (world.spent - before) / (bare * steps)
 
 
-@pytest.mark.parametrize("number", tiered(range(10), [1, 2]))
+@pytest.mark.parametrize("number", tiered(range(10), [2]))
 def test_over_ten_workloads_the_overhead_ends_within_a_point_of_the_budget(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -203,26 +203,6 @@ def test_bytes_are_those_of_all_that_is_recorded(spec: dict[str, Any], bytes_a_r
         assert probe.recorder.bytes_of(probe.lives[0]) == pytest.approx(bytes_a_row, rel=0.02)
 
 
-def test_a_budget_goes_on_from_where_another_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
-    world.costs = {2: 10.0}
-    spec = {**RECORD, "stats": ["mean", "l1"], "tensors": True}
-    model = model_of(1)
-    probe = instrument.attach(model, {"h": spec}, budget={"time": "1%"})
-    with probe as first:
-        train(world, first, 6000, 0.01)
-        state = first.state_dict()
-    plan = make_plan(read_specs({"h": spec}), model)
-    second = instrument.Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "1%"}))
-    second.load_state_dict(state)
-    assert second.budget is not None
-    assert first.budget is not None
-    assert second.budget.state_dict() == first.budget.state_dict()
-    assert second.lives[0].thin == SELDOM
-    assert second.lives[0].action.statistics == ("mean",)
-    assert not second.lives[0].action.keeps_tensors
-
-
 def test_a_factor_that_nobody_can_measure_is_the_usual_one() -> None:
     steps, slower = [1.0, 1.1, 0.9] * 6, [1.2, 1.3, 1.1] * 6
     assert hidden_factor(slower, steps, 0.1) == pytest.approx(1.6, abs=0.2), "twice what is seen, not quite certain"
@@ -253,19 +233,31 @@ def test_the_costliest_site_is_thinned_first_and_the_ledger_knows(monkeypatch: p
     assert {later - earlier for earlier, later in zip(steps[-100:], steps[-99:], strict=False)} == {2}
 
 
-def test_what_can_be_thinned_no_more_does_without_tensors_and_then_without_l1(
+def test_what_can_be_thinned_no_more_does_without_tensors_and_then_without_l1_and_goes_on_from_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(monkeypatch)
     world.costs = {2: 10.0}
     spec = {**RECORD, "stats": ["mean", "l1"], "tensors": True}
-    with instrument.attach(model_of(1), {"h": spec}, budget={"time": "1%"}) as probe:
-        train(world, probe, 6000, 0.01)
-    told = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
+    model = model_of(1)
+    with instrument.attach(model, {"h": spec}, budget={"time": "1%"}) as first:
+        train(world, first, 6000, 0.01)
+        state = first.state_dict()
+    told = [row["message"] for row in first.sink.records("events") if row["rule"] == "budget"]
     assert any(f"once in {SELDOM} times" in message for message in told)
     assert any(message.endswith("goes on without tensors") for message in told)
     assert any(message.endswith("goes on without l1") for message in told)
-    assert len(probe.sink.rows["tensors"]) < len(probe.sink.rows["stats"])
+    assert len(first.sink.rows["tensors"]) < len(first.sink.rows["stats"])
+
+    plan = make_plan(read_specs({"h": spec}), model)
+    second = instrument.Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "1%"}))
+    second.load_state_dict(state)
+    assert second.budget is not None
+    assert first.budget is not None
+    assert second.budget.state_dict() == first.budget.state_dict()
+    assert second.lives[0].thin == SELDOM
+    assert second.lives[0].action.statistics == ("mean",)
+    assert not second.lives[0].action.keeps_tensors
 
 
 def test_what_was_thinned_for_a_burst_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,13 +310,13 @@ def test_bytes_last_to_the_end(monkeypatch: pytest.MonkeyPatch, known: bool) -> 
 
 def test_a_run_says_in_its_summary_and_events_what_it_did_without(cli: Cli) -> None:
     arguments = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"]
-    answer = cli(*arguments, "train.steps=1500", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
+    answer = cli(*arguments, "train.steps=600", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     assert "budget: hook 'activations' was looked at less often at" in answer.out
     run = instrument.load("out")
     assert (run.events.rule == "budget").sum() > 2
     assert (run.coverage.fired == run.coverage.expected).all()
-    assert len(run.stats) < 1500 * 3
+    assert len(run.stats) < 600 * 3
     assert Path("out/stats").is_dir()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import portions, tiered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -189,7 +190,7 @@ def test_a_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> Non
 # The name that transformers from 4.46 on has; the newest ones have another.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @VARIANTS
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", tiered(["GPT2LMHeadModel", "LlamaForCausalLM"], ["GPT2LMHeadModel"]))
 def test_the_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
     """Records change no bit, and noise in every block is the noise of the model that keeps its activations."""
     import transformers
@@ -346,9 +347,10 @@ class RandomSegments(nn.Module):
 
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
-def test_any_nesting_of_segments(kind: str, reentrant: bool) -> None:
+@pytest.mark.parametrize("seeds", portions(4, 12, 8))
+def test_any_nesting_of_segments(seeds: range, kind: str, reentrant: bool) -> None:
     specs = {"draw": {"layers": ["blocks.*.0", "blocks.1"], "kind": kind, **NOISE}}
-    for seed in range(12):
+    for seed in seeds:
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         model, plain = RandomSegments(seed, checkpointed(reentrant)), RandomSegments(seed, plainly)
         seen = []

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from drawn import legend_of, make_run, names_on, overlaps, stats_of
 from matplotlib.axes import Axes
+from tiers import tiered
 
 import instrument
 from instrument import InstrumentError
@@ -106,7 +107,7 @@ def test_without_gradients_it_is_said_how_to_record_them(run: instrument.Run) ->
         gradient_flow(run.stats.query("hook == 'acts'"))
 
 
-@pytest.mark.parametrize("most", [1.1, 2.0, 7.0, 40.0, 1e3, 1e9])
+@pytest.mark.parametrize("most", tiered([1.1, 2.0, 7.0, 40.0, 1e3, 1e9], [1.1, 1e9]))
 def test_labels_do_not_touch(most: float) -> None:
     values = np.geomspace(0.15, 0.15 * most, 60)
     figure = gradient_flow(stats_of({f"encoder.block.{i}.attention": [value, 0.2] for i, value in enumerate(values)}))

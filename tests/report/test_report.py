@@ -148,11 +148,10 @@ def test_numbers_have_six_digits_and_what_is_not_finite_is_nothing() -> None:
 
 
 def test_what_is_too_much_is_grouped_and_that_is_known(tmp_path: Path) -> None:
-    stats = []
     places, steps, statistics = 130, 1_000, ("mean", "std", "min", "max", "l2", "rms")
-    for step in range(steps):
-        stats.append(pd.DataFrame({"layer": [f"l{i}" for i in range(places)], "step": step}))
-    frame = pd.concat(stats, ignore_index=True).assign(path="", hook="h", kind="forward", role="output", phase="train")
+    layers = [f"l{i}" for i in range(places)]
+    frame = pd.DataFrame({"layer": layers * steps, "step": np.arange(steps).repeat(places)})
+    frame = frame.assign(path="", hook="h", kind="forward", role="output", phase="train")
     frame = frame.assign(
         recompute=False, module_type="Linear", **{name: frame["step"].astype(float) for name in statistics}
     )
@@ -169,7 +168,7 @@ def test_what_is_too_much_is_grouped_and_that_is_known(tmp_path: Path) -> None:
     assert shown["statistics"]["l2"][0] == pytest.approx(means, rel=EXACT)
 
 
-@pytest.mark.parametrize("steps", tiered([40, 1_000], [40]))
+@pytest.mark.parametrize("steps", tiered([12, 40, 1_000], [12]))
 def test_a_report_of_60_layers_is_below_8_megabytes(tmp_path: Path, steps: int) -> None:
     opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=steps)
     assert len(make(opened).html) < 8e6
@@ -325,6 +324,27 @@ def test_pairs_have_the_same_seed_and_differ_in_one_intervention(reported_sweep:
     same = [losses[pair["treated"]] for pair in pairs], [losses[pair["control"]] for pair in pairs]
     interval = scipy.stats.ttest_rel(*same).confidence_interval()
     assert f"{interval.low:+.4g} to {interval.high:+.4g}" in page
+
+
+def test_effects_of_a_real_sweep_are_those_of_the_report(reported_sweep: instrument.Run) -> None:
+    frame = reported_sweep.effects_of("hooks.tame")
+    done = [info for info in reported_sweep.infos if info["status"] == "done"]
+    ends = {(info["overrides"]["hooks.tame"] is None, info["seed"]): info["metrics"]["loss"] for info in done}
+    differences = [ends[False, seed] - ends[True, seed] for seed in (1, 2)]
+    rows = frame[(frame["table"] == "metrics") & (frame["phase"] == "eval") & (frame["statistic"] == "loss")]
+    assert len(rows) == 1
+    last = rows.iloc[0]
+    assert (last["n"], last["baseline"]) == (2, None)
+    assert last["value"] == "{layers: ['**'], kind: parameter_grad, action: clip, norm: 0.01}"
+    assert last["difference"] == pytest.approx(np.mean(differences))
+    assert {"acts"} == set(frame[frame["table"] == "stats"]["hook"])
+    assert frame[frame["table"] == "effects"].empty  # what the hook itself did is in no run without it
+    failed = [
+        folder.name
+        for folder, info in zip(reported_sweep.folders, reported_sweep.infos, strict=True)
+        if info not in done
+    ]
+    assert list(frame.attrs["left_out"]) == failed
 
 
 def test_the_effect_of_an_intervention_is_one_number_a_seed_and_shows_what_is_not_finite(tmp_path: Path) -> None:

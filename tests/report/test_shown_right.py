@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from reported import IMAGE, SPREAD, convolutional, data_of, deep, new_page, train
 from torch import nn
@@ -179,13 +180,29 @@ def drawn(browser: Any, html: str, tmp_path: Path) -> Any:
     return page
 
 
-def test_more_cells_than_a_call_has_room_for_are_drawn(browser: Any, tmp_path: Path) -> None:
-    page = drawn(browser, make(train(tmp_path / "r", deep(2), {"h": ACTS})).html, tmp_path)
+@pytest.fixture(scope="module")
+def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The page of a run with a dead layer, 1, and updates of two hooks."""
+    folder, model = tmp_path_factory.mktemp("page"), deep(3)
+    assert isinstance(model, nn.Sequential)
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    update = {"kind": "step_post", "role": "update", "action": "record", "stats": "update_ratio"}
+    hooks = {
+        "first": {**update, "layers": "0"},
+        "last": {**update, "layers": "2"},
+        "spread": {**SPREAD, "layers": "1"},
+    }
+    opened = drawn(browser, make(train(folder / "r", model, hooks)).html, folder)
+    yield opened
+    opened.close()
+
+
+def test_more_cells_than_a_call_has_room_for_are_drawn(page: Any) -> None:
     assert page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
 
-def test_zero_has_a_colour_of_its_own_on_a_logarithmic_scale(browser: Any, tmp_path: Path) -> None:
-    page = drawn(browser, make(train(tmp_path / "r", deep(2), {"h": ACTS})).html, tmp_path)
+def test_zero_has_a_colour_of_its_own_on_a_logarithmic_scale(page: Any) -> None:
     scale = "(() => { const s = scaleOf([[1, 1e-2, 1e-4, 0]]); return [1e-4, 0].map(s.to).concat(s.low, s.colours[1][0], s.high); })()"
     least, zero, low, edge, high = page.evaluate(scale)
     place = [(value - low) / (high - low) for value in (least, zero)]
@@ -199,20 +216,15 @@ def test_pairs_without_anything_to_compare_are_no_error(browser: Any, tmp_path: 
     assert page.evaluate("document.getElementById('effects-controls').hidden")
 
 
-def test_the_histogram_of_a_dead_layer_is_seen(browser: Any, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with torch.no_grad():
-        model[0].bias.fill_(-100.0)
-    page = drawn(browser, make(train(tmp_path / "r", model, {"h": {**SPREAD, "layers": "1"}})).html, tmp_path)
+def test_the_histogram_of_a_dead_layer_is_seen(page: Any) -> None:
+    page.select_option("#heatmap-series", label="spread: forward output")
+    assert page.text_content("#layer-title") == "1, ReLU"
     columns = page.evaluate("document.getElementById('layer-histogram').data.map(({y, z}) => [y, z])")
     assert len(columns) == 6
     assert all(y[0] < 0.0 < y[1] and z == [[0.0]] for y, z in columns)  # one bin with all of it: log10(1)
 
 
-def test_updates_of_all_hooks_can_be_chosen(browser: Any, tmp_path: Path) -> None:
-    update = {"kind": "step_post", "role": "update", "action": "record", "stats": "update_ratio"}
-    hooks = {"first": {**update, "layers": "0"}, "last": {**update, "layers": "2"}}
-    page = drawn(browser, make(train(tmp_path / "r", deep(3), hooks)).html, tmp_path)
+def test_updates_of_all_hooks_can_be_chosen(page: Any) -> None:
     assert page.locator("#updates-series option").all_text_contents() == [
         "first: step_post update",
         "last: step_post update",

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {"optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01}, "train": {"eval_every": 40}},
+    {"optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01}, "train": {"eval_every": 20}},
     {
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
         "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [30, 120], "gamma": 0.5},
@@ -72,7 +72,7 @@ HOOKS = {
 
 def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
-    steps = 70 if number < len(VARIANTS) else 400
+    steps = 45 if number < len(VARIANTS) else 400
     return {
         "name": "resumed",
         "seed": number,
@@ -130,7 +130,7 @@ if __name__ == "__main__":
     for number in range(first, stop):
         config, draw = config_of(number), random.Random(3 + number)
         assert start(config, place / f"{number}-whole", Terminal(quiet=True)) == 0
-        kills = 2 if number < len(VARIANTS) else 3
+        kills = 1 if number < len(VARIANTS) else 3
         for _ in range(kills):
             # Behind a checkpoint, before the end.
             steps = draw.randint(EVERY + 1, config["train"]["steps"] // (kills + 1))

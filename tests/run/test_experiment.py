@@ -67,7 +67,10 @@ def trained(experiment: Experiment) -> MemorySink:
     ("model", "shape"),
     [
         ({"_target_": "torchvision.models.resnet18", "weights": None, "num_classes": 10}, (3, 32, 32)),
-        ({"_target_": "torchvision.models.vgg11_bn", "weights": None, "num_classes": 10}, (3, 32, 32)),
+        pytest.param(
+            {"_target_": "torchvision.models.vgg11_bn", "weights": None, "num_classes": 10}, (3, 32, 32),
+            marks=pytest.mark.slow,
+        ),
         (
             {"_target_": "torchvision.models.VisionTransformer", "image_size": 32, "patch_size": 8, "num_layers": 2,
              "num_heads": 4, "hidden_dim": 32, "mlp_dim": 64, "num_classes": 10},

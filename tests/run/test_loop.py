@@ -226,6 +226,19 @@ def test_the_gradients_norm_is_of_all_of_them_as_one_vector_before_any_clip() ->
     assert norm.item() == pytest.approx(1000.0 * 9000**0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradient_norm_takes_sparse_complex_and_double_gradients(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.words = nn.Embedding(5, 2, sparse=True, dtype=dtype)
+    model.wave = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    model.exact = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    model.words(torch.tensor([1, 1, 3])).sum().backward()  # gradients of 2 and 1 in two elements each
+    model.wave.grad, model.exact.grad = torch.full_like(model.wave, 3 + 4j), torch.full_like(model.exact, 1.0)
+    norm = gradient_norm(model)
+    assert norm is not None
+    assert norm.item() == pytest.approx((2 * 4 + 2 * 1 + 25 + 1) ** 0.5, rel=1e-6)
+
+
 def test_metrics_have_times_and_rates() -> None:
     frame = trained(made())[0].frame("metrics")
     assert (frame.seconds > 0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,9 +125,10 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("train", TRAININGS.values(), ids=TRAININGS)
-def test_the_rows_foretold_are_the_rows_written(tmp_path: Path, train: dict[str, Any]) -> None:
-    cost, folder = run_of(tmp_path, HOOKS, train)
+# Each of them ends with an evaluation.
+@pytest.mark.parametrize("name", tiered(TRAININGS, [name for name in TRAININGS if name != "plain"]))
+def test_the_rows_foretold_are_the_rows_written(tmp_path: Path, name: str) -> None:
+    cost, folder = run_of(tmp_path, HOOKS, TRAININGS[name])
     written = rows_written(folder)
     assert {name: spent.rows for name, spent in cost.items()} == {name: written[name] for name in HOOKS}
     assert sum(written.values()) > 500
@@ -167,9 +169,7 @@ MANY_ROWS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-OFTEN = (
-    "outputs of all modules", "three statistics", "clipped gradients", "tensors", "histograms", "seldom", "together"
-)  # fmt: skip
+OFTEN = ("three statistics", "clipped gradients", "histograms", "together")
 
 
 @pytest.mark.parametrize("name", tiered(MANY_ROWS, OFTEN))
@@ -306,7 +306,8 @@ def test_a_schedule_that_knows_its_end_is_not_gone_past() -> None:
     assert forecast_of({"a": LOOK}, {"steps": 2, "batch_size": 16}, scheduler=scheduler).cost["a"].rows > 0
 
 
-def test_of_a_compiled_model_the_rows_are_those_of_the_run(tmp_path: Path) -> None:
+def test_of_a_compiled_model_the_rows_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # no machine code: much faster
     model = {"_target_": "instrument.run.models.MLP", "sizes": [64, 8, 10]}
     cost, folder = run_of(tmp_path, {"a": LOOK}, {"steps": 3, "batch_size": 16, "compile": True}, model=model)
     assert cost["a"].rows == rows_written(folder)["a"] > 0

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,13 +49,23 @@ def local(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_run_is_there_when_it_is_over(cli: Cli, bucket: str) -> None:
-    answer = cli(*TINY, f"sink.remote={bucket}/some", "hydra.run.dir=runs/tiny/one")
+def assert_same_to_the_bit(one: Path, other: Path) -> None:
+    """Both were trained with TINY and a checkpoint at every second step."""
+    states = [Checkpoints(folder, 2).load() for folder in (one, other)]
+    assert repr(states[0]["random"]) == repr(states[1]["random"])
+    for name, weights in states[0]["model"].items():
+        assert torch.equal(weights, states[1]["model"][name])
+    assert instrument.load(one).metrics.loss.tolist() == instrument.load(other).metrics.loss.tolist()
+
+
+def test_a_run_is_there_when_it_is_over_and_the_same_to_the_bit(cli: Cli, bare: tuple[Path, str], bucket: str) -> None:
+    answer = cli(*TINY, "train.checkpoint.every=2", f"sink.remote={bucket}/some", "hydra.run.dir=runs/tiny/one")
     assert (answer.code, answer.err) == (0, "")
     assert f"remote      {bucket}/some/tiny/one" in answer.out
     assert names(f"{bucket}/some/tiny/one") == local(Path("runs/tiny/one")) - {".lock"}
     info = json.loads(RemoteFolder(f"{bucket}/some/tiny/one", "").read("run.json") or b"")
     assert (info["status"], info["remote"]) == ("done", f"{bucket}/some/tiny/one")
+    assert_same_to_the_bit(bare[0], Path("runs/tiny/one"))
 
 
 def test_a_run_without_a_remote_folder_says_so(bare: tuple[Path, str]) -> None:
@@ -144,13 +153,14 @@ def test_another_run_s_place_is_refused(cli: Cli, bucket: str) -> None:
     assert "holds another run already, and none is ever overwritten" in answer.err
 
 
-def test_a_run_goes_on_where_nobody_answers_and_is_sent_later(
-    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_run_goes_on_where_nobody_answers_as_if_there_were_none_and_is_sent_later(
+    cli: Cli, bare: tuple[Path, str], bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sending, "PAUSES", (0.01,))
     with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
-        answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
+        answer = cli(*TINY, "train.checkpoint.every=2", f"sink.remote={bucket}", "hydra.run.dir=out")
     assert answer.code == 0
+    assert_same_to_the_bit(bare[0], Path("out"))
     told = re.sub(r"\s+", " ", answer.out)
     assert f"warning {bucket}/out: EndpointConnectionError" in told
     assert "what is missing is sent by: python -m instrument.upload out" in told
@@ -164,21 +174,10 @@ def test_a_run_goes_on_where_nobody_answers_and_is_sent_later(
     assert "all is there already" in capfd.readouterr().out
 
 
-def test_a_failed_run_is_sent_too(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(Checkpoints, "save", fail)
-    answer = cli(*TINY, f"sink.remote={bucket}", "train.checkpoint.every=3", "hydra.run.dir=out")
-    assert answer.code == 1
-    info = json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")
-    assert info["status"] == "failed"
-    assert names(f"{bucket}/out") == local(Path("out")) - {".lock"}
-
-
-@pytest.fixture
-def broken(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> RemoteFolder:
-    """The remote folder of a run that failed, two steps behind its last checkpoint."""
+def test_a_failed_run_is_sent_and_goes_on_only_where_its_rows_are_taken_back_there_too(
+    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails two steps behind its last checkpoint."""
     save = Checkpoints.save
 
     def fail(self: Checkpoints, experiment: Any, probe: Any, *rest: Any) -> None:
@@ -190,10 +189,17 @@ def broken(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> RemoteFold
         patched.setattr(Checkpoints, "save", fail)
         remote = ["train.checkpoint.every=2", f"sink.remote={bucket}", "hydra.run.dir=out"]
         assert cli(*TINY, *remote).code == 1
-    return RemoteFolder(f"{bucket}/out", "")
+    broken = RemoteFolder(f"{bucket}/out", "")
+    assert json.loads(broken.read("run.json") or b"")["status"] == "failed"
+    assert names(f"{bucket}/out") == local(Path("out")) - {".lock"}
 
+    rows = len(instrument.load("out").metrics)
+    with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
+        answer = cli("resume=out")
+    assert answer.code == 2
+    assert "rows of steps that are done again cannot be taken back there: EndpointConnectionError" in answer.err
+    assert len(instrument.load("out").metrics) == rows
 
-def test_steps_that_are_done_again_are_taken_back_there_too(cli: Cli, broken: RemoteFolder) -> None:
     before = {name: broken.read(name) for name in broken.sizes() if name.startswith("metrics/")}
     answer = cli("resume=out")
     assert answer.code == 0, answer.err
@@ -202,15 +208,6 @@ def test_steps_that_are_done_again_are_taken_back_there_too(cli: Cli, broken: Re
     after = {name: broken.read(name) for name in broken.sizes() if name.startswith("metrics/")}
     assert after == {name: (Path("out") / name).read_bytes() for name in after}
     assert before != after
-
-
-def test_a_run_does_not_go_on_where_its_rows_cannot_be_taken_back(cli: Cli, broken: RemoteFolder) -> None:
-    rows = len(instrument.load("out").metrics)
-    with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
-        answer = cli("resume=out")
-    assert answer.code == 2
-    assert "rows of steps that are done again cannot be taken back there: EndpointConnectionError" in answer.err
-    assert len(instrument.load("out").metrics) == rows
 
 
 def test_a_run_that_was_interrupted_is_sent(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,20 +300,6 @@ def test_processes_of_one_run_send_all_of_their_parts(workdir: Path, bucket: str
     run = instrument.load(f"{bucket}/out")
     assert (run.info["status"], sorted(run.stats["rank"].unique())) == ("done", [0, 1])
     assert SECRET not in done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_run_is_the_same_to_the_bit_with_a_remote_folder(
-    answers: bool, cli: Cli, bare: tuple[Path, str], bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sending, "PAUSES", (0.01,))
-    with nullcontext() if answers else new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
-        assert cli(*TINY, "train.checkpoint.every=2", "hydra.run.dir=sent", f"sink.remote={bucket}").code == 0
-    states = [Checkpoints(folder, 2).load() for folder in (bare[0], Path("sent"))]
-    assert repr(states[0]["random"]) == repr(states[1]["random"])
-    for name, weights in states[0]["model"].items():
-        assert torch.equal(weights, states[1]["model"][name])
-    assert instrument.load(bare[0]).metrics.loss.tolist() == instrument.load("sent").metrics.loss.tolist()
 
 
 def test_ctrl_c_ends_the_sending_too(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

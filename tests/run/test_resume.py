@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from conftest import run_in
 from forked import Command
 from states import identical
 from tiers import portions
@@ -72,11 +74,27 @@ def check_equal(whole: instrument.Run, killed: instrument.Run) -> None:
     assert weights.iloc[-1] < weights.iloc[0], "it did train"
 
 
-def stopped(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str, at: int = 8) -> None:
+def stopped(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """A run in `out` that failed at a step."""
     with monkeypatch.context() as patch:
-        fails_at(patch, at)
-        assert cli(*TINY, *arguments).code == 1
+        fails_at(patch, 8)
+        assert cli(*arguments).code == 1
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that failed at a step."""
+    place = tmp_path_factory.mktemp("failed")
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(patch, 8)
+        assert run_in(place, *TINY).code == 1
+    return place / "out"
+
+
+@pytest.fixture
+def out(workdir: Path, failed: Path) -> Path:
+    """A copy of it in the working directory, to go on with."""
+    return Path(shutil.copytree(failed, workdir / "out"))
 
 
 def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
@@ -94,8 +112,7 @@ def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(loop, "gradient_norm", fail)
 
 
-def test_the_command_needs_the_folder_and_nothing_else(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(cli, monkeypatch)
+def test_the_command_needs_the_folder_and_nothing_else(cli: Cli, out: Path) -> None:
     before = instrument.load("out")
     assert (before.info["status"], len(before.metrics)) == ("failed", 8)
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
@@ -123,7 +140,7 @@ def test_a_run_that_is_done_has_nothing_left_to_do(cli: Cli) -> None:
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(cli, monkeypatch, "train.checkpoint.every=0")
+    stopped(cli, monkeypatch, *TINY, "train.checkpoint.every=0")
     answer = cli("resume=out")
     assert answer.code == 2
     assert "this run has no checkpoint: train.checkpoint.every was 0" in answer.err
@@ -141,10 +158,7 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(cli: Cli, monkeypatch: pyt
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_named_and_take_nothing_away(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
-) -> None:
-    stopped(cli, monkeypatch)
+def test_mistakes_are_named_and_take_nothing_away(cli: Cli, out: Path, arguments: list[str], told: str) -> None:
     answer = cli(*arguments)
     assert answer.code == 2
     assert told in answer.err
@@ -152,8 +166,7 @@ def test_mistakes_are_named_and_take_nothing_away(
     assert len(instrument.load("out").metrics) == 8
 
 
-def test_a_run_that_still_runs_is_not_resumed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(cli, monkeypatch)
+def test_a_run_that_still_runs_is_not_resumed(cli: Cli, out: Path) -> None:
     place = RunFolder.again(Path("out"))
     answer = cli("resume=out")
     assert answer.code == 2
@@ -162,10 +175,7 @@ def test_a_run_that_still_runs_is_not_resumed(cli: Cli, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
-def test_a_checkpoint_that_is_none_is_refused_and_no_pickle_is_run(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
-    stopped(cli, monkeypatch)
+def test_a_checkpoint_that_is_none_is_refused_and_no_pickle_is_run(cli: Cli, out: Path, content: bytes | None) -> None:
     (path,) = Path("out/checkpoints").iterdir()
     if content is None:
 
@@ -183,8 +193,7 @@ def test_a_checkpoint_that_is_none_is_refused_and_no_pickle_is_run(
     assert len(instrument.load("out").metrics) == 8
 
 
-def test_the_plan_of_a_run_to_be_resumed_is_its_own(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped(cli, monkeypatch)
+def test_the_plan_of_a_run_to_be_resumed_is_its_own(cli: Cli, out: Path) -> None:
     answer = cli("resume=out", "plan=true")
     assert answer.code == 0
     assert "activations" in answer.out
@@ -236,9 +245,7 @@ def test_states_keep_their_types_and_versions(cli: Cli, monkeypatch: pytest.Monk
     ]
     arguments = [argument for argument in TINY if not argument.startswith("model")] + versioned
     assert cli(*arguments, "hydra.run.dir=whole").code == 0
-    with monkeypatch.context() as patch:
-        patch.setattr("test_resume.TINY", arguments)
-        stopped(cli, monkeypatch)
+    stopped(cli, monkeypatch, *arguments)
     answer = cli("resume=out")
     assert answer.code == 0, answer.err
     one, other = (Checkpoints(Path(name)).load() for name in ("whole", "out"))
@@ -260,9 +267,8 @@ def test_only_a_folder_of_a_run_is_gone_on_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_words_of_pytorch", [False, True])
 def test_a_disk_that_is_full_keeps_the_checkpoint_before(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, in_words_of_pytorch: bool
+    cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch, in_words_of_pytorch: bool
 ) -> None:
-    stopped(cli, monkeypatch)
     before = Path("out/checkpoints/step-00000005.pt").read_bytes()
 
     def full(state: object, file: object) -> None:

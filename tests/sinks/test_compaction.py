@@ -15,6 +15,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiers import tiered
 
 import instrument
 from instrument import compact as command
@@ -180,7 +181,8 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@pytest.mark.parametrize("moment", range(3 * (1 + 6)))  # of three tables: six parts become one, and are removed
+# Of three tables: six parts become one, and are removed.
+@pytest.mark.parametrize("moment", tiered(range(3 * (1 + 6)), [0, 1, 3, 6, 7, 20]))
 def test_a_kill_at_any_moment_loses_and_doubles_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:

@@ -250,11 +250,11 @@ def test_of_a_large_file_a_few_pieces_are_in_memory_at_once(
     monkeypatch.setattr(files, "_call_s3", counted)
     file = tmp_path / "file"
     with file.open("wb") as content:
-        content.truncate(210 * 2**20)
+        content.truncate(110 * 2**20)
     remote.put(file, "checkpoints/a")
     assert most == 2
     assert len(set(moved)) > 2  # it can be seen to get on
-    assert remote.sizes() == {"checkpoints/a": 210 * 2**20}
+    assert remote.sizes() == {"checkpoints/a": 110 * 2**20}
 
 
 def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

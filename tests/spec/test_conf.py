@@ -83,10 +83,20 @@ def test_every_experiment_begins_with_the_command_that_runs_it(file: Path) -> No
     assert any(command.match(line) for line in file.read_text().splitlines()[:2])
 
 
-@pytest.mark.parametrize(
-    "group", ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"]
-)
-@pytest.mark.parametrize("experiment", tiered(options("exp"), ["mnist_hooks"]))
+GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"]
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_an_option_of_every_group_composes_over_an_experiment(which: int) -> None:
+    chosen = {group: options(group)[which] for group in GROUPS}
+    more = ["train.steps=null"] if chosen["train"] == "epochs" else []
+    config = config_of("+exp=mnist_hooks", *(f"{group}={option}" for group, option in chosen.items()), *more)
+    assert config.name == "mnist_hooks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("experiment", options("exp"))
 def test_every_option_composes_over_every_experiment(group: str, experiment: str) -> None:
     for option in options(group):
         # The experiments count in steps; who wants epochs takes the steps away.
@@ -94,6 +104,14 @@ def test_every_option_composes_over_every_experiment(group: str, experiment: str
         assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
 
 
+@pytest.fixture
+def without_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay as they are in memory: some models have 130 million."""
+    for name in ("kaiming_uniform_", "kaiming_normal_", "normal_"):
+        monkeypatch.setattr(nn.init, name, lambda tensor, *arguments, **named: tensor)
+
+
+@pytest.mark.usefixtures("without_init")
 @pytest.mark.parametrize("name", options("model"))
 def test_every_model_builds_and_takes_its_images(name: str) -> None:
     model = build_module(over_base("model", name).model, "model").eval()
@@ -237,11 +255,19 @@ FIT = {
 }
 
 
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("model", options("model"))
-def test_every_model_takes_every_data_or_says_why_not(model: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kaiming_uniform_", "kaiming_normal_", "normal_"):  # of 130 million parameters
-        monkeypatch.setattr(nn.init, name, lambda tensor, *arguments, **named: tensor)
+PAIRS = [(model, data) for model in options("model") for data in DATA]
+# Each model on one dataset that fits it, but for the largest; and each reason why others do not.
+QUICK = {
+    *{("mlp", "digits"), ("mnist_cnn", "random"), ("lenet", "digits of 28"), ("autoencoder", "digits")},
+    *{("dense_gan", "digits"), ("resnet18", "colour"), ("vit", "colour"), ("tiny_gpt", "english")},
+    *{("mnist_cnn", "digits"), ("mlp", "english"), ("autoencoder", "colour"), ("tiny_gpt", "digits")},
+}
+
+
+@pytest.mark.usefixtures("without_init")
+@pytest.mark.parametrize("pair", tiered(PAIRS, QUICK))
+def test_every_model_takes_every_data_or_says_why_not(pair: tuple[str, str]) -> None:
+    model, data = pair
     task = f"task={TASKS.get(model, 'cross_entropy')}"
     config = config_of(f"model={model}", *DATA[data], task, "hooks=gradients", "train.batch_size=2")
     if (model, data) in FIT:

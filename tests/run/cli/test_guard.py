@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tiers import tiered
 
 import instrument
 
@@ -89,10 +90,10 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
-def test_refused_run_leaves_no_folder(cli: Cli, refusal: list[str]) -> None:
-    assert cli(*TINY, *refusal).code == 2
-    assert cli(*TINY, *refusal, "hydra.run.dir=some/where/out").code == 2
+@pytest.mark.parametrize("refusal", tiered(REFUSALS, ["configuration", "shape", "composition"]))
+def test_refused_run_leaves_no_folder(cli: Cli, refusal: str) -> None:
+    assert cli(*TINY, *REFUSALS[refusal]).code == 2
+    assert cli(*TINY, *REFUSALS[refusal], "hydra.run.dir=some/where/out").code == 2
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -149,7 +150,7 @@ def test_refused_resumption_leaves_the_run_as_it_was(cli: Cli) -> None:
     assert contents("out") == before
 
 
-@pytest.mark.parametrize("refusal", ["configuration", "shape", "composition"])
+@pytest.mark.parametrize("refusal", tiered(["configuration", "shape", "composition"], ["shape", "composition"]))
 def test_sweep_without_a_job_that_was_begun_leaves_no_folder(cli: Cli, refusal: str) -> None:
     answer = cli("-m", *TINY, *REFUSALS[refusal], "seed=1,2")
     assert answer.code == 2
@@ -177,6 +178,26 @@ def test_refused_attachment_leaves_no_folder(tmp_path: Path) -> None:
         with pytest.raises(instrument.ConfigError), instrument.attach(model, specs, out=out):
             model(torch.ones(2, 4))
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
+
+
+def test_refused_attachment_keeps_files_of_the_loop_in_a_new_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hook = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    specs = {"seen": hook, "cut": {**hook, "layers": "1", "slice": "0:20"}}
+    mine = [out / "notes.txt", out / "sub" / "w.pt", out / "stats" / "mine.csv", out / "sub" / ".hydra" / "config.yaml"]
+    mine.append(out / "sub" / "run.json")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+
+    def loop() -> None:
+        with instrument.attach(model, specs, out=out):
+            for path in mine:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("mine\n")
+            model(torch.randn(3, 4))
+
+    with pytest.raises(instrument.ConfigError, match="slice"):
+        loop()
+    assert {path for path in out.rglob("*") if path.is_file()} == set(mine)
 
 
 def test_configuration_error_after_a_step_keeps_the_rows(tmp_path: Path) -> None:

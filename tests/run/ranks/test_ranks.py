@@ -276,7 +276,10 @@ def test_in_a_loop_of_ones_own_it_is_told_who_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", tiered([2, 3], [2]))
-@pytest.mark.parametrize(("rank", "how", "reduce"), [(0, "kill", "none"), (1, "kill", "none"), (1, "raise", "global")])
+@pytest.mark.parametrize(
+    ("rank", "how", "reduce"),
+    [(0, "kill", "none"), pytest.param(1, "kill", "none", marks=pytest.mark.slow), (1, "raise", "global")],
+)
 def test_when_a_process_dies_the_others_say_which(
     tmp_path: Path, rank: int, how: str, reduce: str, processes: int
 ) -> None:
@@ -313,11 +316,14 @@ def test_when_a_process_dies_the_others_say_which(
     ("mistake", "told"),
     [
         ("hooks.seen.layers=nowhere", "matches no"),  # found when the model is there
-        (
+        pytest.param(
             "+hooks.own={layers: '*', kind: forward, action: modify, fn: {_target_: nowhere.at_all}}",
             "nowhere",
+            marks=pytest.mark.slow,
         ),  # and the hooks
-        ("optimizer={_target_: torch.optim.Adafactor}", "TypeError"),  # the momentum of the default is left
+        pytest.param(
+            "optimizer={_target_: torch.optim.Adafactor}", "TypeError", marks=pytest.mark.slow
+        ),  # the momentum of the default is left
         ("train.parallel=dpd", "dpd"),  # and before any process knows of the others
     ],
 )
@@ -341,12 +347,19 @@ def config(**changes: Any) -> Any:
     return parse_config({**base, **changes})
 
 
-def test_what_does_not_go_together_leaves_no_folder(tmp_path: Path) -> None:
-    for processes, arguments in [(1, ["train.parallel=ddp"]), (2, []), (2, ["train.parallel=ddp", "plan=true"])]:
-        done = start(tmp_path, "+exp=ranked", "hydra.run.dir=out", *arguments, processes=processes)
-        assert done.returncode != 0
-        assert "instrument/run/" not in done.stderr  # no traceback of ours
-        assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    ("processes", "arguments"),
+    [
+        pytest.param(1, ["train.parallel=ddp"], marks=pytest.mark.slow),
+        pytest.param(2, [], marks=pytest.mark.slow),
+        (2, ["train.parallel=ddp", "plan=true"]),
+    ],
+)
+def test_what_does_not_go_together_leaves_no_folder(tmp_path: Path, processes: int, arguments: list[str]) -> None:
+    done = start(tmp_path, "+exp=ranked", "hydra.run.dir=out", *arguments, processes=processes)
+    assert done.returncode != 0
+    assert "instrument/run/" not in done.stderr  # no traceback of ours
+    assert not (tmp_path / "out").exists()
 
 
 def test_processes_and_the_way_they_train_go_together() -> None:

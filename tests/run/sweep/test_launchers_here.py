@@ -13,6 +13,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from swept import job as made
+from tiers import tiered
 
 import instrument
 from instrument.extras import pip_command
@@ -65,21 +66,23 @@ def test_a_job_that_fails_stops_no_other_and_the_exit_code_says_so(
     assert "python -m instrument.sweep out --rerun" in answer.err
     assert answer.out.count("out/1  hooks.seen.layers=layers.0  loss") == 1
     assert ("terminals    out/.submitit" in answer.err) == (launcher == "slurm_local")
-    assert ("address" in started) == (launcher == "ray_local")
+    if launcher == "ray_local":
+        assert_ray_was_asked(started, {"address": "local", "include_dashboard": False})
+    else:
+        assert "address" not in started
 
 
-def test_a_ray_cluster_is_started_for_the_sweep_or_joined(cli: Cli, started: dict[str, Any]) -> None:
-    for launcher, init in (
-        ("ray_local", {"address": "local", "include_dashboard": False}),
-        ("ray_cluster", {"address": "host:1"}),
-    ):
-        where = ("hydra.launcher.ray.init.address=host:1",) if launcher == "ray_cluster" else ()
-        started.clear()
-        answer = cli("-m", *TINY, "seed=-1", f"hydra.sweep.dir={launcher}", f"hydra/launcher={launcher}", *where)
-        assert answer.code == 2, answer.err
-        assert {name: started[name] for name in init} == init
-        assert started["remote"] == {"num_cpus": 1, "max_retries": 0}
-        assert os.environ["RAY_DEDUP_LOGS"] == os.environ["RAY_COLOR_PREFIX"] == "0"
+def assert_ray_was_asked(started: dict[str, Any], init: dict[str, Any]) -> None:
+    assert {name: started[name] for name in init} == init
+    assert started["remote"] == {"num_cpus": 1, "max_retries": 0}
+    assert os.environ["RAY_DEDUP_LOGS"] == os.environ["RAY_COLOR_PREFIX"] == "0"
+
+
+def test_a_ray_cluster_that_is_there_is_joined(cli: Cli, started: dict[str, Any]) -> None:
+    where = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=host:1")
+    answer = cli("-m", *TINY, "seed=-1", "hydra.sweep.dir=out", *where)
+    assert answer.code == 2, answer.err
+    assert_ray_was_asked(started, {"address": "host:1"})
 
 
 def test_jobs_of_submitit_share_the_cores(cli: Cli, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +123,9 @@ def test_a_process_that_dies_is_told_of_and_what_was_done_stays(cli: Cli, monkey
     assert "2 jobs in out: 1 killed, 1 missing" in answer.err
 
 
-@pytest.mark.parametrize("launcher", [(), HERE["processes"]], ids=["basic", "processes"])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(HERE["processes"], marks=pytest.mark.slow)], ids=["basic", "processes"]
+)
 def test_a_sweep_that_is_interrupted_says_what_is_left(cli: Cli, launcher: tuple[str, ...]) -> None:
     Path("stopping.py").write_text(
         "import signal\n\n\ndef stop(tensor, context):\n"
@@ -136,7 +141,7 @@ def test_a_sweep_that_is_interrupted_says_what_is_left(cli: Cli, launcher: tuple
     assert instrument.load("out/0").metrics.step.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("launcher", ["processes", "slurm_local", "ray_local"])
+@pytest.mark.parametrize("launcher", tiered(["processes", "slurm_local", "ray_local"], ["processes"]))
 def test_a_sweep_without_jobs_is_told_of_before_anything_is_started(cli: Cli, launcher: str) -> None:
     answer = cli("-m", *TINY, "seed=range(3,3)", f"hydra/launcher={launcher}")
     assert answer.code == 2
@@ -149,8 +154,8 @@ def test_a_sweep_without_jobs_is_told_of_before_anything_is_started(cli: Cli, la
     [
         ("processes", "launcher", "joblib", "joblib"),
         ("slurm", "launcher", "submitit_slurm", "submitit"),
-        ("slurm_local", "launcher", "submitit_local", "submitit"),
-        ("ray_local", "launcher", "ray", "ray"),
+        pytest.param("slurm_local", "launcher", "submitit_local", "submitit", marks=pytest.mark.slow),
+        pytest.param("ray_local", "launcher", "ray", "ray", marks=pytest.mark.slow),
         ("ray_cluster", "launcher", "ray", "ray"),
         ("search", "sweeper", "optuna", "optuna"),
     ],
