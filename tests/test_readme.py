@@ -6,7 +6,6 @@ import contextlib
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +74,6 @@ def test_every_make_command_of_the_readme_is_a_target() -> None:
 def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_files(
     follow: Callable[[str], Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch, over: list[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "mymodule", raising=False)
     done = []
     for language, text in BLOCKS:
         if language == "sh":
@@ -97,7 +95,6 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
     (notebook,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs" / "report.md").read_text(), re.M | re.S)
     exec(compile(with_newest(notebook), "report.md", "exec"), {})
     assert (workdir / "flow.svg").exists()
-    monkeypatch.delitem(sys.modules, "mymodule", raising=False)
 
 
 def with_newest(text: str) -> str:
@@ -120,6 +117,8 @@ def test_the_overrides_that_the_readme_names_are_taken(follow: Callable[[str], A
     named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
     assert len(named) >= 6
     for override in named:
-        base = "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
+        base = (
+            "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
+        )
         answer = follow(f"python -m instrument {base} plan=true '{override}'")
         assert answer.code == 0, (override, answer.err)

@@ -37,7 +37,9 @@ def test_site_requests_nothing_from_other_hosts(site: Path) -> None:
     assert len(pages) > 25
     for page in pages:
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=[\"']?(https?:[^\"' >]+)", page.read_text())
-        loaded += re.findall(r"<link[^>]+rel=[\"']?(?:stylesheet|preconnect|icon)[^>]+href=[\"']?(https?:[^\"' >]+)", page.read_text())
+        loaded += re.findall(
+            r"<link[^>]+rel=[\"']?(?:stylesheet|preconnect|icon)[^>]+href=[\"']?(https?:[^\"' >]+)", page.read_text()
+        )
         assert loaded == [], page
 
 
