@@ -48,7 +48,7 @@ def test_reference_has_every_kind_action_statistic_and_field() -> None:
 def test_example_of_a_section_is_valid(name: str) -> None:
     model, example = MAKE.SECTIONS[name]
     given = yaml.safe_load(example)
-    for key in re.findall(r"\w+", name.split(" and ")[0]) if name.startswith("`") else ():
+    for key in re.findall(r"\w+", name.split(" and ", maxsplit=1)[0]) if name.startswith("`") else ():
         given = given[key]
     if model is RunConfig:
         assert set(given) <= set(RunConfig.model_fields)

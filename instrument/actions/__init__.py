@@ -1,1 +1,4 @@
-"""What is done at a site: a pure function on a tensor first, and a thin class around it that reads the spec."""
+"""Actions: what a hook does with a tensor.
+
+Each is a set of pure functions on tensors and a class that reads the spec.
+"""

@@ -1,4 +1,4 @@
-"""What actions are given, and what they give to: the context of a firing, and the rows that it writes."""
+"""The interface of actions: the context of a call, and where actions write their rows and read recorded tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from ..stats.kernel import Values
 from ..stats.merge import Part
 
 UNKNOWN_CALL = -1
-"""The `call` of a forward pass that is computed again where nothing tells which one it was."""
+"""The `call` of a recomputed forward pass if the index of the call is unknown."""
 
 
 class Moment(NamedTuple):
-    """When a hook runs: optimizer step (from 0), micro-step within it, epoch, and phase (`train` or `eval`)."""
+    """The time at which a hook runs.
+
+    Attributes:
+        step: The optimizer step, from 0.
+        micro_step: The index of the micro-step within the step, from 0.
+        epoch: The epoch, from 0.
+        phase: `train` or `eval`.
+    """
 
     step: int
     micro_step: int
@@ -77,12 +84,18 @@ class Context:
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.
 
-        It depends on the run's seed, the hook, the layer, the tensor and the moment, and where each of several processes has
-        a tensor of its own, on the rank; on nothing else: the global random state is neither read nor moved, and a forward
-        pass that is computed again gets the same numbers.
+        Its seed depends only on the run's seed, the hook, the layer, the tensor and the moment. With several processes
+        whose tensors differ, it also depends on the rank. The global random state is not used. A recomputed forward
+        pass gets the same numbers.
+
+        Args:
+            device: The device of the generator.
+
+        Returns:
+            A seeded generator.
 
         Raises:
-            LookupError: It is computed again in a way that leaves open which of several calls this is.
+            LookupError: The forward pass is recomputed and the index of the call is unknown.
         """
         if self.call == UNKNOWN_CALL:
             raise LookupError(
@@ -98,12 +111,14 @@ class Context:
 
 @dataclass(slots=True)
 class Effect:
-    """What an intervention changed at one firing; the numbers may still be on the device.
+    """The change that an intervention made in one call. The numbers may still be on the device.
 
     Attributes:
-        numel: Elements of the tensor.
-        measures: changed elements, L2 norm before, L2 norm after, as three numbers or a float64 tensor [3].
-        factor: What the tensor was multiplied by, where that is one number: a number, or a tensor of one element.
+        numel: The number of elements of the tensor.
+        measures: The number of changed elements, the L2 norm before and the L2 norm after: three numbers or a float64
+            tensor [3].
+        factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
+            element.
     """
 
     numel: int
@@ -112,66 +127,84 @@ class Effect:
 
 
 class Effects(Protocol):
-    """Where the effects of interventions go."""
+    """Receives the effects of interventions."""
 
     def add_effect(self, context: Context, effect: Effect) -> None:
-        """What one intervention changed."""
+        """Add the effect of one intervention."""
 
 
 class Rows(Effects, Protocol):
-    """Where the rows of a firing go."""
+    """Receives the rows of an action."""
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
-        """The statistics of one tensor, in the order of `names`."""
+        """Add the statistics of one tensor, in the order of `names`."""
 
     def merges(self, context: Context) -> bool:
-        """Whether a tensor is the part of one that several processes have, of which there is to be one row."""
+        """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
 
     def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
-        """Of such a tensor what `instrument.stats.merge` makes statistics of these names of; and which units
-        are dead, bool [units], where that is asked for and has a meaning."""
+        """Add this process's part of the statistics of such a tensor.
+
+        Args:
+            context: The call.
+            names: The statistics to compute from all parts; see `instrument.stats.merge`.
+            part: The result of `part_of`.
+            dead: Which units are dead, bool [units]; None if not requested or not applicable.
+        """
 
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
-        """Of such a tensor what it makes quantiles and a histogram of, float64 [numbers]."""
+        """Add this process's sketch for quantiles and a histogram of such a tensor, float64 [numbers]."""
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
-        """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
+        """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """A tensor to be kept, in a type or in its own: it is copied here and now, since it may be written to next."""
+        """Add a copy of a tensor. It is copied before this returns, since the tensor may be modified in place afterwards.
+
+        Args:
+            context: The call.
+            source_shape: The shape of the complete tensor.
+            tensor: The tensor, or a part of it.
+            dtype: The dtype of the copy; None keeps the tensor's dtype.
+        """
 
 
 class Archive(Protocol):
-    """Where the tensors of other runs are found."""
+    """Provides the recorded tensors of other runs."""
 
     def open(self, run: str, hook: str | None, where: str) -> None:
-        """Make sure that there is such a run, with tensors of such a hook; `where` is the spec's key in the configuration.
-
-        Raises:
-            ConfigError: There is none.
-        """
-
-    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
-        """The tensor that was recorded at the layer, role, path and call of a context, of the same batch of the step.
+        """Check that a run exists and contains tensors of a hook.
 
         Args:
             run: The folder of the run.
-            hook: The record hook that kept it; any without it.
-            step: The step at which it was kept; the context's without it.
-            context: The firing that it is wanted for.
+            hook: The name of the record hook; None for any.
+            where: The config key of the spec, for messages.
 
         Raises:
-            LookupError: There is none, or several.
+            ConfigError: The run or its tensors cannot be found.
+        """
+
+    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+        """Return the tensor that was recorded for the same layer, role, path, call and batch.
+
+        Args:
+            run: The folder of the run.
+            hook: The name of the record hook; None for any.
+            step: The step at which the tensor was recorded; None for the step of `context`.
+            context: The call that uses the tensor.
+
+        Raises:
+            LookupError: No tensor matches, or several do.
         """
 
 
 class NoArchive:
-    """The archive of a loop that has none."""
+    """The archive of a probe that was created without one."""
 
     def open(self, run: str, hook: str | None, where: str) -> None:  # noqa: ARG002
-        """There is no such run.
+        """Refuse every run.
 
         Raises:
             ConfigError: Always.
@@ -179,7 +212,7 @@ class NoArchive:
         raise ConfigError(Mistake(f"{where}.run", "this loop has no archive of other runs", written=run))
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
-        """There is no such tensor.
+        """Find nothing.
 
         Raises:
             LookupError: Always.
@@ -188,10 +221,17 @@ class NoArchive:
 
 
 class Action(Protocol):
-    """What is done at every site of one spec."""
+    """The action of one spec. It is called for the tensors of all sites of the spec."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """All tensors of the spec that are about to be acted on one by one, where they are at hand together."""
+        """Receive all tensors of the spec before it is called for each of them.
+
+        Only kinds that have all tensors at once call it.
+        """
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor | None:
-        """See a tensor in a context; give the tensor to put in its place, or None to leave it as it is."""
+        """Process one tensor.
+
+        Returns:
+            The tensor that replaces it, or None to keep it.
+        """

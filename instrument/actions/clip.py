@@ -1,4 +1,4 @@
-"""Clip: keep the values, or their norm, within a bound."""
+"""Clipping: limit values or norms."""
 
 from __future__ import annotations
 
@@ -14,16 +14,26 @@ from ..spec.interventions import ClipSpec
 from ..stats.rounding import round_down, round_up, toward_zero
 from .base import Context
 
-EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_: added to the norm, so that a norm of zero divides nothing
-MIN_WEIGHT_NORM = 1e-3  # of Brock et al. 2021
-WRITTEN = 1.0 - 2.0**-50  # so that 0.07 of 100 elements are 7, though the float 0.07 is a little more
+EPSILON = 1e-6  # As in `torch.nn.utils.clip_grad_norm_`: added to the norm, which may be zero.
+MIN_WEIGHT_NORM = 1e-3  # The value of Brock et al. 2021.
+# Compensates rounding: 0.07 as a float is slightly more than 0.07, but 0.07 of 100 elements has to be 7 elements.
+WRITTEN = 1.0 - 2.0**-50
 
 
 def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor:
-    """No value below `low`, none above `high`; NaN stays NaN. Any floating dtype, same shape.
+    """Clamp all values to [low, high]. NaN stays NaN.
 
-    In half precision, where rounding moves a bound by up to 0.4%, it becomes the nearest number within it. If no number
-    lies between the two, all values become the one below `high`. In wider dtypes it is `torch.clamp`, to the bit.
+    In float16 and bfloat16, rounding moves a bound by up to 0.4%. There the bound becomes the nearest representable
+    number within [low, high]. If no such number exists, all values become the largest number below `high`. In wider
+    dtypes the result is bit-identical to `torch.clamp`.
+
+    Args:
+        tensor: Any floating-point dtype and shape.
+        low: The minimum; None for no minimum.
+        high: The maximum; None for no maximum.
+
+    Returns:
+        The clipped tensor, same shape and dtype.
     """
     if tensor.element_size() < 4:
         low = None if low is None else round_up(low, tensor.dtype)
@@ -32,16 +42,24 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
 
 
 def clip_coefficient(norm: Tensor, bound: float) -> Tensor:
-    """What to multiply by so that a norm does not exceed `bound`: `min(1, bound / (norm + 1e-6))`, as
-    `torch.nn.utils.clip_grad_norm_` has it."""
+    """Return the factor that limits a norm to `bound`.
+
+    `min(1, bound / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`.
+    """
     return (bound / (norm + EPSILON)).clamp(max=1.0)
 
 
 def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: bool = False) -> tuple[Tensor, Tensor]:
-    """The tensor scaled down so that its norm, or that of each sample of it (dimension 0), is at most `bound`.
+    """Scale a tensor so that its norm is at most `bound`.
 
-    Norms are formed and multiplied with in float32 at least, so that half precision neither overflows nor loses
-    small values and small factors; its elements are rounded towards zero, so that the norm stays within the bound.
+    Norms and products are computed in float32 or wider: half precision would overflow or lose small values and factors.
+    The results are rounded towards zero, so that the norm stays within the bound.
+
+    Args:
+        tensor: Any floating-point dtype and shape.
+        bound: The maximum norm.
+        ord: The order of the norm. Default: 2.
+        per_sample: Whether to clip the norm of each sample (dimension 0) separately. Default: False.
 
     Returns:
         The clipped tensor, same shape and dtype, and the factor: a scalar, or shape [samples].
@@ -58,24 +76,31 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
 
 
 def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:
-    """What all the tensors are multiplied by so that their norm as one long vector is at most `bound`.
+    """Return the factor that limits the norm of all tensors, as one vector, to `bound`.
 
-    To the last bit the factor of `torch.nn.utils.clip_grad_norm_`. Of tensors of which each process has a shard the norm is that
-    of all shards: all processes have to ask for it.
+    Bit-identical to the factor of `torch.nn.utils.clip_grad_norm_`. For sharded tensors, the norm is that of all
+    shards; all processes must call this function.
     """
     return clip_coefficient(whole(get_total_norm(tensors, ord)), bound)
 
 
 def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
-    """No magnitude above this quantile of the tensor's magnitudes, by the nearest rank: values [-q, q].
+    """Clamp values to [-q, q], where q is a quantile of the tensor's magnitudes.
 
-    NaN stays and takes no part; the bound itself is a constant to the gradient.
+    The quantile is the nearest rank, computed without NaN. NaN stays NaN. The bound is a constant for autograd.
+
+    Args:
+        tensor: Any floating-point dtype and shape.
+        quantile: The level, from 0 to 1.
+
+    Returns:
+        The clipped tensor, same shape and dtype.
     """
     magnitudes = tensor.detach().flatten().abs()
     if not magnitudes.numel():
         return tensor.clone()
     there = ~magnitudes.isnan()
-    # Sorted with NaN last, and indexed by a tensor: nothing here waits for the device.
+    # NaN is sorted last, and the index is a tensor: this code never waits for the device.
     ordered = torch.where(there, magnitudes, torch.inf).sort().values
     rank = (there.sum(dtype=torch.float64) * (quantile * WRITTEN)).ceil().long().sub(1).clamp(min=0)
     bound = ordered.gather(0, rank.view(1)).view(())
@@ -83,11 +108,19 @@ def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
 
 
 def clip_ratio(gradient: Tensor, weight: Tensor, ratio: float) -> Tensor:
-    """Each unit's gradient scaled down so that its norm is at most `ratio` of its weight's: adaptive gradient clipping.
+    """Scale the gradient of each unit so that its norm is at most `ratio` times the norm of the weight.
 
-    A unit is an index of dimension 0 of a weight, and the whole of a bias. Weights' norms count as 1e-3 at least, so
-    that what starts at zero can leave it. Brock et al. 2021, "High-performance large-scale image recognition without
-    normalization", equation 3. In half precision as `clip_norm`.
+    Adaptive gradient clipping: Brock et al. 2021, "High-performance large-scale image recognition without
+    normalization", equation 3. A unit is an index of dimension 0 of a weight, or a complete bias. Weight norms are at
+    least 1e-3, so that weights that start at zero can change. Precision and rounding are those of `clip_norm`.
+
+    Args:
+        gradient: The gradient.
+        weight: The weight, same shape.
+        ratio: The maximum ratio of the norms.
+
+    Returns:
+        The clipped gradient, same shape and dtype.
     """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     dims = tuple(range(1, weight.dim())) if weight.dim() > 1 else None
@@ -99,7 +132,7 @@ def clip_ratio(gradient: Tensor, weight: Tensor, ratio: float) -> Tensor:
 
 
 class Clip:
-    """The clip that a spec asks for."""
+    """The clip action of a spec."""
 
     def __init__(self, spec: ClipSpec) -> None:
         self.spec = spec
@@ -107,14 +140,14 @@ class Clip:
 
     @property
     def entrywise(self) -> bool:
-        """A bound that a zero keeps to, or a norm that does not ask where the zeros are."""
+        """Whether the result for a sparse tensor follows from its entries alone."""
         spec = self.spec
         if spec.norm is not None:
             return spec.norm_scope != "sample"
         return spec.quantile is None and spec.ratio is None and (spec.min or 0.0) <= 0.0 <= (spec.max or 0.0)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Form the one factor for all of them, where the norm is of all of them."""
+        """Compute the common factor if the norm is over all tensors."""
         if self.spec.norm is not None and self.spec.norm_scope == "all":
             self.total_factor = total_norm_factor(tensors, self.spec.norm, ord=self.spec.ord)
 

@@ -1,4 +1,4 @@
-"""The built-in functions of modify, as pure functions: a tensor in, a new one of the same shape and dtype out."""
+"""The built-in functions of `modify`. Each takes a tensor and returns a new one with the same shape and dtype."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ QUANTIZED_MAX = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m
 
 
 def zero(tensor: Tensor) -> Tensor:
-    """Zeros, NaN included; still in the graph, with a gradient of zero."""
+    """Return zeros, also for NaN. The result stays in the graph with a gradient of zero."""
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0)
 
 
 def noise(tensor: Tensor, std: float, mean: float, generator: torch.Generator) -> Tensor:
-    """The tensor plus independent Gaussian noise; the gradient passes through."""
+    """Add independent Gaussian noise. The gradient passes through."""
     drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
     return tensor + (drawn * std + mean)
 
 
 def mean(tensor: Tensor, dim: tuple[int, ...] | int | None) -> Tensor:
-    """Each value replaced by the mean over `dim` (None: over all), which keeps the tensor's shape."""
+    """Replace each value by the mean over `dim` (None: over all dimensions). The shape is kept."""
     if tensor.dim() == 0:
         return tensor.clone()
     dims = tuple(range(tensor.dim())) if dim is None else dim
@@ -31,7 +31,7 @@ def mean(tensor: Tensor, dim: tuple[int, ...] | int | None) -> Tensor:
 
 
 def resample(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Each sample (dimension 0) replaced by one that is drawn from the batch, with replacement."""
+    """Replace each sample (dimension 0) by one drawn from the batch with replacement."""
     if tensor.dim() == 0:
         return tensor.clone()
     chosen = torch.randint(len(tensor), (len(tensor),), generator=generator, device=tensor.device)
@@ -39,22 +39,29 @@ def resample(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def shuffle(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """The samples (dimension 0) in a random order."""
+    """Permute the samples (dimension 0) randomly."""
     if tensor.dim() == 0:
         return tensor.clone()
     return tensor.index_select(0, torch.randperm(len(tensor), generator=generator, device=tensor.device))
 
 
 def dropout(tensor: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """Each element zero with probability p, the others times 1 / (1 - p)."""
+    """Set each element to zero with probability `p` and multiply the others by 1 / (1 - p)."""
     kept = torch.rand(tensor.shape, generator=generator, device=tensor.device) >= p
     return torch.where(kept, tensor / (1.0 - p), torch.zeros((), dtype=tensor.dtype, device=tensor.device))
 
 
 def quantize(tensor: Tensor, to: str) -> Tensor:
-    """The nearest values that a narrow type can hold, when the largest magnitude is scaled to the type's largest.
+    """Round to the values of a narrow type. The largest magnitude is scaled to the largest value of the type.
 
-    One scale for the whole tensor, symmetric; int types round half to even. Finite values only decide the scale.
+    One symmetric scale for the complete tensor, computed from its finite values. Integer types round half to even.
+
+    Args:
+        tensor: Any floating-point dtype and shape.
+        to: A key of `QUANTIZED_MAX`.
+
+    Returns:
+        The rounded values in the dtype of the tensor.
     """
     largest = torch.where(tensor.isfinite(), tensor.abs(), 0.0).amax() if tensor.numel() else tensor.new_zeros(())
     wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -67,12 +74,12 @@ def quantize(tensor: Tensor, to: str) -> Tensor:
 
 
 def sign(tensor: Tensor) -> Tensor:
-    """-1, 0 or 1; NaN stays NaN."""
+    """Return -1, 0 or 1 per element. NaN stays NaN."""
     return torch.where(tensor.isnan(), tensor, tensor.sign())
 
 
 def put(tensor: Tensor, value: float, count: int, generator: torch.Generator) -> Tensor:
-    """The tensor with `value` at `count` places, drawn without replacement (all of them where there are fewer)."""
+    """Set `count` elements, drawn without replacement, to `value`. All elements if there are fewer."""
     places = torch.randperm(tensor.numel(), generator=generator, device=tensor.device)[:count]
     mask = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
     mask[places] = True
@@ -80,17 +87,20 @@ def put(tensor: Tensor, value: float, count: int, generator: torch.Generator) ->
 
 
 def l1(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
-    """The gradient of loss + coefficient * sum(|value|)."""
+    """Return the gradient of loss + coefficient * sum(|value|)."""
     return gradient.add(value.sign().to(gradient.dtype), alpha=coefficient)
 
 
 def l2(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
-    """The gradient of loss + coefficient / 2 * sum(value^2): what optimizers call weight decay, in the very operation."""
+    """Return the gradient of loss + coefficient / 2 * sum(value^2).
+
+    Bit-identical to the weight decay of PyTorch optimizers.
+    """
     return gradient.add(value.to(gradient.dtype), alpha=coefficient)
 
 
 def penalise(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, norm: Literal["l1", "l2"]) -> Tensor:
-    """loss + coefficient * sum(|p|) for l1, loss + coefficient / 2 * sum(p^2) for l2, over all parameters."""
+    """Return loss + coefficient * sum(|p|) for l1, or loss + coefficient / 2 * sum(p^2) for l2, over all parameters."""
     for parameter in parameters:
         loss = loss + (
             coefficient * parameter.abs().sum() if norm == "l1" else coefficient / 2 * parameter.square().sum()
@@ -99,10 +109,15 @@ def penalise(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, nor
 
 
 def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) -> Tensor:
-    """The tensor with a recorded one in the place of a part of it, or of all of it; no gradient flows through the part.
+    """Replace a part of a tensor, or all of it, by a recorded tensor. No gradient flows through the replaced part.
+
+    Args:
+        tensor: The tensor.
+        recorded: The recorded values, with the shape of the tensor or of the part.
+        part: The index of the part; None for the complete tensor.
 
     Raises:
-        ValueError: The recorded one has another shape than the tensor, and than the part.
+        ValueError: The recorded tensor has neither of these shapes.
     """
     where = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     index = (...,) if part is None else tuple(part)
@@ -117,7 +132,7 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
 
 
 def straight_through(old: Tensor, new: Tensor) -> Tensor:
-    """The new value, with the gradient of the old one (Bengio, Léonard & Courville 2013)."""
+    """Return the new value with the gradient of the old one (Bengio, Léonard & Courville 2013)."""
     return _StraightThrough.apply(old, new)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""What is the same for every intervention: errors with names, a check of the result, and the effect on record."""
+"""The common part of all interventions: error messages, validation of the result, and the recorded effect."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from .base import Context, Effect, Effects
 
 
 class Change(Protocol):
-    """What an intervention does to a tensor."""
+    """The function of an intervention."""
 
     @property
     def entrywise(self) -> bool:
-        """Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and places do not matter."""
+        """Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and positions do not matter."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """All tensors of the spec that are about to be changed one by one, where they are at hand together."""
+        """Receive all tensors of the spec before each of them is changed.
+
+        Only kinds that have all tensors at once call it.
+        """
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | Tensor | None]:
-        """The new tensor, and the factor where it is a multiplication by one number."""
+        """Return the new tensor, and the factor if the change is a multiplication by one number."""
 
 
 class Intervention:
-    """Puts the result of a change in the place of a tensor, once it has been checked, and writes its effect."""
+    """Replaces a tensor by the validated result of a change, and records the effect."""
 
     def __init__(self, change: Change, rows: Effects) -> None:
         self.change = change
         self.rows = rows
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Hand them on to the change, the entries of those that are sparse."""
+        """Pass the tensors to the change. Of sparse tensors, pass the entries."""
         self.change.prepare([tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors])
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor:
-        """The tensor that takes the other's place; of a sparse one (an embedding's gradient) the entries are changed.
+        """Return the changed tensor. Of a sparse tensor (an embedding gradient), the entries are changed.
 
         Raises:
-            HookError: The tensor is sparse, and the change asks for a dense one.
-            HookResultError: What came of it cannot take the tensor's place, or it was written to.
+            HookError: The tensor is sparse, and the change requires a dense one.
+            HookResultError: The result is invalid, or the change modified its input in place.
         """
         if not tensor.is_sparse:
             return self._change(tensor, context, tensor.numel())
@@ -73,20 +76,20 @@ class Intervention:
 
 
 def _versioned_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that was made under torch.inference_mode(), which does not count what is written to it; this one does."""
+    """Copy a tensor that was created under `torch.inference_mode()`, so that its version counter detects in-place changes."""
     with torch.inference_mode(False), torch.no_grad():
         return tensor.clone()
 
 
 def describe(context: Context) -> str:
-    """`hook 'tame' (parameter_grad) on layer 'decoder.0' at step 3`, for messages."""
+    """Describe a call for messages: `hook 'tame' (parameter_grad) on layer 'decoder.0' at step 3`."""
     place = f"layer {context.layer or '.'!r}" + (f", {context.role} {context.path!r}" if context.path else "")
     phase = "" if context.moment.phase == "train" else f" in {context.moment.phase}"
     return f"hook {context.hook!r} ({context.kind}) on {place} at step {context.step}{phase}"
 
 
 def check_result(old: Tensor, new: Any, context: Context) -> None:
-    """Whether a tensor can take another's place: type, shape, dtype, device, and a graph that is not cut.
+    """Check that a tensor can replace another one: type, shape, dtype, device, and connection to the graph.
 
     Raises:
         HookResultError: It cannot.
@@ -107,7 +110,10 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
 
 @torch.no_grad()
 def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: int) -> Effect:
-    """How many elements of `numel` changed, and the norms before and after; NaN that stayed NaN has not changed."""
+    """Return the effect: how many of `numel` elements changed, and the norms before and after.
+
+    NaN that stays NaN is unchanged.
+    """
     before, after = old.detach(), new.detach()
     changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
     factor = factor.detach() if isinstance(factor, Tensor) else factor

@@ -1,4 +1,4 @@
-"""Modify: another tensor in its place, by a built-in function or by one of the user's own."""
+"""Modification of a tensor by a built-in function or by a custom function."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Function = Callable[[Tensor, Context], Tensor]
 
 
 class Modify:
-    """The modification that a spec asks for.
+    """The modify action of a spec.
 
     Args:
-        spec: What is asked.
-        archive: Where tensors of other runs are found, for replace and patch.
+        spec: The spec.
+        archive: The tensors of other runs, for `replace` and `patch`.
     """
 
     def __init__(self, spec: ModifySpec, archive: Archive) -> None:
@@ -54,7 +54,7 @@ class Modify:
             self.function = partial(_BUILTIN[type(spec)], spec)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing: each tensor is changed for itself."""
+        """Do nothing: each tensor is changed independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, None]:
         new = self.function(tensor, context)
@@ -130,7 +130,10 @@ def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
 
 
 def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Tensor]:
-    """A function of the user's with its further arguments bound; a class is built once and its instance called."""
+    """Import a custom function and bind its further arguments.
+
+    A class is instantiated once, and the instance is called.
+    """
     found: Callable[..., Any] = locate(target.target, where)
     arguments = target.model_extra or {}
     bound = {} if inspect.isclass(found) else arguments
@@ -149,7 +152,7 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
 
 
 def keeps_random_state(function: Function) -> Function:
-    """The function, which fails where it moves PyTorch's global random state: it would change all that comes after."""
+    """Wrap a function so that it fails if it changes PyTorch's global random state, which would change the rest of the run."""
 
     def guarded(tensor: Tensor, context: Context) -> Tensor:
         before = _random_state(tensor)
@@ -169,10 +172,11 @@ def _random_state(tensor: Tensor) -> Tensor:
 
 
 def _refuse_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> None:
-    """A TypeError where it cannot be called with a tensor, a context, and these."""
+    """Raise a TypeError if the function cannot be called with a tensor, a context and the bound arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function in C that does not declare its parameters: only a call tells
+    # A function written in C that does not declare its parameters: only a call can test them.
+    except ValueError:
         function(torch.zeros(1), object(), **bound)
         return
     signature.bind(torch.empty(0), None, **bound)

@@ -1,4 +1,4 @@
-"""Record: statistics of a tensor, its distribution, its values. The tensor itself is left as it is."""
+"""Recording of a tensor's statistics, distribution and values. The tensor is not changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from .intervention import describe
 
 
 def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
-    """The part of a tensor that a spec keeps, as a view: `samples`, then `slice`, then `max_elements` (flat)."""
+    """Return the part of a tensor that a spec keeps, as a view.
+
+    `samples` is applied first, then `slice`, then `max_elements` (to the flattened tensor).
+    """
     part = tensor
     if spec.samples is not None and part.dim():
         part = part[: spec.samples]
@@ -36,7 +39,7 @@ def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """A tensor as one block: a sparse one made dense, the parts of a nested one padded with NaN (integers with 0)."""
+    """Return a strided tensor. Sparse tensors become dense; nested tensors are padded with NaN (integers with 0)."""
     if tensor.is_nested:
         padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
         return padded
@@ -44,16 +47,17 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
-    """A statistic of more than a tensor's values.
+    """Compute a statistic that depends on more than the tensor's values.
 
     Args:
         name: `dead_fraction`, `saturated_fraction` or `update_ratio`.
         tensor: The tensor.
-        context: The firing that it is of.
-        dim: The dimension that units are along; the usual one without it.
+        context: The call.
+        dim: The dimension of the units; None for the default dimension.
 
     Returns:
-        A number, or a float64 scalar on another device, where NaN is none; None where the statistic has no meaning.
+        A number, or a float64 scalar on another device, where NaN means no value. None if the statistic is not defined
+        for the tensor.
 
     Raises:
         HookError: The tensor has no such dimension.
@@ -69,7 +73,7 @@ def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> flo
 
 
 def _along(tensor: Tensor, context: Context, dim: int | None) -> int | None:
-    """The dimension that a tensor's units are along; None where it has none.
+    """Return the dimension of a tensor's units; None if it has no units.
 
     Raises:
         HookError: The tensor has no such dimension.
@@ -84,14 +88,14 @@ def _along(tensor: Tensor, context: Context, dim: int | None) -> int | None:
 
 
 class Record:
-    """Writes the rows that a record spec asks for.
+    """The record action of a spec.
 
     Attributes:
-        statistics: The names of those that are measured.
-        more: Of those, the ones that are of more than the values.
-        levels: Of the quantiles; none where there are none.
-        bins: Of the histogram; 0 where there is none.
-        keeps_tensors: Whether values are kept.
+        statistics: The names of the recorded statistics.
+        more: Those of `statistics` that depend on more than the tensor's values.
+        levels: The levels of the quantiles; empty if none are recorded.
+        bins: The number of histogram bins; 0 if no histogram is recorded.
+        keeps_tensors: Whether tensors are recorded.
     """
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:
@@ -105,7 +109,7 @@ class Record:
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
 
     def without_the_dearest(self) -> tuple[Record, str] | None:
-        """The same action without what costs most of it, and what that was; None where nothing dear is left."""
+        """Return a copy of this action without its most expensive part, and the name of that part; None if only cheap parts are left."""
         lighter = copy(self)
         if self.keeps_tensors:
             lighter.keeps_tensors = False
@@ -118,14 +122,14 @@ class Record:
             return lighter, "quantiles"
         for dear in (*self.more, *(name for name in self.statistics if name == "l1")):
             if self.statistics == (dear,):
-                break  # a record of nothing is none
+                break  # a record hook has to record something
             lighter.statistics = tuple(name for name in self.statistics if name != dear)
             lighter.more = tuple(name for name in self.more if name != dear)
             return lighter, dear
         return None
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing: each tensor is recorded for itself."""
+        """Do nothing: each tensor is recorded independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         merges = self.rows.merges(context)
@@ -145,11 +149,11 @@ class Record:
             except IndexError as error:
                 shape = list(plain.shape)
                 raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
-            # Of a complex tensor another type would keep the real part only.
+            # Converting a complex tensor to another dtype would keep only the real part.
             self.rows.add_tensor(context, plain.shape, kept, None if kept.is_complex() else self.dtype)
 
     def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Part, Tensor | None]:
-        """What other processes' parts are merged with; which units are dead, bool [units], if that is asked."""
+        """Return the part to merge with those of other processes, and which units are dead, bool [units], if requested."""
         saturated = more_of("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.more else None
         weight: float | Tensor | None = None
         if "update_ratio" in self.more and context.value is not None:
@@ -157,7 +161,7 @@ class Record:
         names = (*MEASURED, "l1") if "l1" in self.statistics else MEASURED
         along = _along(tensor, context, self.spec.unit_dim) if "dead_fraction" in self.more else None
         dead = None if along is None else dead_units(as_plain(tensor.detach()), along)
-        # Shards are along dimension 0, as fully_shard makes them: each has other units.
+        # `fully_shard` shards along dimension 0: each process then has different units.
         apart = dead if context.scope == "shard" and along == 0 else None
         return part_of(measure(tensor, names), saturated, weight, apart), None if apart is not None else dead
 
@@ -167,6 +171,6 @@ class Record:
         values = measure(tensor, self.statistics[: -len(self.more)])
         others = [more_of(name, tensor, context, self.spec.unit_dim) for name in self.more]
         if not isinstance(values, Tensor):
-            return [*values, *cast(list[float | None], others)]  # of a tensor on the CPU they are numbers too
+            return [*values, *cast(list[float | None], others)]  # on the CPU these are numbers too
         none = torch.full((), math.nan, dtype=torch.float64, device=values.device)
         return torch.cat([values, torch.stack([other if isinstance(other, Tensor) else none for other in others])])

@@ -1,4 +1,4 @@
-"""From a spec to the action that does it."""
+"""Creation of the action of a spec."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from .scale import Scale
 
 
 def make_action(spec: HookSpec, rows: Rows, archive: Archive) -> Action:
-    """The action of a spec; its rows go to `rows`, and tensors of other runs come from `archive`.
+    """Create the action of a spec.
+
+    Args:
+        spec: The spec.
+        rows: Receives the rows of the action.
+        archive: Provides the tensors of other runs.
+
+    Returns:
+        The action.
 
     Raises:
-        ConfigError: A function of the user's own is not there or does not take a tensor and a context.
+        ConfigError: A custom function cannot be imported or cannot be called with a tensor and a context, or the
+            tensors of another run cannot be found.
     """
     match spec:
         case RecordSpec():

@@ -1,4 +1,4 @@
-"""Scale: multiply by a number, by one for each channel, by one that changes over the steps; or reverse the gradient."""
+"""Scaling by a constant, by one factor per channel or by a schedule, and gradient reversal."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .base import Context
 
 
 def scale(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor times `factor`: same shape, same dtype."""
+    """Multiply a tensor by `factor`. Shape and dtype are kept."""
     return tensor * factor
 
 
 def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor:
-    """Each index of dimension `dim` times its factor, same shape and dtype.
+    """Multiply each index of dimension `dim` by its factor. Shape and dtype are kept.
 
     Raises:
-        ValueError: The tensor has no such dimension, or it is of another size.
+        ValueError: The tensor has no such dimension, or its size differs from the number of factors.
     """
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != len(factors):
         raise ValueError(f"{len(factors)} factors do not run along dimension {dim} of shape {list(tensor.shape)}")
     shape = [1] * tensor.dim()
     shape[dim] = len(factors)
-    wide = torch.promote_types(tensor.dtype, torch.float32)  # a factor is not rounded to half precision
+    wide = torch.promote_types(tensor.dtype, torch.float32)  # half precision would round the factors
     return (tensor * torch.tensor(factors, dtype=wide, device=tensor.device).view(shape)).to(tensor.dtype)
 
 
 def scheduled(points: Mapping[int, float], step: int) -> float:
-    """The number at a step: linear between the points, level before the first and behind the last."""
+    """Interpolate linearly between points `{step: value}`. Constant before the first point and after the last."""
     steps = sorted(points)
     after = bisect_right(steps, step)
     if after == 0 or after == len(steps):
@@ -43,12 +43,13 @@ def scheduled(points: Mapping[int, float], step: int) -> float:
 
 
 class _Reverse(torch.autograd.Function):
-    """The value as it is; its gradient times -factor."""
+    """The identity with a gradient that is multiplied by -factor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return tensor.clone()  # a function's output must not be its input where it may be written to in place later
+        # The output of an autograd function must not be its input: it may be modified in place later.
+        return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -56,23 +57,23 @@ class _Reverse(torch.autograd.Function):
 
 
 def reverse_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor; what flows back through it is multiplied by -factor (Ganin & Lempitsky 2015)."""
+    """Return the tensor; its gradient is multiplied by -factor (Ganin & Lempitsky 2015)."""
     return _Reverse.apply(tensor, factor)  # type: ignore[no-any-return]
 
 
 class Scale:
-    """The scaling that a spec asks for."""
+    """The scale action of a spec."""
 
     def __init__(self, spec: ScaleSpec) -> None:
         self.spec = spec
 
     @property
     def entrywise(self) -> bool:
-        """One number for all."""
+        """Whether one factor applies to all elements."""
         return not isinstance(self.spec.factor, tuple)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing: each tensor is changed for itself."""
+        """Do nothing: each tensor is changed independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | None]:
         factor = self.spec.factor

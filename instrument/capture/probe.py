@@ -1,4 +1,4 @@
-"""The probe: a plan attached to a model for the time of a `with` block."""
+"""The probe: attaches the hooks of a plan to a model for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ from .watch import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 
 
 class Probe:
-    """Attaches a plan's hooks when entered, and takes every one of them away again when left, however it is left.
+    """Attaches hooks to a model and records what they measure. `instrument.attach` yields one.
 
-    A loop tells it when a step ends, and nothing else is required of it:
+    A probe is a context manager. It attaches all hooks when the block starts and removes all of them when the block
+    ends, also after an exception. Call `end_step` after each optimizer step; all other methods are optional.
 
         with Probe(plan, sink, optimizer=optimizer) as probe:
             for batch in loader:
@@ -51,23 +52,30 @@ class Probe:
                 probe.end_step(loss=loss)
 
     Args:
-        plan: What is hooked.
-        sink: Who keeps the rows; it is closed when the probe is left.
-        optimizer: One or several. Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post), which
-            act when the optimizer that holds the parameter makes its step, and for the learning rate: the first one's.
-        scaler: The gradient scaler, where the loop uses one: gradients are then seen and changed in their true scale.
-        seed: The seed of what interventions draw at random.
-        archive: Where replace and patch find the tensors of other runs.
-        steps_by_loop: The loop calls `before_optimizer_step`, where a hook on the optimizer would come too early: when
-            the forward and backward pass are in the closure that the optimizer is called with.
+        plan: The hooks and the tensors that they select.
+        sink: The sink that receives all rows. The probe closes it at the end of the block.
+        optimizer: One optimizer, or a sequence of several. The kinds `parameter_grad`, `step_pre` and `step_post`
+            require it and run when the optimizer that holds the parameter makes its step. The learning rate of the
+            first one is recorded.
+        scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
+        seed: The seed of all random numbers that interventions draw. Default: 0.
+        archive: The tensors of other runs, for `replace` and `patch`. Default: none available.
+        steps_by_loop: Whether the loop calls `before_optimizer_step` itself. Required if the forward and backward
+            passes run in the closure of `optimizer.step(closure)`. Default: False.
+        budget: Limits for the cost of record hooks. Default: no limits.
+        steps: The number of training steps, if known. A budget of bytes is spread over them.
+        ranks: The processes that train together. Default: None, a single process.
 
-        budget: What recording may cost; without it, what it costs.
-        steps: How many steps there will be, where that is known; a budget of bytes is divided among them.
-        ranks: The processes that train together; None for a single one.
+    Attributes:
+        sink: The sink that receives all rows.
+        warnings: The messages of all events of severity `warning`, in order.
+        recorder: Collects the rows of a step and passes them to the sink.
 
     Raises:
-        ConfigError: A kind needs the optimizer, and there is none, or one that keeps no such state; a function of the
-            user's is not there; or there is no archive, and a spec needs one.
+        ConfigError: A kind or role requires an optimizer that is missing or that keeps no such state, a custom function
+            cannot be imported or called, or a spec requires the tensors of a run that cannot be found.
+        AlreadyAttachedError: The probe is entered a second time.
+        HookError: A hook failed; see `instrument.attach`.
     """
 
     def __init__(
@@ -102,7 +110,8 @@ class Probe:
             self.budget = Budget(budget, self.lives, self.recorder, steps, self._thinned)
             self.clock.meter = self.budget.meter
         self._overhead = Overhead()
-        self._due: tuple[str, ...] = ()  # the hooks that have something to do in the step that is running
+        # Names of the hooks that are scheduled in the current step.
+        self._due: tuple[str, ...] = ()
         self._families: list[Family] = []
         self._scaling: ScalerWatch | None = None
         self._loading: LoadWatch | None = None
@@ -110,7 +119,7 @@ class Probe:
         self._modules = ModuleWatch(plan.layers.model, self.lives)
         self.warnings: list[str] = []
         self._entered = False
-        self._goes_on = False  # with what another probe has begun
+        self._goes_on = False  # whether it continues the recording of an earlier probe
         self._owes_layers = False
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
@@ -167,19 +176,25 @@ class Probe:
 
     @property
     def _leads(self) -> bool:
-        """Whether this process writes what is the same in all of them."""
+        """Whether this process writes the rows that are the same in all processes."""
         return self.ranks is None or self.ranks.leads
 
     # ------------------------------------------------------------------------------------------------ time
 
     @property
     def step(self) -> int:
-        """The optimizer step that is running, from 0; the number of steps done."""
+        """The current optimizer step, from 0. Equal to the number of completed steps."""
         return self.clock.moment.step
 
     @property
     def phase(self) -> str:
-        """`train`, `eval`, or `sanity`: a trial of the evaluation, in which no hook is due."""
+        """The current phase: `train`, `eval` or `sanity`. In `sanity`, a trial of the evaluation, no hook is scheduled.
+
+        The loop can assign it. This ends the current micro-step.
+
+        Raises:
+            ValueError: The assigned value is none of the three.
+        """
         return self.clock.moment.phase
 
     @phase.setter
@@ -196,7 +211,10 @@ class Probe:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The phase is `eval` inside; its rows are written when it ends."""
+        """Set the phase to `eval` for the duration of a `with` block.
+
+        The rows of the evaluation are written when it ends.
+        """
         began = time.perf_counter()
         self.phase = "eval"
         due = bool(self._due)
@@ -206,13 +224,16 @@ class Probe:
             self.phase = "train"
         self.recorder.end_step(due=due)
         seconds = time.perf_counter() - began
-        self._step_began += seconds  # it is no part of the step that it stands in
+        self._step_began += seconds  # an evaluation is not part of the step that it interrupts
         if self.budget is not None and not due:
             self.budget.leave_out(seconds)
 
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        """Inside, the run's own checkpoint is made: interventions leave it as it is. What records see of it is written."""
+        """Mark the code that saves a checkpoint of the run.
+
+        Interventions leave the state dicts of this checkpoint unchanged. Record hooks record them.
+        """
         self.clock.in_checkpoint = True
         try:
             yield
@@ -227,9 +248,10 @@ class Probe:
 
     @property
     def overhead(self) -> float | None:
-        """By which share of itself hooks make a training step longer, on average so far; None where it was not measured.
+        """The relative overhead of hooks, as the mean over all steps so far. 0.05 means that steps take 5% longer.
 
-        A budget of time measures it; without one, steps at which hooks were due are held against steps at which none was.
+        With a time budget, the budget measures it. Otherwise steps with scheduled hooks are compared with steps
+        without. None if there are too few steps of either type.
         """
         if self.budget is not None and self.budget.config.time is not None:
             return self.budget.measured
@@ -237,7 +259,7 @@ class Probe:
 
     @property
     def epoch(self) -> int:
-        """The time through the data, from 0."""
+        """The current epoch, from 0. The loop can assign it."""
         return self.clock.moment.epoch
 
     @epoch.setter
@@ -245,14 +267,22 @@ class Probe:
         self.clock.moment = self.clock.moment._replace(epoch=epoch)
 
     def go_to(self, step: int) -> None:
-        """Take the next step for this one, whatever was before: for a rehearsal of some steps of a run."""
+        """Set the current step to any number. Dry runs use it to run selected steps.
+
+        Args:
+            step: The optimizer step, from 0.
+        """
         self._retime(step=step, micro_step=0)
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Show the loss to the hooks of kind loss; gives the one to call backward on.
+        """Pass the loss through the hooks of kind `loss`.
 
         Args:
-            loss: A scalar in its true scale, before a gradient scaler multiplies it.
+            loss: The loss: a scalar, before a gradient scaler multiplies it.
+
+        Returns:
+            The loss to call `backward` on. It differs from the argument if a hook changes it, for example adds a
+            penalty.
         """
         for family in self._families:
             if isinstance(family, LossHooks):
@@ -260,13 +290,16 @@ class Probe:
         return loss
 
     def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
-        """The gradients are all there, and an optimizer is about to use them: for loops that say so themselves.
+        """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
+
+        Call it when all gradients are complete, before the optimizer uses them.
 
         Args:
-            optimizer: Which one; required where there are several.
+            optimizer: The optimizer that makes its step next. Required if there are several.
 
         Raises:
-            ValueError: It is required, or it is not one of those that the probe was given.
+            ValueError: The argument is missing although there are several optimizers, or is not an optimizer of this
+                probe.
         """
         plain = self.optimizers if optimizer is None else optimizers_of(optimizer)
         if len(plain) > 1 or not set(plain) <= set(self.optimizers):
@@ -281,9 +314,9 @@ class Probe:
                 family.before_step()
 
     def end_micro_step(self) -> None:
-        """A micro-batch's forward and backward are done, or a batch of an evaluation: the next one has the next number.
+        """End the current micro-step: the forward and backward pass of a micro-batch, or one batch of an evaluation.
 
-        A loop that does not accumulate gradients need not call it.
+        Required only in loops that accumulate gradients over several micro-batches.
         """
         for live in self.lives:
             if live.due and live.rhythm == "micro_step":
@@ -293,23 +326,25 @@ class Probe:
 
     @property
     def _busy(self) -> bool:
-        """Whether anything happened in the micro-step that is running."""
+        """Whether any hook fired or could have fired in the current micro-step."""
         return any(live.busy for live in self.lives if live.rhythm == "micro_step")
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """The optimizer has made its step: the rows go to the sink, and the next step begins.
+        """End the current optimizer step: pass its rows to the sink and start the next step.
 
-        What is on a GPU is not waited for: it goes to the sink when the next step ends.
+        Values on a GPU are copied asynchronously and passed to the sink at the end of the next step.
 
         Args:
-            loss: The step's loss.
-            samples: Samples in the step, for samples_per_second.
-            metrics: Further columns of the metrics table: accuracy, grad_norm, lr.
+            loss: The loss of the step: a number or a tensor with one element.
+            samples: The number of samples in the step. `samples_per_second` is computed from it.
+            **metrics: Further columns of the `metrics` table: `accuracy`, `grad_norm`, `lr`. `lr` defaults to the
+                learning rate of the first optimizer.
 
         Returns:
-            The row of metrics; where it is on a GPU, whoever looks at it waits for it.
+            The row of the `metrics` table: `loss`, `accuracy`, `lr`, `grad_norm`, `seconds`, `samples_per_second`,
+            `skipped`. Values on a GPU are awaited when the row is first read.
         """
         with self.clock.meter or nullcontext(), held_back():
             due = (*self._due, "rows of the step before") if self.recorder.is_owing else self._due
@@ -337,7 +372,10 @@ class Probe:
         return row
 
     def _settle_steps(self, row: Mapping[str, float | None]) -> None:
-        """Settle the sites around optimizers' steps: not each of several optimizers makes one in every step of the loop."""
+        """Update the coverage of hooks around optimizer steps.
+
+        With several optimizers, not all make a step in every step of the loop.
+        """
         stepped, several = (
             self._metrics.steps is not None and self._metrics.steps.take_stepped(),
             len(self.optimizers) > 1,
@@ -356,15 +394,22 @@ class Probe:
     def write_metrics(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """A row of the metrics table for this step and phase.
+        """Write a row of the `metrics` table for the current step and phase.
+
+        `end_step` calls it for training steps. Call it for an evaluation.
+
+        Args:
+            seconds: The duration of the step or evaluation, in seconds.
+            samples: The number of samples. `samples_per_second` is computed from it.
+            **metrics: Further columns: `loss`, `accuracy`, `grad_norm`, `lr`, `skipped`.
 
         Returns:
-            The row; where numbers of it are on a GPU, whoever looks at it waits for them.
+            The row. Values on a GPU are awaited when the row is first read.
         """
         return self._metrics.write(seconds=seconds, samples=samples, **metrics)
 
     def _retime(self, **moment: Any) -> None:
-        """Move the clock on, and tell the families of sites that became due, or ceased to be."""
+        """Set fields of the clock's moment, and notify the families whose hooks start or stop being scheduled."""
         before = self.phase
         self.clock.moment = self.clock.moment._replace(**moment)
         self.clock.phases.add(self.phase)
@@ -382,13 +427,16 @@ class Probe:
                 family.refresh()
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
-        """Write the layers table once: lazy modules have their sizes after the first forward pass."""
+        """Write the `layers` table once.
+
+        Lazy modules delay it until their first forward pass, when their sizes are known.
+        """
         if self._owes_layers and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
             self._owes_layers = False
             self.recorder.write("layers", layer_rows(self.plan))
 
     def _notice_replacements(self) -> None:
-        """Modules and parameters that were put in the place of others: named, and parameters' hooks put on again."""
+        """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
         for live in self._modules.replaced():
             message = f"hook '{live.site.spec.name}' ({live.site.spec.kind}) on {live.site.label}: {live.absent}"
             self.event("replaced", message, layer=live.site.layer.name)
@@ -409,7 +457,15 @@ class Probe:
         layer: str | None = None,
         step: int | None = None,
     ) -> None:
-        """A row of the events table, of this step or another one; a warning is also kept in `warnings`."""
+        """Write a row of the `events` table.
+
+        Args:
+            rule: The type of the event, such as `coverage` or `non_finite`; see the column `rule`.
+            message: The message.
+            severity: `info`, `warning` (default) or `error`. Warnings are also appended to `warnings`.
+            layer: The name of the layer that the event is about, if any.
+            step: The optimizer step. Default: the current step.
+        """
         if severity == "warning":
             self.warnings.append(message)
         self.recorder.write(
@@ -417,15 +473,20 @@ class Probe:
         )
 
     def _thinned(self, message: str, live: LiveSite | None) -> None:
-        """A site is looked at less often, for the budget's sake; or all were."""
+        """Write an event: the budget samples one site less often (`live`), or all sites (None)."""
         self.event("budget", message, severity="info", layer=None if live is None else live.site.layer.name)
 
     def coverage(self) -> list[dict[str, Any]]:
-        """The ledger so far: one entry a site, with what was expected, what fired, and the cause where it is less."""
+        """Return the coverage so far: how often each hook fired at each site.
+
+        Returns:
+            One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
+            `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
+        """
         return coverage_rows(self.lives, self.plan.layers, self.recorder.dropped, running=self._busy)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Write down what is left: the rows of a step that broke off, the ledger, and what is wrong with it."""
+        """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
         if self._busy and not self.step and error is None:
             self.event("no_end_step", "end_step was never called: all rows bear step 0, and no schedule moved on")
         self.recorder.end_step(alone=error is not None)
@@ -451,11 +512,18 @@ class Probe:
         self.sink.end_step()
 
     def flush(self) -> None:
-        """Hand all rows of finished steps to the sink, those too that are on their way from a GPU."""
+        """Pass the rows of all completed steps to the sink.
+
+        This waits for values that are still being copied from a GPU.
+        """
         self.recorder.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a probe on the same plan has to know to go on from here, between two steps: numbers, texts and lists."""
+        """Return the state that a probe with the same plan requires to resume after the current step.
+
+        Returns:
+            Numbers, strings, lists and dictionaries of them.
+        """
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -469,7 +537,11 @@ class Probe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another probe on the same plan was; before this one is entered."""
+        """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
+
+        Args:
+            state: The result of `state_dict`.
+        """
         self._goes_on = True
         self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
         self.clock.phases = set(state["phases"])

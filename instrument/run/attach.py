@@ -1,4 +1,4 @@
-"""The hooks on a loop of one's own."""
+"""Entry point for custom training loops: `attach`."""
 
 from __future__ import annotations
 
@@ -56,38 +56,55 @@ def attach(
     budget: Mapping[str, Any] | None = None,
     reduce: Literal["none", "global"] = "none",
 ) -> Iterator[Probe]:
-    """Attach hook specs to a model for the time of a `with` block.
+    """Attach hooks to a model for the duration of a `with` block.
+
+        with instrument.attach(model, "hooks.yaml", optimizer=optimizer, out="runs/mine") as probe:
+            for inputs, targets in loader:
+                ...
+                optimizer.step()
+                probe.end_step(loss=loss)
+
+    All hooks are removed when the block ends, also after an exception. A compiled model is compiled again at its next
+    call.
 
     Args:
-        model: Any module; when the block ends it has the hooks that it had before. One that was compiled is compiled
-            again at its next call.
-        specs: The path of a YAML file with the specs or with a `hooks` section, a mapping or list as it stands in
-            such a file, or spec objects.
-        optimizer: Needed by kinds at the optimizer boundary (parameter_grad, step_pre, step_post). A list of several, as of
-            a GAN: each parameter belongs to the optimizer that holds it, and its hooks act when that one makes a step.
-        scaler: The gradient scaler, where the loop uses one: gradients are then recorded and changed in true scale.
-        out: The folder of the run, which `instrument.load` reads; it may not hold one yet. Without it rows are kept in
-            memory: `probe.sink.frame("stats")`.
-        remote: An address such as `s3://bucket/prefix`, below which the files of `out` are sent while the loop goes on.
-        seed: The seed of what interventions draw at random.
-        steps_by_loop: The loop calls `probe.before_optimizer_step()` itself, since its optimizer is given the forward
-            and backward pass as a closure. Of several optimizers the loop says which: `before_optimizer_step(optimizer)`.
-        budget: What record hooks may cost: `{"time": "5%", "bytes": "2GB"}`, one of them or both.
-        reduce: Where `torch.distributed` is initialised with several processes, in all of which this is called at once:
-            `none`, and each writes its own rows; `global`, and the first one writes one row for the parts of all of them.
+        model: The model: any `torch.nn.Module`.
+        specs: The hook specs: the path of a YAML file, a mapping or list with the content of such a file, or spec
+            objects. The specs are at the top level or in a `hooks` section.
+        optimizer: One optimizer, or a list of several. The kinds `parameter_grad`, `step_pre` and `step_post` and roles
+            such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
+            that holds the parameter makes its step.
+        scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
+        out: The output folder, readable with `instrument.load`. It must not contain a run. Default: None, which keeps
+            all rows in memory; read them with `probe.sink.frame("stats")`.
+        remote: A remote address such as `s3://bucket/prefix`. The files of `out` are uploaded there during the run.
+            Requires `out`. Default: None.
+        seed: The seed of all random numbers that interventions draw. Default: 0.
+        steps_by_loop: Whether the loop calls `probe.before_optimizer_step()` itself. Required if the forward and
+            backward passes run in the closure of `optimizer.step(closure)`. With several optimizers, pass the one that
+            makes its step. Default: False.
+        budget: Limits for the cost of record hooks: `{"time": "5%", "bytes": "2GB"}`, with one or both keys. Hooks over
+            budget are sampled less often. Default: no limits.
+        reduce: How the rows of several processes are combined. Applies if `torch.distributed` is initialized with more
+            than one process; all processes must then call `attach`. `none` (default): each process writes its own rows.
+            `global`: rank 0 writes one row for the shards and batch shards of all processes.
 
     Yields:
-        The probe, to be told when a step ends: `probe.end_step(loss=loss)`.
+        The probe. Call `probe.end_step(loss=loss)` after each optimizer step.
 
     Warns:
-        InstrumentWarning: When the block is left: a hook did not fire as often as it should, and why; what is not in the
-            remote folder, and what sends it.
+        InstrumentWarning: At the end of the block, once per finding: a hook fired less often than expected, with the
+            reason; files that are not uploaded, with the command that uploads them; and every other event of severity
+            `warning`.
 
     Raises:
-        ConfigError: A spec cannot be meant, or matches nothing; the folder holds a run already, or the remote one cannot be
-            written. At a module's first call: a spec does not fit the shape of a tensor there.
-        HookError: A hook failed; the message names it, its kind, the layer and the step.
-        RankError: Another process has ended, and a collective failed for that; the message names it.
+        ConfigError: At the start: a spec is invalid or matches no module, a required optimizer is missing, `out`
+            contains a run already, or `remote` is not writable. At the first call of a module: a spec does not fit the
+            shape of its tensor.
+        HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
+            the result has the wrong type, shape, dtype or device.
+        SinkError: Rows cannot be written.
+        RankError: Another process ended, and a collective operation failed. The message contains its rank.
     """
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
@@ -108,7 +125,7 @@ def attach(
         ranks=ranks,
     )
     copy = _copy(out, remote)
-    # The folder is made once nothing can be refused any more.
+    # The folder is created last: a configuration error must not leave an empty run behind.
     place = None if out is None else _folder(Path(out), hooks, model, seed, copy.address)
     try:
         with copy, contextlib.nullcontext() if place is None else _recording(place, attached), attached as probe:
@@ -128,7 +145,7 @@ def attach(
 
 @contextmanager
 def _recording(place: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
-    """The record says how the block inside ended, and because of which of several processes."""
+    """Write to the run's files how the block ended, and which process failed first if there are several."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     told = told_who_died(place.path, lambda rank: place.update(failed_rank=rank))
     with place.recording(is_begun=lambda: probe.step > 0), told if several else contextlib.nullcontext():
@@ -136,7 +153,7 @@ def _recording(place: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
 
 
 class _Warnings:
-    """Tells what is missing in a remote folder, and nothing where all is there."""
+    """Display of uploads that issues warnings and ignores successful uploads."""
 
     def warn(self, message: str) -> None:
         warnings.warn(message, InstrumentWarning, stacklevel=2)
@@ -154,10 +171,10 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
 
 
 def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:
-    """The processes that train the model together, as far as that can be seen; None for a single one.
+    """Return the group of processes that train the model; None for a single process.
 
     Raises:
-        ConfigError: What is asked for cannot be had of several processes, or of shards.
+        ConfigError: An argument or a hook is not supported with several processes or with sharded parameters.
     """
     if reduce not in ("none", "global"):
         raise ConfigError(Mistake("reduce", "has to be one of two", written=reduce, allowed=("none", "global")))
@@ -201,10 +218,16 @@ def _folder(
 
 
 def read_specs(specs: Specs) -> dict[str, HookSpec]:
-    """Hook specs from a file, from plain mappings, or from spec objects.
+    """Parse hook specs from a file, from plain mappings, or from spec objects.
+
+    Args:
+        specs: See `attach`.
+
+    Returns:
+        The specs by name.
 
     Raises:
-        ConfigError: The file is not there or is no YAML, or a spec cannot be meant.
+        ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
     """
     given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
     if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
