@@ -1,4 +1,4 @@
-"""See and change what happens inside a PyTorch network: declared in YAML, recorded in Parquet.
+"""Record and change what happens inside a PyTorch network: hooks declared in YAML, recorded data in Parquet.
 
 with instrument.attach(model, "hooks.yaml", optimizer=optimizer, out="runs/mine") as probe: ...
 run = instrument.load("runs/mine")
@@ -38,7 +38,7 @@ __all__ = [
     "report",
 ]
 
-# What needs torch or pandas is imported when it is first asked for: reading a run needs no torch.
+# Modules that import torch or pandas are imported on first access, because reading a run does not need torch.
 _LAZY = {
     "Context": ".actions.base",
     "MemorySink": ".sinks.memory",
@@ -48,7 +48,7 @@ _LAZY = {
     "attach": ".run.attach",
     "load": ".analysis.load",
 }
-_PACKAGES = ("plot", "report")  # to be had without an import of their own: instrument.plot.heatmap(run)
+_PACKAGES = ("plot", "report")  # available as attributes: instrument.plot.heatmap(run)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m instrument`: train, with hooks. The exit codes are those of `instrument.run.cli.command`."""
+"""`python -m instrument`: train a model with hooks. The exit codes are those of `instrument.run.cli.command`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .run.cli.launch import job
 
 
 def main() -> None:
-    """The command line; ends the process."""
+    """Run the command line and end the process."""
     command(job)
 
 

@@ -1,8 +1,8 @@
-"""`python -m instrument.compact FOLDER ...`: the small Parquet files of runs merged into large ones.
+"""`python -m instrument.compact FOLDER ...`: merge the small Parquet files of runs into large ones.
 
-A run may be read meanwhile. Journals that a killed run left become Parquet first.
+Runs can be read while their files are merged. Journals of killed runs are converted to Parquet first.
 
-Exit code 0: all is merged; 1: a run is still written to, cannot be written, or has files that cannot be read; 2: there is no
+Exit codes: 0, everything was merged; 1, a run is in progress, not writable, or has unreadable files; 2, there is no
 run.
 """
 
@@ -20,7 +20,7 @@ from .sinks.compaction import compact
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     return each_run(
         arguments,
         _compact,
@@ -39,12 +39,12 @@ def _compact(folder: Path) -> tuple[str, Sequence[str]]:
 
 
 def _ends(folder: Path) -> list[dict[str, int]]:
-    """How many parts of each table each process had written at the checkpoint that the run would go on from."""
+    """Return how many parts of each table each process had written at the checkpoint used for resuming."""
     if not (folder / CHECKPOINTS).is_dir():
         return []
-    from .run.checkpoint import Checkpoints  # with PyTorch, which reads them
+    from .run.checkpoint import Checkpoints  # imported here, because reading checkpoints imports torch
 
-    with suppress(ConfigError):  # there is none
+    with suppress(ConfigError):  # the run has no checkpoint
         parts: list[dict[str, int]] = Checkpoints(folder).load()["parts"]
         return parts
     return []

@@ -1,4 +1,4 @@
-"""PyTorch's compiler, `torch._dynamo`: half as long to import as all of torch, and imported only where something is compiled."""
+"""Access to `torch._dynamo`, which is only imported if code is compiled, since its import is slow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch._compile import _disable_dynamo
 
 
 def compiler_imported() -> bool:
-    """Whether the compiler is imported: before that no code is compiled in this process."""
+    """Return whether the compiler is imported; before that, no code in this process is compiled."""
     return "torch._dynamo" in sys.modules
 
 
 def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a hook out of what torch.compile compiles: it breaks the graph there, and runs as it is written.
+    """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.
 
-    Where the compiler is imported this is `torch.compiler.disable`, which would import it. Elsewhere it is a function that
-    does the same as soon as the compiler is imported.
+    If the compiler is imported, this is `torch.compiler.disable`, which would import it otherwise. If it is not
+    imported yet, the returned function disables compilation once the compiler is imported.
+
+    Args:
+        hook: The function to exclude.
     """
     return _disabled(hook) if compiler_imported() else _disabled_later(hook)
 
@@ -32,7 +35,7 @@ def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _disabled_later(hook: Callable[..., Any]) -> Callable[..., Any]:
-    disabled = _disable_dynamo(hook)  # imports the compiler when it is called
+    disabled = _disable_dynamo(hook)  # the call imports the compiler, not this line
 
     @wraps(hook)
     def outside(*args: Any, **kwargs: Any) -> Any:

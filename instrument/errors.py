@@ -1,14 +1,14 @@
-"""Every error that this package raises on purpose, and the exit code that each one means.
+"""Exceptions and warnings of this package, and the exit code of each exception.
 
 InstrumentError                     exit code 1
-├── ConfigError                     exit code 2: what was written cannot be meant
+├── ConfigError                     exit code 2: the configuration is invalid
 ├── HookError                       a hook failed at a layer and a step
-│   └── HookResultError             a hook returned a value that does not fit in the place of the old one
-├── SinkError                   rows cannot be written any more
+│   └── HookResultError             a hook returned a value that cannot replace the original one
+├── SinkError                   rows can no longer be written
 ├── RankError                       another process of the run failed
-├── AlreadyAttachedError            one probe, entered twice
-├── UploadError                     a remote folder holds something else (in instrument.sinks.remote)
-└── NoRunError                      nothing to load (in instrument.analysis.load)
+├── AlreadyAttachedError            a probe was attached twice
+├── UploadError                     the remote folder contains other files (in instrument.sinks.remote)
+└── NoRunError                      the folder contains no run (in instrument.analysis.folders)
 """
 
 from __future__ import annotations
@@ -37,19 +37,32 @@ __all__ = [
 
 
 def nearest(word: str, options: Iterable[str], *, most: int = 3) -> list[str]:
-    """The options most like `word`, best first; those that differ by letter case alone come first."""
+    """Return the options that are most similar to `word`, best first.
+
+    Args:
+        word: The word to look up.
+        options: The allowed words.
+        most: The maximum number of results.
+
+    Returns:
+        Similar options; options that differ only in letter case come first.
+    """
     names = list(dict.fromkeys(options))
     folded = [name for name in names if name.lower() == word.lower()]
     close = difflib.get_close_matches(word, names, n=most, cutoff=0.5)
     return list(dict.fromkeys([*folded, *close]))[:most]
 
 
-# This package, the standard library, and code that is in no file.
+# Path prefixes of code that the user did not write: this package, the standard library, and code without a file.
 _NOBODYS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
 
 
 def own_frame(error: BaseException) -> str:
-    """Where in the user's own code an error arose, as ` (in model.py:12, forward)`; empty where it was in nobody's."""
+    """Return the location in the user's code where an error was raised.
+
+    Returns:
+        Text such as ` (in model.py:12, forward)`; empty if no frame of the traceback is in the user's code.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -60,7 +73,15 @@ def own_frame(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that the user wrote and cannot have meant: where, what, what is allowed, what is nearest."""
+    """One problem in the configuration.
+
+    Attributes:
+        where: The configuration key or the argument, such as `hooks.tame.layers`.
+        problem: What is wrong.
+        written: The value that was given; None if there is no such value.
+        allowed: The allowed values, or a description of them.
+        nearest: The allowed values that are most similar to the given one.
+    """
 
     where: str
     problem: str
@@ -86,13 +107,21 @@ def _short(value: object, most: int = 200) -> str:
 
 
 class InstrumentError(Exception):
-    """The root of the tree; `exit_code` is what the process ends with when nobody catches it."""
+    """Base class of all exceptions of this package.
+
+    Attributes:
+        exit_code: The exit code of the process if the exception is not caught.
+    """
 
     exit_code = 1
 
 
 class ConfigError(InstrumentError):
-    """One or more mistakes in what the user wrote, found before a step was spent on them."""
+    """The configuration is invalid. Raised before training starts.
+
+    Attributes:
+        mistakes: The problems, each a `Mistake`.
+    """
 
     exit_code = 2
 
@@ -105,19 +134,24 @@ class ConfigError(InstrumentError):
 
 
 class HookError(InstrumentError):
-    """A hook failed; the message names the hook, its kind, the layer and the step."""
+    """A hook failed. The message names the hook, its kind, the layer and the step."""
 
 
 class HookResultError(HookError):
-    """A hook returned something of another type, shape, dtype, device or graph than the tensor that it was given."""
+    """A hook returned a value whose type, shape, dtype, device or autograd graph does not match the original tensor."""
 
 
 class SinkError(InstrumentError):
-    """Rows cannot be written any more: the disk is full, the folder is gone; the message says what is saved."""
+    """Rows can no longer be written, for example because the disk is full. The message says which rows are saved."""
 
 
 class RankError(InstrumentError):
-    """Another process of a distributed run failed; `rank` says which one."""
+    """Another process of a distributed run failed.
+
+    Attributes:
+        rank: The rank of the process that failed.
+        exit_code: The exit code of that process.
+    """
 
     def __init__(self, message: str, rank: int, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -126,8 +160,8 @@ class RankError(InstrumentError):
 
 
 class InstrumentWarning(UserWarning):
-    """Something that a probe has to say when it is detached: a hook that did not fire as often as it should, and why."""
+    """A problem that does not stop training, such as a hook that fired less often than expected, and the reason."""
 
 
 class AlreadyAttachedError(InstrumentError):
-    """The same probe was attached a second time; a probe is used once."""
+    """A probe was attached a second time. Create a new probe for each attachment."""

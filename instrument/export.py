@@ -1,9 +1,9 @@
-"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv|zarr [--out FOLDER]`: a run's rows for other tools.
+"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv|zarr [--out FOLDER]`: export a run to other tools.
 
-TensorBoard, Weights & Biases and MLflow get what `sink.tensorboard=true` and its like would have given them while the run
-went on. Nothing that is there is ever overwritten.
+TensorBoard, Weights & Biases and MLflow receive the same data as from `sink.tensorboard=true` and its counterparts
+during training. Existing files are not overwritten.
 
-Exit code 0: all is exported; 1: something could not be read or written; 2: a mistake in what was asked.
+Exit codes: 0, everything was exported; 1, something could not be read or written; 2, the arguments are invalid.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .sinks.remote import refuse_address
 from .sinks.tracking import PLACES, Outcome, Tracked, open_tracker, require
 from .spec.config import TRACKERS
 
-FOLDERS = {"tensorboard": PLACES["tensorboard"], "csv": "csv", "zarr": "tensors.zarr"}  # in the run's, without --out
-OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by a run's status
+FOLDERS = {"tensorboard": PLACES["tensorboard"], "csv": "csv", "zarr": "tensors.zarr"}  # without --out, in the run's folder
+OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m instrument.export", description="A run's rows for other tools.")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or one above several; or its address")
     parser.add_argument("--to", required=True, choices=(*TRACKERS, "csv", "zarr"))
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _export(folder: Path, to: str, out: Path | None) -> int:
     place = out or folder / FOLDERS.get(to, ".")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)  # problems are told here
+        warnings.simplefilter("ignore", InstrumentWarning)  # problems are printed below
         files = RunFiles(folder)
         try:
             told = _WRITERS[to](files, place) if to in _WRITERS else _track(files, to, place)
@@ -111,7 +111,10 @@ _WRITERS: dict[str, Callable[[RunFiles, Path], str]] = {"csv": _csv, "zarr": _za
 
 @contextmanager
 def _made(place: Path) -> Iterator[Path]:
-    """Where to write what is in its place when the block ends, and nowhere where an error ends it."""
+    """Yield a temporary folder.
+
+    When the block ends, the folder is renamed to `place`. If the block raises an error, the folder is deleted.
+    """
     _refuse_taken(place)
     aside = place.with_name(f".{place.name}.tmp")
     rmtree(aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The packages that only some need: what an extra of `pyproject.toml` is made of, and the command that installs it."""
+"""Requirements of the extras in `pyproject.toml`, and the command that installs them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def pip_command(extra: str) -> str:
-    """`pip install` with the requirements of an extra: the packages themselves, whatever else may be called `instrument`."""
+    """Return a `pip install` command with the requirements of an extra.
+
+    The command lists the packages instead of `instrument[extra]`, since another package on PyPI may have the name
+    `instrument`.
+    """
     try:
         return " ".join(["pip install", *(f"'{requirement}'" for requirement in _requirements(extra))])
-    except PackageNotFoundError:  # a checkout that is not installed
+    except PackageNotFoundError:  # the package is used from a checkout without being installed
         return f"pip install -e '.[{extra}]'"
 
 

@@ -1,10 +1,10 @@
-"""Bytes and seconds as people read them."""
+"""Human-readable bytes and seconds."""
 
 from __future__ import annotations
 
 
 def human_bytes(count: float) -> str:
-    """`1.2 MB`: powers of 1000, three digits."""
+    """Format a number of bytes with three digits and powers of 1000, such as `1.2 MB`."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while count >= 999.5 and len(units) > 1:
         count /= 1000
@@ -13,5 +13,5 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`25.3 ms`: three digits."""
+    """Format a duration in seconds with three digits, such as `25.3 ms`."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"

@@ -1,9 +1,9 @@
-"""`python -m instrument.recover RUN ...`: the journals of runs that were killed, turned into Parquet.
+"""`python -m instrument.recover RUN ...`: convert the journals of killed runs to Parquet.
 
-It is not needed to read such a run: `instrument.load` reads journals too. It is for readers that know Parquet only.
+`instrument.load` also reads journals, so this is only needed for programs that read Parquet only.
 
-Exit code 0: all is Parquet now; 1: a run is still running, cannot be written, or has a journal that is damaged; 2: there
-is no run.
+Exit codes: 0, everything is Parquet; 1, a run is in progress, not writable, or has a damaged journal; 2, there is no
+run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .sinks.recovery import recover
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     return each_run(
         arguments,
         _recover,

@@ -1,4 +1,4 @@
-"""Tensors of which each of several processes has a shard: DTensor, as FSDP2 makes parameters of."""
+"""Tensors that are sharded over several processes: DTensor, as used by FSDP2 for parameters."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-_SHARD = "instrument/shard"  # where a plain value stands for a sharded tensor
+_SHARD = "instrument/shard"  # key of the dictionary that replaces a sharded tensor
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether each process has a shard of the tensor."""
+    """Return whether the tensor is sharded over processes."""
     if type(tensor) in (Tensor, Parameter):
         return False
-    distributed = sys.modules.get("torch.distributed.tensor")  # imported by whoever made one
+    distributed = sys.modules.get("torch.distributed.tensor")  # imported if any DTensor exists
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This process's shard, as a view; a tensor that is no shard is whole."""
+    """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all processes where each has a shard: all of them have to ask for it."""
+    """Return the full tensor.
+
+    For a sharded tensor this is a collective operation: all processes must call it.
+    """
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
-    """A whole tensor, which every process has, in the shards of another one; nothing is sent."""
+    """Shard a full tensor, which every process has, like another tensor; no data is sent."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def as_plain(value: Any) -> Any:
-    """A state dict with this process's shards in the place of sharded tensors, each as a dictionary of plain values."""
+    """Return a state dict in which each sharded tensor is replaced by a dictionary with the shard of this process."""
     if not (isinstance(value, Tensor) and is_sharded(value)):
         return map_children(value, lambda _, child: as_plain(child))
     from torch.distributed.tensor import Shard
@@ -55,7 +58,7 @@ def as_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, mesh: DeviceMesh) -> Any:
-    """What `as_plain` was given; its tensors are on the devices of the mesh."""
+    """Return the value that was passed to `as_plain`, with its tensors on the devices of the mesh."""
     if not (isinstance(value, Mapping) and _SHARD in value):
         return map_children(value, lambda _, child: from_plain(child, mesh))
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -66,12 +69,16 @@ def from_plain(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The devices that a model's parameters are sharded over; None where they are whole."""
+    """Return the device mesh over which the parameters of a model are sharded; None if they are not sharded."""
     return next((parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)), None)
 
 
 def module_type(module: nn.Module) -> str:
-    """The short name of a module's class: of one that `fully_shard` has given a class of its own, that of the class before."""
+    """Return the name of a module's class.
+
+    `fully_shard` replaces the class of a module by a subclass; for such a module the name of the original class is
+    returned.
+    """
     cls = type(module)
     first, *others = cls.__bases__
     return others[0].__name__ if first.__name__ == "FSDPModule" and others else cls.__name__

@@ -1,6 +1,6 @@
-"""`python -m instrument.sweep FOLDER [--rerun]`: the jobs of a sweep, and what became of each; those not done, done again.
+"""`python -m instrument.sweep FOLDER [--rerun]`: list the jobs of a sweep with their status, and rerun unfinished jobs.
 
-Exit code 0: all are done; 1: some are not; 2: a mistake in what was asked; 130: interrupted by Ctrl-C.
+Exit codes: 0, all jobs are done; 1, some jobs are not done; 2, the arguments are invalid; 130, interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLOURS = {"done": "green", "failed": "red", "killed": "red", "interrupted": "ye
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m instrument.sweep", description="The jobs of a sweep, and what became of each."
     )

@@ -1,4 +1,4 @@
-"""`_target_`: the import of a dotted path and the call of it, with errors in the words of the configuration."""
+"""Import and call the dotted paths of `_target_`, with error messages that name the configuration key."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from .spec.fields import Target
 
 
 def locate(path: str, where: str) -> Any:
-    """The callable behind a dotted path.
+    """Import the callable of a dotted path.
+
+    Args:
+        path: The dotted path.
+        where: Its configuration key, for messages.
 
     Raises:
-        ConfigError: It is not there, it fails when imported, Hydra's policy refuses it, or it cannot be called.
+        ConfigError: The path does not exist, its import fails, Hydra's policy forbids it, or it is not callable.
     """
     try:
         found = get_object(path)
@@ -30,10 +34,14 @@ def locate(path: str, where: str) -> Any:
 
 
 def takes(path: str, where: str) -> frozenset[str]:
-    """The names of the parameters that a target declares; none for a built-in that does not say.
+    """Return the parameter names of a target; empty for a built-in function without a signature.
+
+    Args:
+        path: The dotted path.
+        where: Its configuration key, for messages.
 
     Raises:
-        ConfigError: As `locate`.
+        ConfigError: As for `locate`.
     """
     found = locate(path, where)
     try:
@@ -46,13 +54,16 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
     """Call a target with its arguments; nested `_target_`s are built first.
 
     Args:
-        target: What to call.
-        where: Its key in the configuration, for messages.
-        positional: Arguments that the caller adds in front.
+        target: The target to call.
+        where: Its configuration key, for messages.
+        positional: Positional arguments that the caller adds in front.
         given: Keyword arguments that the caller adds.
 
+    Returns:
+        The result of the call.
+
     Raises:
-        ConfigError: The target is not there, or the call fails.
+        ConfigError: The target does not exist, or the call fails.
     """
     locate(target.target, where)
     _locate_within(target.model_extra, where)
@@ -66,7 +77,7 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
 
 
 def _locate_within(value: Any, where: str) -> None:
-    """Locate the targets among a target's arguments, however deep, so that a mistake is told at its own key."""
+    """Locate the targets in a target's arguments at any depth, so that errors are reported at their own key."""
     if isinstance(value, dict):
         if isinstance(path := value.get("_target_"), str):
             locate(path, f"{where}._target_")
@@ -87,7 +98,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _not_there(path: str, where: str, error: BaseException) -> Mistake:
-    """How far down the path the import gets, and the nearest names at the place where it stops."""
+    """Return the problem of a failed import: the part of the path that fails, and the nearest existing names."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InstantiationException) and "blocklisted" in str(cause):

@@ -1,9 +1,10 @@
-"""`python -m instrument.upload RUN [REMOTE]`: the files of a run, or of all runs below a folder, sent to a remote one.
+"""`python -m instrument.upload RUN [REMOTE]`: send the files of a run, or of all runs in a folder, to a remote folder.
 
-What is there already is not sent again. Without REMOTE a run goes where its `sink.remote` says; with it, below REMOTE as it
-lies below `runs`. A run that was killed has its journals turned into Parquet first.
+Files that are already in the remote folder are not sent again. Without REMOTE a run is sent to its own `sink.remote`.
+With REMOTE the path below REMOTE is the path of the run below `runs`. Journals of killed runs are converted to Parquet
+first.
 
-Exit code 0: all is there; 1: something is not, or the run is still running; 2: a mistake in what was asked.
+Exit codes: 0, all files are sent; 1, a file is missing or the run is in progress; 2, the arguments are invalid.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .sinks.sending import send_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m instrument.upload", description="Send runs to a remote folder.")
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one above several")
     parser.add_argument(
@@ -69,7 +70,7 @@ def _send(folder: Path, remote: RemoteFolder) -> int:
     except InstrumentError as error:
         print(f"{folder}: {error}", file=sys.stderr)
         return error.exit_code
-    except Exception as error:  # of many kinds: whatever a client raises
+    except Exception as error:  # storage clients raise many types of errors
         print(f"{folder}: {remote.address}: {told(error)}", file=sys.stderr)
         return 1
     print(

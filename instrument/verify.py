@@ -1,10 +1,11 @@
-"""`python -m instrument.verify +exp=...`: proof that an experiment's record hooks change nothing.
+"""`python -m instrument.verify +exp=...`: verify that the record hooks of an experiment do not change training.
 
-The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the optimizer's
-state and random states are compared to the last bit after each step and each evaluation; of an evaluation the outputs too.
+The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the
+optimizer state and random states must be bit-identical after each step and each evaluation, and so must the outputs of
+evaluations.
 
-Exit code 0: equal; 1: the hooks change something; 2: a problem in what was asked; 3: two trainings without hooks differ, so
-that nothing can be proved.
+Exit codes: 0, equal; 1, the hooks change a value; 2, the arguments are invalid; 3, two trainings without hooks differ,
+so nothing can be verified.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ from .run.ranks.torchrun import joined
 if TYPE_CHECKING:
     from .run.verification import Certificate
 
-UNREPEATED = 3  # the exit code where the model does not repeat
+UNREPEATED = 3  # exit code if two trainings without hooks differ
 
 
 def main() -> None:
-    """The command line; ends the process."""
+    """Run the command line and end the process."""
     command(certify)
 
 
 def certify(config: DictConfig) -> None:
-    """Verify an experiment, print the certificate, and keep it as `certificate.json` in the job's folder."""
+    """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job.
+
+    Args:
+        config: The composed Hydra configuration of the experiment.
+
+    Raises:
+        SystemExit: The trainings differ; the code is 1, or 3 if trainings without hooks differ as well.
+    """
     with told() as place:
         parsed, _ = read_config(config)
         if joined() is not None:

@@ -161,7 +161,9 @@ class Rows(Effects, Protocol):
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """Add a copy of a tensor. It is copied before this returns, since the tensor may be modified in place afterwards.
+        """Add a copy of a tensor.
+
+        It is copied before this returns, since the tensor may be modified in place afterwards.
 
         Args:
             context: The call.

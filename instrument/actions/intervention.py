@@ -19,7 +19,10 @@ class Change(Protocol):
 
     @property
     def entrywise(self) -> bool:
-        """Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and positions do not matter."""
+        """Whether a sparse tensor can be changed by its entries alone.
+
+        This requires that zeros stay zeros and that the result does not depend on positions.
+        """
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Receive all tensors of the spec before each of them is changed.
@@ -76,7 +79,10 @@ class Intervention:
 
 
 def _versioned_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor that was created under `torch.inference_mode()`, so that its version counter detects in-place changes."""
+    """Copy a tensor that was created under `torch.inference_mode()`.
+
+    The version counter of the copy detects in-place changes.
+    """
     with torch.inference_mode(False), torch.no_grad():
         return tensor.clone()
 

@@ -152,7 +152,10 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
 
 
 def keeps_random_state(function: Function) -> Function:
-    """Wrap a function so that it fails if it changes PyTorch's global random state, which would change the rest of the run."""
+    """Wrap a function so that it fails if it changes PyTorch's global random state.
+
+    A change would alter the rest of the run.
+    """
 
     def guarded(tensor: Tensor, context: Context) -> Tensor:
         before = _random_state(tensor)

@@ -109,7 +109,11 @@ class Record:
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
 
     def without_the_dearest(self) -> tuple[Record, str] | None:
-        """Return a copy of this action without its most expensive part, and the name of that part; None if only cheap parts are left."""
+        """Return a copy of this action without its most expensive part.
+
+        Returns:
+            The copy and the name of the part; None if no expensive part is left.
+        """
         lighter = copy(self)
         if self.keeps_tensors:
             lighter.keeps_tensors = False
@@ -153,7 +157,11 @@ class Record:
             self.rows.add_tensor(context, plain.shape, kept, None if kept.is_complex() else self.dtype)
 
     def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Part, Tensor | None]:
-        """Return the part to merge with those of other processes, and which units are dead, bool [units], if requested."""
+        """Measure this process's part of a tensor.
+
+        Returns:
+            The part to merge with those of other processes, and which units are dead, bool [units], if requested.
+        """
         saturated = more_of("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.more else None
         weight: float | Tensor | None = None
         if "update_ratio" in self.more and context.value is not None:

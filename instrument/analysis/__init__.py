@@ -1,1 +1,1 @@
-"""Reading what a run left. Nothing here imports torch."""
+"""Reading and analysis of recorded data. This package does not import torch, except in `archive` and `replay`."""

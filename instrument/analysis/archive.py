@@ -1,4 +1,4 @@
-"""The tensors of finished runs, for hooks that put them into this one."""
+"""Tensors recorded by earlier runs, for interventions that insert them into the current run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..spec.kinds import KINDS
 from .folders import NoRunError
 from .load import Run, load
 
-_LIKE = ("layer", "role", "path", "call", "backward")  # where a tensor is in the model
+_LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
 _INDEX = ("step", "micro_step", "rank", "hook", *_LIKE, "scope", "shape", "source_shape")
 
 
 class RunArchive:
-    """Finds tensors in runs' folders; those of the step that was asked for last are kept in memory.
+    """Reads tensors from the folders of runs; caches those of the step that was requested last.
 
     Args:
-        ranks: How many processes train together here.
-        share: Which samples of a batch are this one's; None where that is not known.
+        ranks: Number of processes of the current run.
+        share: Maps the samples of a batch to those of this process; None if this is unknown.
     """
 
     def __init__(self, ranks: int = 1, share: Callable[[range], range] | None = None) -> None:
@@ -35,10 +35,15 @@ class RunArchive:
         self._steps: dict[str, tuple[int, pd.DataFrame]] = {}
 
     def open(self, run: str, hook: str | None, where: str) -> None:
-        """Make sure that there is such a run, with tensors of such a hook.
+        """Check that a run exists and has tensors of the hook.
+
+        Args:
+            run: Folder of the run.
+            hook: Name of the hook; None for any hook.
+            where: Configuration key for error messages.
 
         Raises:
-            ConfigError: There is none, or it holds no such tensors.
+            ConfigError: The run does not exist, or it has no tensors of this hook.
         """
         if run not in self._runs:
             try:
@@ -53,22 +58,29 @@ class RunArchive:
             raise ConfigError(Mistake(f"{where}.hook", problem, hook, hooks, nearest(hook, hooks)))
 
     def index(self, run: str) -> pd.DataFrame:
-        """Which tensors a run that is open kept: step, micro_step, rank, hook, place in the model, scope and shapes."""
+        """Return the index of the tensors of an opened run: step, micro_step, rank, hook, location, scope and shapes."""
         return self._runs[run].read("tensors", [*_INDEX])
 
     def ranks_of(self, run: str) -> int:
-        """How many processes made a run that is open."""
+        """Return the number of processes of an opened run."""
         ranks: int = self._runs[run].info.get("ranks", 1)
         return ranks
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
-        """The tensor that was recorded at the layer, role, path and call of a context, of the same batch of the step.
+        """Return the tensor that was recorded at the same layer, role, path and call as the context, for the same
+        batch.
 
-        Of a run of as many processes it is this one's own; of any other, the whole that they had parts of, or this process's
-        part of it.
+        If the run has as many processes as the current one, this is the tensor of the same rank. Otherwise it is the
+        full tensor assembled from all ranks, or the batch shard of this process.
+
+        Args:
+            run: Folder of an opened run.
+            hook: Name of the hook that recorded the tensor; None for any hook.
+            step: The recorded step; None for the step of the context.
+            context: The context of the hook.
 
         Raises:
-            LookupError: There is none, or several; or parts that make no whole.
+            LookupError: No tensor or several tensors match, or the shards cannot be assembled.
         """
         wanted = context.step if step is None else step
         kept = self._at_step(run, wanted)
@@ -81,7 +93,7 @@ class RunArchive:
             kept = kept[kept["hook"] == hook]
         ranks = self.ranks_of(run)
         one_stands_for_all = kept["scope"].isin(["global", "averaged"]).all()
-        are_shards = len(kept) > 0 and kept["scope"].eq("shard").all()  # an intervention is made on the whole of them
+        are_shards = len(kept) > 0 and kept["scope"].eq("shard").all()  # interventions operate on the full tensor
         if ranks > 1 and not are_shards and (one_stands_for_all or ranks == self.ranks):
             kept = kept[kept["rank"] == (0 if one_stands_for_all else context.rank)]
         place = ", ".join(f"{column} {value!r}" for column, value in like.items() if value or column != "backward")

@@ -1,4 +1,4 @@
-"""A cell of the tensors table as an array."""
+"""Conversion of cells of the tensors table to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 
 _FLOAT8 = {"float8_e4m3fn": (3, 7), "float8_e4m3fnuz": (3, 8), "float8_e5m2": (2, 15), "float8_e5m2fnuz": (2, 16)}
-"""Of each type with a sign the bits of the mantissa, and what is taken away from the exponent."""
+"""Number of mantissa bits and exponent bias of each signed 8-bit floating point type."""
 
 _Array = np.ndarray[Any, Any]
 
 
 def array_of(values: Any, data: Any, shape: Any, dtype: str) -> _Array:
-    """The recorded tensor in its shape; of types that NumPy does not have in the next wider one.
+    """Return a recorded tensor as an array; types that NumPy does not support are converted to a wider type.
 
     Args:
-        values: The elements as numbers, flat; None where `data` has them.
-        data: Their bytes, little-endian; None where `values` has them.
-        shape: The tensor's.
-        dtype: What PyTorch calls its type; bfloat16 and float8 become float32, complex32 becomes complex64.
+        values: The elements as a flat sequence of numbers; None if they are in `data`.
+        data: The elements as little-endian bytes; None if they are in `values`.
+        shape: Shape of the tensor.
+        dtype: PyTorch name of the dtype. bfloat16 and float8 are converted to float32, complex32 to complex64.
 
     Raises:
-        TypeError: There is no such type; see `is_known`.
+        TypeError: The dtype is not supported; see `is_known`.
     """
     if data is None:
         array = np.asarray(values, dtype=np.float32)
@@ -33,7 +33,7 @@ def array_of(values: Any, data: Any, shape: Any, dtype: str) -> _Array:
 
 
 def is_known(dtype: str) -> bool:
-    """Whether tensors of a type can be read as arrays."""
+    """Return whether tensors of this dtype can be converted to arrays."""
     try:
         _from_bytes(b"", dtype)
     except TypeError:
@@ -54,7 +54,11 @@ def _from_bytes(data: Any, dtype: str) -> _Array:
 
 @cache
 def _numbers_of(dtype: str) -> _Array:
-    """The 256 numbers of a type of 8 bits, float32: "OCP 8-bit Floating Point Specification"; fnuz is Graphcore's and AMD's."""
+    """Return the 256 values of an 8-bit type as float32.
+
+    The formats are defined in the "OCP 8-bit Floating Point Specification"; the fnuz variants are those of Graphcore
+    and AMD.
+    """
     bits = np.arange(256)
     if dtype == "float8_e8m0fnu":
         return np.where(bits == 0xFF, np.nan, np.exp2(bits - 127.0)).astype(np.float32)

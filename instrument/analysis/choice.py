@@ -1,4 +1,4 @@
-"""What a picture is to show, of all that was recorded: one series, one place, by what the user said of it."""
+"""Selection of one series and one location by the arguments of a plot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pandas as pd
 from ..errors import InstrumentError, Mistake, nearest
 from .series import KEYS, Series, place_of, series_in
 
-MOST_NAMES = 12  # of what there is, in an error
+MOST_NAMES = 12  # maximum number of names in an error message
 
 
 def seen_in(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[Series]:
-    """The series of a table whose rows are as wanted, in the order in which they first appear."""
+    """Return the series of a table whose rows fulfill a condition, in order of first appearance."""
     return [series for series in series_in(frame) if does_fit(series.of(frame))]
 
 
@@ -26,17 +26,17 @@ def choose(
     role: str | None = None,
     phase: str | None = None,
 ) -> Series:
-    """The one series that fits what is given.
+    """Return the one series that matches the arguments.
 
     Args:
-        candidates: What there is; at least one.
-        hook: Its name; any without.
-        kind: As in `kind:`; any without.
-        role: Which of the kind's tensors; any without.
-        phase: `train` or `eval`; any without.
+        candidates: The available series; at least one.
+        hook: Name of the hook; None for any.
+        kind: Kind of the hook; None for any.
+        role: Role of the tensor; None for any.
+        phase: `train` or `eval`; None for any.
 
     Raises:
-        InstrumentError: None fits, or several do; it names those there are.
+        InstrumentError: No series or several series match. The message lists the candidates.
     """
     wanted = {key: word for key, word in zip(KEYS, (hook, kind, role, phase), strict=True) if word is not None}
     for key, word in wanted.items():
@@ -50,15 +50,21 @@ def choose(
 
 
 def _told(series: Series) -> str:
-    """A series as the arguments that choose it."""
+    """Return a series as the keyword arguments that select it."""
     return ", ".join(f"{key}={getattr(series, key)!r}" for key in KEYS)
 
 
 def refuse_unless(word: str, options: Sequence[str], where: str, problem: str) -> None:
-    """Let pass what is one of the options.
+    """Check that a word is one of the options.
+
+    Args:
+        word: The given word.
+        options: The allowed words.
+        where: Name of the argument, for the message.
+        problem: What is wrong, for the message.
 
     Raises:
-        InstrumentError: It is none of them: the problem, the options, and the nearest of them.
+        InstrumentError: The word is not an option. The message lists the options and the nearest ones.
     """
     known = list(dict.fromkeys(options))
     if word not in known:
@@ -68,14 +74,14 @@ def refuse_unless(word: str, options: Sequence[str], where: str, problem: str) -
 
 
 def places_of(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
-    """The names of the places in a table, as pictures have them, by layer, path and kind."""
+    """Return the names of the locations in a table, as shown in plots, by layer, path and kind."""
     known = rows[["layer", "path", "kind"]].drop_duplicates()
     triples = zip(known["layer"], known["path"], known["kind"], strict=True)
     return {triple: place_of(*triple) for triple in triples}
 
 
 def at_place(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The rows of a place, or of all places of a layer: `encoder.0.weight`, `encoder.0`, `.` for the root."""
+    """Return the rows of a location, or of all locations of a layer: `encoder.0.weight`, `encoder.0`, `.` for the root."""
     mine = pd.Series(False, index=rows.index)
     for (layer, path, kind), place in places_of(rows).items():
         if place == name:
@@ -84,15 +90,15 @@ def at_place(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def choose_place(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[Series, str, pd.DataFrame]:
-    """The one series that fits and saw a place, the place's own name, and the rows of both.
+    """Return the one series that matches and has rows at a location, the name of the location, and these rows.
 
     Args:
-        frame: A table.
-        name: A place, or a layer that has one only.
-        wanted: As in `choose`.
+        frame: Rows of a table.
+        name: A location, or a layer with a single location.
+        wanted: Arguments of `choose`.
 
     Raises:
-        InstrumentError: Nothing saw it, several series did, or the layer has several places.
+        InstrumentError: The location has no rows, several series match, or the layer has several locations.
     """
     names = [*places_of(frame).values(), *(layer or "." for layer in frame["layer"].drop_duplicates())]
     refuse_unless(name, names, "layer", "nothing of it was recorded")
@@ -105,5 +111,5 @@ def choose_place(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Up to so many places out of so many, evenly, the first and the last among them."""
+    """Return up to `most` evenly spaced indices of `count` items, including the first and the last."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))

@@ -1,4 +1,4 @@
-"""A run's tables as CSV: a file a table, for spreadsheets and other readers of text."""
+"""Export of the tables of a run to CSV, one file per table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .files import RunFiles
 
 
 def write_csv(files: RunFiles, folder: Path) -> None:
-    """Write every table but `tensors`, whose values are no text, into a folder that is there; lists as JSON.
+    """Write all tables except `tensors` into an existing folder; lists are written as JSON.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: A file cannot be written.
     """
     for name, table in TABLES.items():
         if name == "tensors":

@@ -1,4 +1,4 @@
-"""What one key of the configuration changes: the differences between runs that are the same but for it, with their intervals."""
+"""Effect of one configuration key: differences between paired runs, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .load import Run
 from .matching import Matching, match, run_name
 from .means import MEASURED, NUMBERS, PLACE, Means, Steps, keys_of, means_of
 
-MOST_REASONS = 3  # of runs that are in no pair, in a warning
+MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 
 
 def effects_of(
     run: Run, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
 ) -> pd.DataFrame:
-    """What a key changes; see `Run.effects_of`."""
+    """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(str(Mistake("confidence", "has to lie between 0 and 1", confidence)))
     _refuse_no_steps(steps)
@@ -58,7 +58,7 @@ def effects_of(
 
 
 def _refuse_no_steps(steps: Any) -> None:
-    """Stop where there is no step between the two."""
+    """Check that the range of steps is valid and not empty."""
     is_pair = isinstance(steps, tuple | list) and len(steps) == 2
     if is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps):
         start, stop = steps
@@ -69,14 +69,14 @@ def _refuse_no_steps(steps: Any) -> None:
 
 
 def _means_at(run: Run, place: int, steps: Steps) -> dict[str, Means]:
-    """The means of one of the runs, by table."""
+    """Return the means of one run, by table."""
     folder = run.folders[place]
     one = Run(folder, [folder])
     return {table: means_of(one, table, steps) for table in MEASURED}
 
 
 def _warn_of(run: Run, matching: Matching) -> None:
-    """Say how many runs are in no pair, and why the first of them are not."""
+    """Warn about unpaired runs, with the most important reasons."""
     if not matching.left_out:
         return
     whys = Counter(matching.left_out.values())
@@ -87,12 +87,12 @@ def _warn_of(run: Run, matching: Matching) -> None:
 
 
 def _cells(values: list[Any]) -> pd.Series:
-    """A column of values as they are: numbers as numbers, and None as None."""
+    """Return a column in which numbers stay numbers and None stays None."""
     return pd.Series(values, dtype=object if None in values else None)
 
 
 class _Differences:
-    """Paired differences at every place of one table; what is kept of them does not grow with the runs."""
+    """Paired differences at all locations of one table; the memory needed does not grow with the number of runs."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -100,19 +100,19 @@ class _Differences:
         self.sums: dict[str, _Sums] = {}
 
     def add(self, comparison: str, before: Means, after: Means) -> None:
-        """One more pair."""
+        """Add one pair."""
         for place in (*before.places, *after.places):
             self.places.setdefault(place, len(self.places))
         sums = self.sums.setdefault(comparison, _Sums(len(NUMBERS[self.table])))
         sums.add(*self._spread(before), *self._spread(after))
 
     def end_seed(self) -> None:
-        """All pairs of a seed have been added."""
+        """Finish the current seed."""
         for sums in self.sums.values():
             sums.end_seed()
 
     def frame(self, comparison: str, confidence: float) -> pd.DataFrame:
-        """A row for each place and statistic that any pair of a comparison has."""
+        """Return one row per location and statistic that occurs in any pair of a comparison."""
         sums = self.sums[comparison]
         rows, columns = np.nonzero(sums.pairs + sums.not_finite)
         labels = pd.DataFrame(list(self.places), columns=keys_of(self.table), dtype=object)
@@ -123,7 +123,7 @@ class _Differences:
         return where.assign(statistic=statistics, **numbers)
 
     def _spread(self, means: Means) -> tuple[np.ndarray, np.ndarray]:
-        """Values and whether there are any, at all places; shape [places, columns] each."""
+        """Return values and a mask of existing values at all locations; shape [places, columns] each."""
         rows = [self.places[place] for place in means.places]
         values = np.zeros((len(self.places), len(NUMBERS[self.table])))
         known = np.zeros(values.shape, dtype=bool)
@@ -132,19 +132,20 @@ class _Differences:
 
 
 class _Sums:
-    """What is kept of the pairs of one comparison; the arrays grow with the places.
+    """Running sums over the pairs of one comparison; the arrays grow with the number of locations.
 
-    Means and squares are carried on number by number: B. P. Welford, Technometrics 4 (1962), 419-420.
+    Means and squares are updated with Welford's algorithm: B. P. Welford, Technometrics 4 (1962), 419-420.
 
     Attributes:
-        pairs: Those that count, of all seeds; shape [places, columns], as all but the means.
-        not_finite: Those that do not, since a number is NaN or infinite.
-        one_sided: Those that do not, since one of the two has no number.
-        seeds: Those of which any pair counts.
-        squares: The sum over the seeds of the squared distance of the difference to its mean.
-        means: Over the seeds of the number before, after, and the difference; shape [3, places, columns].
-        of_seed: How many pairs of the present seed count.
-        means_of_seed: As `means`, over the pairs of the present seed.
+        pairs: Number of pairs used, over all seeds; shape [places, columns], as all attributes except the means.
+        not_finite: Number of pairs excluded because a number is NaN or infinite.
+        one_sided: Number of pairs excluded because only one run has a number.
+        seeds: Number of seeds with at least one used pair.
+        squares: Sum over the seeds of the squared distance between the difference and its mean.
+        means: Means over the seeds of the value before, the value after, and the difference; shape [3, places,
+            columns].
+        of_seed: Number of used pairs of the current seed.
+        means_of_seed: As `means`, over the pairs of the current seed.
     """
 
     def __init__(self, columns: int) -> None:
@@ -154,7 +155,7 @@ class _Sums:
         self.means, self.means_of_seed = (np.zeros((3, 0, columns)) for _ in range(2))
 
     def add(self, before: np.ndarray, has_before: np.ndarray, after: np.ndarray, has_after: np.ndarray) -> None:
-        """One more pair: its numbers, and where it has any."""
+        """Add one pair: its numbers, and masks of existing numbers; shape [places, columns] each."""
         self._grow(len(before))
         with np.errstate(invalid="ignore", over="ignore"):
             numbers = np.stack([before, after, after - before])
@@ -167,18 +168,18 @@ class _Sums:
         self.means_of_seed += _step(numbers, self.means_of_seed, self.of_seed, counts)
 
     def end_seed(self) -> None:
-        """The pairs of the present seed are one number from now on."""
+        """Merge the pairs of the current seed into one number per location."""
         counts = self.of_seed > 0
         self.seeds += counts
         before = self.means[2].copy()
         self.means += _step(self.means_of_seed, self.means, self.seeds, counts)
-        with np.errstate(invalid="ignore", over="ignore"):  # what overflows has no interval
+        with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
             off = self.means_of_seed[2] - before
             self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
         self.of_seed[:], self.means_of_seed[:] = 0, 0.0
 
     def told(self, confidence: float) -> dict[str, np.ndarray]:
-        """The columns of numbers; null where there are too few."""
+        """Return the numeric columns of the result; NaN if there are too few seeds."""
         with np.errstate(over="ignore"):
             width = half_width(self.squares, self.seeds, confidence)
         before, after, difference = np.where(self.seeds > 0, self.means, np.nan)
@@ -204,7 +205,7 @@ class _Sums:
 
 
 def _step(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """By how much means change with one more number each, where it counts; divided first, so that nothing overflows."""
+    """Return the change of means after one more number, where `counts` is true; dividing first avoids an overflow."""
     share = 1.0 / np.maximum(count, 1)
     return np.where(counts, np.where(counts, numbers, 0.0) * share - means * share, 0.0)
 

@@ -1,4 +1,4 @@
-"""What can be read of a run's folder, whatever state it is in: running, done, killed, damaged."""
+"""Access to the files of a run's folder in any state: in progress, done, killed or damaged."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from .journals import Journals
 from .remote_files import arrow_files, reached
 
 ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
-"""Columns that runs of earlier versions may lack; they are null there."""
-AHEAD = 256  # files that are opened before the first is read, so that they can be read although they go
+"""Columns that may be missing in files of earlier versions; they are read as null."""
+AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
 
 
 class RunFiles:
-    """The files of one run; what is wrong with any of them is added to `problems`, and the rest is read.
+    """The files of one run. Damaged files are added to `problems` and skipped.
 
     Attributes:
-        folder: The run's folder.
-        problems: What is wrong, in words, each with the name of the file.
+        folder: The folder of the run.
+        problems: Descriptions of the problems, each beginning with the name of the file.
 
     Raises:
-        InstrumentError: From the methods: the folder is behind an address, and cannot be reached.
+        InstrumentError: Raised by the methods if a remote folder cannot be reached.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,15 +55,17 @@ class RunFiles:
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
         self._journals = Journals(folder)
-        self._looked_at: set[str] = set()  # folders, for files of others
+        self._looked_at: set[str] = set()  # folders that were checked for foreign files
         self._unsound: set[Path] = set()
         self._sound: set[Path] = set()
 
     def info(self) -> dict[str, Any]:
-        """run.json, as far as it can be read. A run of this machine that says it is running and whose process is gone was killed.
+        """Return the content of run.json as far as it can be read.
+
+        If the status is `running` but the process on this machine is gone, the returned status is `killed`.
 
         Raises:
-            InstrumentError: It is behind an address, and nobody answers.
+            InstrumentError: The folder is remote and cannot be reached.
         """
         path = self.folder / "run.json"
         try:
@@ -91,15 +93,15 @@ class RunFiles:
         return content.decode()
 
     def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
-        """The Parquet files of a table that are not known to be damaged, and the rows that are in none yet."""
+        """Return the Parquet files of a table without known damaged ones, and the rows that are not in Parquet files yet."""
         self._look_for_others(name)
-        journals = self._unwritten(name)  # first of all: one that becomes a part meanwhile is met as that part
+        journals = self._unwritten(name)  # read first: a journal that is converted to Parquet meanwhile is then found as a Parquet file
         parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._unsound}
         rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
         return list(parts.values()), [piece for pieces in rows for piece in pieces]
 
     def _unwritten(self, name: str) -> dict[Part, list[pa.Table]]:
-        """The rows of a table's journals; of a run behind an address there are none, since they are never sent."""
+        """Return the rows of the journals of a table; empty for a remote run, since journals are not uploaded."""
         if self._arrow is not None:
             return {}
         written, damaged = rows_written(self.folder)
@@ -110,27 +112,28 @@ class RunFiles:
         return rows
 
     def check(self, name: str) -> None:
-        """Look into the heads of all Parquet files of a table: what is damaged, or of other columns, is listed no more.
+        """Read the footers of all Parquet files of a table; files that are damaged or have other columns are no longer
+        listed.
 
         Raises:
-            FileNotFoundError: One went meanwhile.
+            FileNotFoundError: A file was deleted in the meantime.
         """
         for file in self.listed(name)[0]:
             if file not in self._sound and self._is_sound(file, TABLES[name]):
                 self._sound.add(file)
 
     def lacks_columns(self, file: Path, name: str) -> bool:
-        """Whether a file is of an earlier version; what else is wrong with it shows when it is read."""
+        """Return whether a file was written by an earlier version with fewer columns; other problems are found when it is read."""
         try:
             return not ADDED.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
         except UNREADABLE:
             return False
 
     def read_through(self, name: str) -> None:
-        """Read all Parquet files of a table: one that is damaged inside is listed no more.
+        """Read all Parquet files of a table completely; files with damaged contents are no longer listed.
 
         Raises:
-            FileNotFoundError: One went meanwhile.
+            FileNotFoundError: A file was deleted in the meantime.
         """
         for file in self.listed(name)[0]:
             try:
@@ -142,13 +145,27 @@ class RunFiles:
                 self._is_damaged(file, error)
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
-        """A table's rows, in the order in which they were written: some columns, where a condition holds."""
+        """Read the rows of a table in the order in which they were written.
+
+        Args:
+            name: Name of the table.
+            columns: Names of the columns; None for all.
+            condition: Filter expression; None for all rows.
+        """
         return self.while_merged(lambda: self._read(TABLES[name], columns, condition), name)
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The same in batches, for tables that are larger than memory; steps of 100,000 rows may come by layer."""
+        """Read the rows of a table in batches, for tables that are larger than memory.
+
+        Within about 100,000 rows, steps may be ordered by layer.
+
+        Args:
+            name: Name of the table.
+            columns: Names of the columns.
+            condition: Filter expression; None for all rows.
+        """
         table = TABLES[name]
         wanted = _with_keys(table, columns)
         for file, piece in self._pieces(table):
@@ -159,15 +176,19 @@ class RunFiles:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
 
     def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
-        """Parquet files of a table, as Arrow reads them; columns that a file lacks are null."""
+        """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
         names = [arrow_name(file) for file in files]
         return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
 
     def while_merged(self, look: Callable[[], T], name: str) -> T:
-        """What a look at the files of a table gives; where one is gone it is in a merged one by now, and they are looked at again.
+        """Call `look` and return its result; repeat the call if a file was merged into another one in the meantime.
+
+        Args:
+            look: A function that reads the files of the table.
+            name: Name of the table.
 
         Raises:
-            FileNotFoundError: One is gone, and nothing came in its place.
+            FileNotFoundError: A file was deleted without being merged.
         """
         while True:
             before = parts_of(self.folder, name)
@@ -178,7 +199,7 @@ class RunFiles:
                     raise
 
     def count(self, name: str) -> int:
-        """The number of a table's rows, without reading them."""
+        """Return the number of rows of a table without reading the rows."""
         count = 0
         for file, piece in self._pieces(TABLES[name]):
             try:
@@ -188,7 +209,7 @@ class RunFiles:
         return count
 
     def note_left_out(self, table: str, what: str) -> None:
-        """Add to the problems what a reader cannot make use of."""
+        """Add data that a reader cannot handle to the problems."""
         self._problem(self.folder / table, f"{what}: left out")
 
     def _read(self, table: Table, columns: Sequence[str] | None, condition: ds.Expression | None) -> pa.Table:
@@ -205,7 +226,7 @@ class RunFiles:
         return _restored(table, pa.concat_tables(read), columns or table.schema.names)
 
     def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
-        """File by file, without those that are damaged inside."""
+        """Read the files one by one, and skip those with damaged contents."""
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
         for file, piece in self._pieces(table):
@@ -216,7 +237,7 @@ class RunFiles:
         return _restored(table, pa.concat_tables(read), columns)
 
     def _pieces(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
-        """A table file by file, with the first of them opened before any is read."""
+        """Yield the files of a table; the first files are opened before any is read."""
 
         def look() -> tuple[list[tuple[Path, ds.Fragment]], list[Path], list[pa.Table]]:
             self.check(table.name)
@@ -268,17 +289,17 @@ class RunFiles:
 
 
 def size_on_disk(folder: Path) -> int:
-    """The bytes of a run's tables, parts and journals together."""
+    """Return the size of the tables of a run in bytes, including journals."""
     size = 0
     for name in TABLES:
         for file in (*parts_of(folder, name).values(), *journals_of(folder, name).values()):
-            with suppress(FileNotFoundError):  # a journal that became a part meanwhile
+            with suppress(FileNotFoundError):  # the journal was converted to Parquet in the meantime
                 size += file.stat().st_size
     return size
 
 
 def _with_keys(table: Table, columns: Sequence[str]) -> list[str]:
-    """Columns, and those that tell the order in which their rows were written."""
+    """Return the columns, and those needed to restore the order in which the rows were written."""
     return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ())]))
 
 

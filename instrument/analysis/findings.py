@@ -1,6 +1,6 @@
-"""What is most telling about a run, in a few lines: for the end of a run, the report and notebooks.
+"""The most important observations about a run, for the end of a run, the report and notebooks.
 
-Tables are read in batches and only the columns that are needed, so that a run larger than memory can be asked.
+Tables are read in batches and with the needed columns only, so that tables may be larger than memory.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Severity = Literal["info", "warning", "error"]
 
 MANY_DEAD = 0.4  # "as much as 40%": CS231n, https://cs231n.github.io/neural-networks-1/#actfun
 MANY_SATURATED = 0.5
-FEW = 0.0005  # of a tensor's elements: below this their number says more than their share
+FEW = 0.0005  # fraction of elements below which the count is shown instead of the fraction
 MOST_NAMES = 4
 
 _IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
 _GRADIENTS = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
-_RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # whose zeros are units that did not fire
+_RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # zeros in their output are inactive units
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing worth knowing about a run.
+    """One observation about a run.
 
     Attributes:
-        what: What was found, in a few words.
-        where: The layer, parameter or hook that it is about.
-        when: The step; None where it is about the whole run.
-        value: What it came to, in words.
-        severity: `info`, `warning`, or `error` for what makes the training worthless.
-        number: The value as a number, where it is one.
+        what: A short description.
+        where: The layer, parameter or hook.
+        when: The step; None if the observation is about the run as a whole.
+        value: The value as text.
+        severity: `info`, `warning`, or `error` if the training is unusable.
+        number: The value as a number, if it is numeric.
     """
 
     what: str
@@ -61,10 +61,10 @@ class Finding:
 
 
 def findings(run: Run) -> list[Finding]:
-    """The findings of one run, whatever state it is in; what is worst comes first.
+    """Return the findings of one run in any state, the most severe ones first.
 
     Raises:
-        InstrumentError: There are several runs.
+        InstrumentError: `run` contains several runs.
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings are about one run, and {run.path} holds {len(run.folders)}")
@@ -77,7 +77,7 @@ def findings(run: Run) -> list[Finding]:
 
 
 def _not_finite(run: Run) -> Iterator[Finding]:
-    """The first values that are not finite; gradients of steps that a gradient scaler skipped do not count."""
+    """Yield the first non-finite values; gradients of steps that a gradient scaler skipped are ignored."""
     skipped = [
         step for batch in run.scan("metrics", ["step"], ds.field("skipped")) for step in batch["step"].to_pylist()
     ]
@@ -91,7 +91,7 @@ def _not_finite(run: Run) -> Iterator[Finding]:
 
 
 def _loss(run: Run) -> Iterator[Finding]:
-    """Where the training loss came from and went to, and where it was lost."""
+    """Yield the first, last and lowest training loss, and the first step at which the loss was not finite."""
     training = ds.field("phase") == "train"
     steps, losses = _columns(run, "metrics", ["step", "loss"], training & ds.field("loss").is_valid())
     if not len(losses):
@@ -109,7 +109,7 @@ def _loss(run: Run) -> Iterator[Finding]:
 
 
 def _gradients(run: Run) -> Iterator[Finding]:
-    """The largest norm of a gradient that was recorded; of all gradients together where none was."""
+    """Yield the largest recorded gradient norm; if hooks recorded none, the largest norm of all gradients together."""
     gradient = ds.field("kind").isin(_GRADIENTS) | (ds.field("role") == "param_grad")
     row = _largest(run, "l2", gradient)
     if row is not None:
@@ -131,7 +131,7 @@ _OUTPUT = (ds.field("kind") == "forward") & (ds.field("role") == "output")
 
 
 def _dead(run: Run) -> Iterator[Finding]:
-    """Where most units were dead; where that was not recorded, where a rectifier gave most zeros."""
+    """Yield the layer with the most dead units; if these were not recorded, the ReLU output with the most zeros."""
     row = _largest(run, "dead_fraction", _OUTPUT)
     if row is not None:
         share = row["dead_fraction"]
@@ -147,7 +147,7 @@ def _dead(run: Run) -> Iterator[Finding]:
 
 
 def _saturated(run: Run) -> Iterator[Finding]:
-    """Where an activation was driven furthest into its ends."""
+    """Yield the activation with the most saturated outputs."""
     row = _largest(run, "saturated_fraction", _OUTPUT)
     if row is not None and row["saturated_fraction"]:
         share = row["saturated_fraction"]
@@ -156,7 +156,7 @@ def _saturated(run: Run) -> Iterator[Finding]:
 
 
 def _updates(run: Run) -> Iterator[Finding]:
-    """Parameters whose updates are usually larger or smaller than a network that learns well has them."""
+    """Yield parameters with a median update ratio outside the range that is usual for networks that learn well."""
     columns = ["layer", "path", "kind", "update_ratio"]
     batches = list(_finite(run, columns, ds.field("update_ratio").is_valid()))
     if not sum(batch.num_rows for batch in batches):
@@ -175,7 +175,7 @@ def _updates(run: Run) -> Iterator[Finding]:
 
 
 def _not_fired(run: Run) -> Iterator[Finding]:
-    """Hooks that fired less often than they should have, with the cause; one finding for each hook and cause."""
+    """Yield hooks that fired less often than expected, one finding per hook and reason."""
     columns = ["hook", "layer", "kind", "path", "expected", "fired", "cause"]
     rows = [row for batch in run.scan("coverage", columns) for row in batch.to_pylist()]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -186,7 +186,7 @@ def _not_fired(run: Run) -> Iterator[Finding]:
         fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
         names = list(
             dict.fromkeys(place_of(row["layer"], row["path"], row["kind"]) for row in group)
-        )  # once for all ranks
+        )  # the ranks have the same names
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         where = f"{', '.join(names[:MOST_NAMES])}{more} ({hook}, {kind})"
         what = "fired too seldom" if fired else "never fired"
@@ -195,7 +195,7 @@ def _not_fired(run: Run) -> Iterator[Finding]:
 
 
 def _interventions(run: Run) -> Iterator[Finding]:
-    """How far each intervention reached."""
+    """Yield how many elements each intervention changed."""
     effects = changed(run)
     told = _described(run) if effects else {}
     for hook, effect in effects.items():
@@ -208,10 +208,10 @@ def _interventions(run: Run) -> Iterator[Finding]:
 
 
 def _described(run: Run) -> dict[str, str]:
-    """What each hook of a run does, in a few words, where its configuration says so."""
+    """Return a short description of the action of each hook, if the configuration is readable."""
     try:
         specs = parse_hooks(run.info["config"]["hooks"])
-    except (ConfigError, KeyError, TypeError):  # a hook was given as an object, or the record is damaged
+    except (ConfigError, KeyError, TypeError):  # a hook was passed as an object, or run.json is damaged
         return {}
     return {name: describe_action(spec) for name, spec in specs.items()}
 
@@ -222,7 +222,7 @@ def _where(row: dict[str, Any]) -> str:
 
 
 def _columns(run: Run, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
-    """Numbers of a table, an array a column."""
+    """Return numeric columns of a table as arrays, one per column."""
     batches = [batch.columns for batch in run.scan(table, columns, condition)]
     empty = np.empty(0)
     parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
@@ -230,13 +230,13 @@ def _columns(run: Run, table: str, columns: list[str], condition: ds.Expression)
 
 
 def _finite(run: Run, columns: list[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
-    """Columns of the rows of statistics that meet a condition and are finite."""
+    """Yield columns of the finite statistics rows that fulfill a condition."""
     for batch in run.scan("stats", list(dict.fromkeys([*columns, *NEEDED])), condition):
         yield batch.filter(pa.array(~not_finite_in(batch)))
 
 
 def _largest(run: Run, column: str, condition: ds.Expression) -> dict[str, Any] | None:
-    """The first of the finite rows of statistics with the largest value in a column; None where no row has one."""
+    """Return the first finite statistics row with the largest value in a column; None if the column is empty."""
     best: dict[str, Any] | None = None
     for batch in _finite(run, [*_IDENTITY, column], condition & ~ds.field(column).is_null(nan_is_null=True)):
         if batch.num_rows:
@@ -247,7 +247,7 @@ def _largest(run: Run, column: str, condition: ds.Expression) -> dict[str, Any] 
 
 
 def _first(run: Run, columns: list[str], condition: ds.Expression) -> dict[str, Any] | None:
-    """The earliest of the rows of statistics that meet a condition: by step, then in the order in which they were written."""
+    """Return the statistics row with the lowest step that fulfills a condition; ties are resolved by the order of writing."""
     first: dict[str, Any] | None = None
     for batch in run.scan("stats", [*_IDENTITY, *columns], condition):
         if batch.num_rows:

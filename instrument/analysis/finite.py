@@ -1,15 +1,16 @@
-"""Which rows of statistics stand for their tensors. All pictures, findings and means of a run go by this one rule.
+"""The rule that decides which rows of statistics are finite. All plots, findings and means use it.
 
-Statistics are of the finite elements. Of a gradient that is NaN but for a few zeros the norm is 0.0, which reads as a vanished
-gradient, and is none. A row with this share of NaN and infinities, or more, is itself not finite: only its counts are shown.
+Statistics are computed over finite elements. A gradient that is NaN except for a few zeros has the norm 0.0, which
+looks like a vanished gradient. A row counts as non-finite if the fraction of NaN and infinite elements reaches this
+threshold; only the counts of such a row are shown.
 
-| of | share |
+| tensor | threshold |
 |---|---|
-| gradients, parameters, updates and the like, none of which may have any | 1% |
+| gradients, parameters, updates and similar tensors, which should have no such elements | 1% |
 | other tensors, in which infinities may be a mask | 50% |
 
-Where `numel` was not recorded the share is not known, and any NaN or infinity is too much. Where they were not counted, none is
-known of.
+If `numel` was not recorded, the fraction is unknown, and any NaN or infinity makes the row non-finite. If NaN and
+infinities were not counted, the row counts as finite.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ BAD = ("nan_count", "inf_count")
 NEEDED = ("kind", "role", "numel", *BAD)
 TOO_MANY, TOO_MANY_OF_A_MASK = 0.01, 0.5
 OF_FINITE_VALUES = tuple(name for name, statistic in STATISTICS.items() if statistic.unit != "count")
-"""The statistics that such a row does not have."""
+"""The statistics that are invalid in a non-finite row."""
 
 
 def is_gradient(kind: str, role: str) -> bool:
-    """Whether a role of a kind is a gradient."""
+    """Return whether a role of a kind is a gradient."""
     return "grad" in role or kind == "tensor"
 
 
 def is_not_finite(stats: pd.DataFrame) -> pd.Series:
-    """Which rows of statistics are themselves not finite.
+    """Return which rows of statistics are non-finite.
 
     Args:
-        stats: Rows with `kind` and `role`; of NEEDED it may lack the others.
+        stats: Rows with `kind` and `role`; the other columns of NEEDED may be missing.
 
     Returns:
-        bool, with the index of the rows.
+        A boolean Series with the index of `stats`.
     """
     bad = sum((stats[name].fillna(0) for name in BAD if name in stats), pd.Series(0, stats.index))
     if not bad.any():
@@ -57,7 +58,10 @@ def is_not_finite(stats: pd.DataFrame) -> pd.Series:
 
 
 def finite_only(stats: pd.DataFrame) -> pd.DataFrame:
-    """The rows, with counts alone in those that are not finite; the very same object where there are none."""
+    """Return the rows with statistics other than counts removed from non-finite rows.
+
+    If all rows are finite, the same object is returned.
+    """
     lost = is_not_finite(stats)
     if not lost.any():
         return stats
@@ -65,7 +69,7 @@ def finite_only(stats: pd.DataFrame) -> pd.DataFrame:
 
 
 def not_finite_in(batch: pa.RecordBatch) -> np.ndarray:
-    """Which rows of a batch with the columns NEEDED are not finite, bool [rows]."""
+    """Return which rows of a batch with the columns NEEDED are non-finite; bool, shape [rows]."""
     if not any(pc.any(pc.greater(batch[name], 0)).as_py() for name in BAD):
         return np.zeros(batch.num_rows, dtype=bool)
     found: np.ndarray = is_not_finite(batch.select(NEEDED).to_pandas()).to_numpy()

@@ -1,4 +1,4 @@
-"""The folders of runs below a folder, or an address."""
+"""Search for the folders of runs below a local or remote folder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ RUN_FILE = "run.json"
 
 
 class NoRunError(InstrumentError):
-    """There is no run in the folder, nor in any folder below it."""
+    """The folder does not exist, or neither it nor any folder below it contains a run."""
 
 
 def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
-    """The folder at a path or an address, and the folders of the runs in it.
+    """Return the opened folder, and the folders of the runs in it.
+
+    Args:
+        path: A local folder or a remote address.
 
     Raises:
-        NoRunError: There is none.
-        ConfigError: The address is none, or a package that reads from there is missing.
+        NoRunError: The folder does not exist or contains no run.
+        ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
     root = opened(path)
     folders = runs_in(root)
@@ -34,12 +37,12 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
 
 
 def runs_in(root: Path) -> list[Path]:
-    """The folder of a run itself, or those of all runs below it, job 10 behind job 9."""
+    """Return the folder itself if it is a run, otherwise the folders of all runs below it in natural order."""
     return [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
-    """The folders of runs, without a look into their tables or into folders whose name begins with a dot."""
+    """Yield the folders of runs; folders of tables and folders whose name begins with a dot are skipped."""
     if is_address(root):
         found = (file.parent for file in root.rglob(RUN_FILE))
         yield from (
@@ -56,5 +59,5 @@ def _runs_below(root: Path) -> Iterator[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:
-    """A key that sorts job 10 behind job 9."""
+    """Return a sort key that puts job 10 after job 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in path.parts]

@@ -1,4 +1,4 @@
-"""Rows of a run as a DataFrame: with plain labels, with tensors as arrays, and with what the run was started with."""
+"""Conversion of rows to DataFrames: plain labels, tensors as arrays, and columns for overrides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .files import RunFiles
 
 
 def plain_labels(table: pa.Table) -> pa.Table:
-    """Dictionary columns as plain strings: what pandas users compare, group and concatenate without surprises."""
+    """Convert dictionary columns to plain strings, which pandas compares, groups and concatenates as expected."""
     for i, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
             table = table.set_column(i, field.name, table.column(i).cast(pa.string()))
@@ -18,7 +18,7 @@ def plain_labels(table: pa.Table) -> pa.Table:
 
 
 def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
-    """Rows of tensors without those of types that NumPy does not have, which are named among the problems of the files."""
+    """Remove tensors of dtypes that NumPy does not support, and add the dtypes to the problems of the files."""
     known = frame["dtype"].map(is_known).astype(bool)
     for dtype in frame["dtype"][~known].unique():
         files.note_left_out("tensors", f"NumPy has no type {dtype}")
@@ -26,7 +26,7 @@ def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
 
 
 def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of tensors with an array in each, and with their shapes as tuples."""
+    """Return rows of tensors with `values` as arrays and with shapes as tuples."""
     cells = zip(frame["values"], frame["data"], frame["shape"], frame["dtype"], strict=True)
     return frame.assign(
         values=pd.Series([array_of(*cell) for cell in cells], dtype=object),
@@ -36,13 +36,15 @@ def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place: int) -> None:
-    """The run's folder, seed and overrides as columns; one that is named like a column of the table becomes `override.<name>`.
+    """Add the folder, seed and overrides of a run as columns, in place.
+
+    An override with the name of a column of the table becomes `override.<name>`.
 
     Args:
         frame: Rows of the run.
-        run: Its folder.
-        overrides: Those of all runs, so that a column has one type in all of them.
-        place: Of the run among them.
+        run: Folder of the run.
+        overrides: Overrides of all runs, so that a column has the same type in all of them.
+        place: Index of the run in `overrides`.
     """
     frame.insert(0, "run", run)
     for key, values in overrides.items():

@@ -1,4 +1,4 @@
-"""The rows of a run's journals, of which each byte is read once, however often they are asked for."""
+"""Incremental reader of the journals of a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..sinks.journal import Reading
 from ..sinks.parts import OTHER_COLUMNS, Part, journals_of
 from ..sinks.row_counts import cut_short
 
-MOST_PIECES = 16  # of a journal that grew while it was asked for, before they are joined to one
+MOST_PIECES = 16  # chunks of one journal before they are concatenated
 
 
 @dataclass
 class _Known:
-    """What was read of a journal so far."""
+    """The part of a journal that was read so far."""
 
     stat: os.stat_result
     reading: Reading
@@ -28,13 +28,13 @@ class _Known:
 
 
 class Journals:
-    """Reads journals, and keeps their rows: a table's journal has 32 MB at most, that of tensors 64.
+    """Reads journals and caches their rows. A journal has at most 32 MB, or 64 MB for the tensors table.
 
-    A journal only grows, so of one that was read before only what was added is read. One whose file is another one, is
-    shorter, or was changed and did not grow is read again as a whole.
+    Journals only grow, so only new bytes are read. A journal is read again from the start if the file was replaced,
+    became shorter, or was changed without growing.
 
     Args:
-        folder: The run's.
+        folder: The folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,17 +43,17 @@ class Journals:
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[type[Journals], tuple[Path]]:
-        """A copy, or what another process unpickles, has the folder alone: it reads the journals again."""
+        """Pickle and copy the folder only; the copy reads the journals again."""
         return Journals, (self.folder,)
 
     def read(
         self, table: Table, written: Mapping[tuple[str, Part], int]
     ) -> tuple[dict[Part, list[pa.Table]], dict[Path, str]]:
-        """The rows of each journal of a table as they are now, and what is wrong with any of them.
+        """Return the current rows of each journal of a table, and the problems by file.
 
         Args:
-            table: Which one.
-            written: How many rows each journal has at least, as it was said before this is called.
+            table: The table.
+            written: Minimum number of rows of each journal, as known before the call.
         """
         rows: dict[Part, list[pa.Table]] = {}
         problems: dict[Path, str] = {}
@@ -63,7 +63,7 @@ class Journals:
                 try:
                     known = self._known[path] = self._refreshed(table, path)
                 except FileNotFoundError:
-                    continue  # it is a part by now
+                    continue  # the journal was converted to Parquet in the meantime
                 rows[part] = list(known.pieces)
                 problem = known.reading.problem or cut_short(known.reading.rows, written.get((table.name, part), 0))
                 if problem is not None:
@@ -90,7 +90,7 @@ class Journals:
 
 
 def _piece(table: Table, reading: Reading) -> list[pa.Table]:
-    """All rows of a reading in one chunk: a scan takes as long as a table has chunks, and each step's rows are one."""
+    """Return the rows of a reading as one chunk, since the duration of a scan depends on the number of chunks."""
     batches = [placed(table, batch) for batch in reading.batches()]
     return [as_table(table, pa.Table.from_batches(batches).combine_chunks())] if batches else []
 

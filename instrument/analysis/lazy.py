@@ -1,7 +1,7 @@
-"""`run.lazy`: polars on the files themselves, with what the runs were started with.
+"""`run.lazy`: polars on the files of the runs, with columns for seed and overrides.
 
-Polars hands over the conditions that a frame is filtered by. What they say of columns that are one value a run chooses the
-runs whose files are listed and opened; what they say of a table's own columns goes to the reader, which leaves out row groups.
+Polars passes the filter conditions of a frame. Conditions on columns with one value per run select the runs whose files
+are listed and opened. Conditions on columns of the table are passed to the Parquet reader, which skips row groups.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .query import Listed, Queried
 if TYPE_CHECKING:
     import polars as pl
 
-FILE, RUN = "file of the run", "number of the run"  # columns on the way; no column of ours has blanks in its name
-CHUNK = 2**18  # rows that are handed to polars at once: each frame costs as much as some thousand of them
-READERS = 16  # runs that are looked into, or read from a remote folder, at once
+FILE, RUN = "file of the run", "number of the run"  # temporary columns; other columns have no blanks in their names
+CHUNK = 2**18  # rows per frame; the overhead of a frame is that of some thousand rows
+READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 
 
 def scan(queried: Queried, table: str) -> pl.LazyFrame:
-    """A table as polars reads it from its files when it is collected.
+    """Return a table as a LazyFrame that reads the files when it is collected.
 
     Raises:
         InstrumentError: polars is not installed.
@@ -41,13 +41,13 @@ def scan(queried: Queried, table: str) -> pl.LazyFrame:
 
 
 class _Source:
-    """What polars asks for the rows of a table, each time that it collects.
+    """The IO source that polars calls for each collection of a table.
 
     Attributes:
-        own: The table's own columns.
-        of_runs: Those that are one value a run: a row a run.
-        nothing: A frame of all of them, without a row.
-        schema: Their types.
+        own: Schema of the columns of the table.
+        of_runs: Columns with one value per run; one row per run.
+        nothing: An empty frame with all columns.
+        schema: Schema of all columns.
     """
 
     def __init__(self, queried: Queried, table: str) -> None:
@@ -64,11 +64,17 @@ class _Source:
     def read(
         self, with_columns: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
-        """Some columns of the rows that a condition holds for, in the order of runs and files; so many rows at most.
+        """Yield the rows that fulfill a condition, in the order of runs and files.
+
+        Args:
+            with_columns: Names of the columns; None for all.
+            predicate: The condition; None for all rows.
+            n_rows: Maximum number of rows; None for all.
+            _batch_size: Ignored.
 
         Raises:
-            InstrumentError: A file was damaged, or merged into another one, when part of the answer was given already.
-            polars.exceptions.PolarsError: The condition makes no sense.
+            InstrumentError: A file was damaged or merged after the first rows were returned.
+            polars.exceptions.PolarsError: The condition is invalid.
         """
         left = n_rows
         for frame in _Question(self, self.schema.names() if with_columns is None else with_columns, predicate).answer():
@@ -79,7 +85,7 @@ class _Source:
 
 
 class _Question:
-    """One collection: its columns, its conditions, and the runs that these leave."""
+    """One collection: its columns, its conditions, and the selected runs."""
 
     def __init__(self, source: _Source, columns: Sequence[str], predicate: pl.Expr | None) -> None:
         import polars as pl
@@ -87,14 +93,14 @@ class _Question:
         self.source = source
         self.columns = columns
         self.conditions = [pl.lit(True)] if predicate is None else _conjuncts(predicate)
-        source.nothing.filter(self.conditions)  # one that makes no sense fails here, before anything is read
+        source.nothing.filter(self.conditions)  # an invalid condition raises here, before files are read
         needed = {*columns, *(name for one in self.conditions for name in one.meta.root_names())}
         self.known = [name for name in source.of_runs.columns if name in needed]
         self.read = [name for name in source.own if name in needed] or source.own.names()[:1]
         self.runs = self._left()
 
     def answer(self) -> Iterator[pl.DataFrame]:
-        """The rows; files that turn out to be damaged before the first of them are named and left out."""
+        """Yield the rows; files that are found to be damaged before the first row are reported and skipped."""
         import polars as pl
 
         gone: list[Path] = []
@@ -116,7 +122,7 @@ class _Question:
                     raise InstrumentError(told) from error
 
     def _left(self) -> list[int]:
-        """The runs that conditions on nothing but their columns leave."""
+        """Return the runs selected by conditions that only use columns with one value per run."""
         known = self.source.of_runs.columns
         if not known:
             return list(range(len(self.source.queried.files)))
@@ -127,7 +133,7 @@ class _Question:
         return left[RUN].to_list()
 
     def _listed(self) -> Listed:
-        """The files of these runs, with all heads looked into."""
+        """Return the files of the selected runs after checking their footers."""
         table, files = self.source.table, self.source.queried.files
 
         def look(run: int) -> None:
@@ -138,7 +144,7 @@ class _Question:
         return self.source.queried.listed(table, self.runs)
 
     def _mended(self) -> bool:
-        """Whether files that could not be read were damaged; these are listed no more."""
+        """Return whether files were found to be damaged; these are no longer listed."""
         asked = [self.source.queried.files[run] for run in self.runs]
         before = [list(files.problems) for files in asked]
         for files in asked:
@@ -155,7 +161,7 @@ class _Question:
             yield rows.filter(self.conditions).select(self.columns)
 
     def _here(self, listed: Listed) -> Iterator[pl.DataFrame]:
-        """What is in files of this machine, by polars' own reader."""
+        """Yield the rows of local files, using the reader of polars."""
         import polars as pl
 
         names = [str(path) for path in listed.paths]
@@ -175,7 +181,7 @@ class _Question:
         )
 
     def _there(self, listed: Listed) -> Iterator[pl.DataFrame]:
-        """What is in a remote folder, by Arrow, run by run."""
+        """Yield the rows of remote files run by run, using Arrow."""
         files: dict[int, list[Path]] = {}
         for path, run in zip(listed.paths, listed.owners, strict=True):
             files.setdefault(run, []).append(path)
@@ -196,7 +202,10 @@ class _Question:
         return read.with_columns(known).filter(self.conditions).select(self.columns)
 
     def _for_arrow(self) -> list[pl.Expr]:
-        """The conditions on columns of the table alone; to Arrow NaN is not the largest number, as it is to polars."""
+        """Return the conditions on columns of the table only.
+
+        Conditions on floats are excluded: polars treats NaN as the largest number, and Arrow does not.
+        """
         own = self.source.own
         return [
             condition
@@ -206,7 +215,7 @@ class _Question:
 
 
 def _conjuncts(condition: pl.Expr) -> list[pl.Expr]:
-    """The conditions that are all to hold, of one that joins them by `and`."""
+    """Split a condition at `and` into the conditions that must all hold."""
     parts = condition.meta.pop()
     if len(parts) == 2:
         for one, other in (parts, parts[::-1]):

@@ -1,4 +1,4 @@
-"""A run, or a whole sweep, as DataFrames."""
+"""Read one run, or several runs of a sweep, as pandas DataFrames."""
 
 from __future__ import annotations
 
@@ -25,35 +25,44 @@ from .typed import typed_frame
 if TYPE_CHECKING:
     import polars as pl
 
-JUDGED = "objective"  # what run.json has beside the metrics where a sweep went by a number of a table
-READERS = 32  # of run.json at once, where each takes a while to answer
+JUDGED = "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
+READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
 def load(path: str | Path) -> Run:
-    """Open a run's folder, or any folder above several of them, such as a sweep's, by its path or its address.
+    """Open the folder of a run, or a folder that contains several runs, such as the folder of a sweep.
 
-    Folders below it whose name begins with a dot are left out: there a sweep puts aside what is done again.
+    Subfolders whose name begins with a dot are skipped: a sweep moves the folders of repeated jobs there.
+
+    Args:
+        path: A local folder, or the address of a remote folder such as `s3://bucket/prefix`.
+
+    Returns:
+        A `Run` with the tables of all runs found at or below `path`.
 
     Raises:
-        NoRunError: There is none.
-        ConfigError: The address is none, or a package that reads from there is missing.
+        NoRunError: The folder does not exist or contains no run.
+        ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
     return Run(*find_runs(path))
 
 
 class Run:
-    """What one run left, or several together.
+    """The recorded data of one run, or of several runs in one folder.
 
-    Of a folder above runs, every table has further columns: `run`, the folder below the one that was opened, `seed`, and one
-    for each override that any of them was started with, such as `hooks.tame.norm`.
+    Create it with `instrument.load`. Each table is a pandas DataFrame that is read on first access.
 
-    Of a run that goes on meanwhile, a method sees the rows that are there when it is called: each byte of a journal is read once,
-    and then what was added to it. `infos` and the tables as attributes, such as `stats`, stay as they were when they were first
-    asked for: `load` again to see them as they are.
+    If the folder contains several runs, every table has these additional columns: `run`, the path of the run relative
+    to the opened folder; `seed`; and one column for each override with which any of the runs was started, such as
+    `hooks.tame.norm`.
+
+    A run that is still in progress can be read. Methods return the rows that exist when they are called. `infos` and
+    the tables that are attributes, such as `stats`, are cached after the first access: call `load` again to read newer
+    rows.
 
     Attributes:
         path: The folder that was opened.
-        folders: The folders of the runs.
+        folders: The folders of the runs, in the order of the rows of `runs`.
     """
 
     def __init__(self, path: Path, folders: Sequence[Path]) -> None:
@@ -68,14 +77,17 @@ class Run:
         return f"<Run {self.path}: {len(self.folders)} run{'s' if len(self.folders) > 1 else ''}, {told}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML representation for notebooks."""
         from .notebook import html_of
 
         return html_of(self)
 
     @cached_property
     def infos(self) -> list[dict[str, Any]]:
-        """The run.json of each run; `status` is `killed` where it says that it runs and its process is gone."""
+        """The content of run.json of each run, as dictionaries.
+
+        If the recorded `status` is `running` but the process is gone, `status` is `killed`.
+        """
         if not is_address(self.path):
             return [files.info() for files in self._files]
         with ThreadPoolExecutor(READERS) as readers:
@@ -83,12 +95,12 @@ class Run:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The run.json of the one run, or of the first of several."""
+        """The content of run.json of the run, or of the first of several runs."""
         return self.infos[0]
 
     @property
     def problems(self) -> list[str]:
-        """Files that could not be read, or only in part, each with what is wrong; known once tables have been read."""
+        """The files that could not be read completely, each with the reason; filled when tables are read."""
         return [
             problem if not self._several else f"{folder.relative_to(self.path)}/{problem}"
             for folder, files in zip(self.folders, self._files, strict=True)
@@ -97,10 +109,11 @@ class Run:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """A row a run: its folder, status, seed, overrides, last metrics and, of a sweep that went by a number of a table, that
-        number as `objective`; typed; what has parts is as it is.
+        """One row per run: `run` (the folder), `status`, `seed`, the overrides and the last metrics.
 
-        An override that is named like one of these numbers, as `objective` itself, is `override.<name>`.
+        If the objective of the sweep is a number from a table, the column `objective` has it. Columns have the types of
+        their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or
+        named `objective`, is renamed to `override.<name>`.
         """
         numbers = [{**info["metrics"], **({JUDGED: info[JUDGED]} if JUDGED in info else {})} for info in self.infos]
         taken = {name for row in numbers for name in row}
@@ -118,68 +131,98 @@ class Run:
 
     @cached_property
     def stats(self) -> pd.DataFrame:
-        """Statistics: a row is one tensor at one firing."""
+        """Statistics. One row per recorded tensor and firing of a hook."""
         return self._frame("stats")
 
     @cached_property
     def distributions(self) -> pd.DataFrame:
-        """Quantiles and histograms: a row is one tensor at one firing."""
+        """Quantiles and histograms. One row per recorded tensor and firing of a hook."""
         return self._frame("distributions")
 
     @cached_property
     def effects(self) -> pd.DataFrame:
-        """What interventions changed: a row is one intervention at one firing."""
+        """What interventions changed. One row per intervention and firing."""
         return self._frame("effects")
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
-        """Loss, accuracy and the like: a row is one step, or one evaluation."""
+        """Loss, accuracy and other metrics. One row per training step and per evaluation."""
         return self._frame("metrics")
 
     @cached_property
     def coverage(self) -> pd.DataFrame:
-        """What should have fired and what did: a row is one spec at one layer or parameter."""
+        """Expected and actual firings. One row per hook and layer, or per hook and parameter."""
         return self._frame("coverage")
 
     @cached_property
     def layers(self) -> pd.DataFrame:
-        """The model: a row is one module."""
+        """The modules of the model. One row per module."""
         return self._frame("layers")
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """Warnings and errors."""
+        """Warnings and errors. One row per event."""
         return self._frame("events")
 
     def read(self, table: str, columns: list[str]) -> pd.DataFrame:
-        """Some columns of a table, with nothing else read from disk."""
+        """Read some columns of a table of all runs; other columns are not read from disk.
+
+        Args:
+            table: Name of the table, such as `stats`.
+            columns: Names of the columns of the table.
+
+        Returns:
+            The rows of all runs, without the columns `run`, `seed` and the overrides.
+
+        Raises:
+            KeyError: The table does not exist.
+        """
         parts: list[pd.DataFrame] = [plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
         return pd.concat(parts, ignore_index=True)
 
     def scan(
         self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Some columns of a table in batches, where a condition holds: for tables that are larger than memory."""
+        """Iterate over some columns of a table in record batches, for tables that are larger than memory.
+
+        Args:
+            table: Name of the table, such as `stats`.
+            columns: Names of the columns of the table.
+            condition: A pyarrow filter expression; by default all rows are returned.
+
+        Yields:
+            Arrow record batches with these columns, run by run.
+
+        Raises:
+            KeyError: The table does not exist.
+        """
         for files in self._files:
             yield from files.scan(table, columns, condition)
 
     def count(self, table: str) -> int:
-        """The number of rows of a table, without reading them."""
+        """Return the number of rows of a table, without reading the rows.
+
+        Args:
+            table: Name of the table, such as `stats`.
+
+        Raises:
+            KeyError: The table does not exist.
+        """
         return sum(files.count(table) for files in self._files)
 
     def tensors(self, **where: Any) -> pd.DataFrame:
-        """Recorded tensors, as NumPy arrays in their shapes.
+        """Read recorded tensors as NumPy arrays.
 
         Args:
-            where: Values that columns must have, or lists of them: `layer="encoder.0", step=[0, 99]`.
+            where: Conditions on columns, as a value or a list of values: `layer="encoder.0", step=[0, 99]`.
 
         Returns:
-            The rows of the tensors table that match; `values` holds an array of the recorded shape in each. Of types that
-            NumPy does not have, bfloat16 and float8 are given as float32, complex32 as complex64. Rows of any other are
-            left out, and named in `problems`.
+            The matching rows of the tensors table. The column `values` contains arrays in the recorded shape. NumPy
+            does not support all types of PyTorch: bfloat16 and float8 are converted to float32, complex32 to complex64.
+            Rows of other unsupported types are skipped and reported in `problems`.
 
         Raises:
-            KeyError: There is no such column.
+            KeyError: The tensors table has no column of this name.
         """
         known = [name for name in TABLES["tensors"].names if name not in ("values", "data", "shape", "source_shape")]
         condition = None
@@ -200,63 +243,93 @@ class Run:
         steps: tuple[int | None, int | None] = (None, None),
         confidence: float = 0.95,
     ) -> pd.DataFrame:
-        """What a key of the configuration changes, by metric and by layer and statistic: of a folder above runs.
+        """Estimate the effect of one configuration key on metrics and statistics; needs several runs.
 
-        Runs that are done are paired where they have the same seed, and the same configuration but for this key, for what
-        does not change a training, and for hooks that record. Each is one number at each place: the mean over its steps; of
-        the evaluations' metrics the last one's. The interval is Student's for the mean of n differences d, one a seed,
+        Finished runs are paired if they have the same seed and the same configuration, except for this key, settings
+        that do not affect training, and hooks that only record. Each run contributes one number per location and
+        statistic, the mean over its steps. For evaluation metrics it is the value of the last evaluation. The
+        confidence interval is Student's interval for the mean of n differences d, one per seed,
 
             mean(d) ± t((1 + confidence) / 2, n - 1) * s(d) / sqrt(n)
 
-        where s(d) is their standard deviation, with n - 1, and t(p, m) the p-quantile of Student's distribution with m
-        degrees of freedom: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2, https://doi.org/10.18434/M32189.
-        Where keys that are not in `by` differ too, a seed's difference is the mean of those of its pairs: runs of one seed
-        begin with the same weights and see the same data, and counted as if they were independent they would make the
+        where s(d) is the standard deviation with n - 1 degrees of freedom and t(p, m) is the p-quantile of Student's
+        distribution with m degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2,
+        https://doi.org/10.18434/M32189).
+
+        If keys that are not in `by` differ as well, the difference of a seed is the mean over its pairs. Runs with the
+        same seed start with the same weights and see the same data. Counting them as independent would make the
         interval too narrow (S. H. Hurlbert, Ecological Monographs 54 (1984), 187-211).
 
         Args:
-            key: `hooks.tame.norm`; a whole hook, `hooks.tame`; `optimizer.lr`; a group, `model`.
-            baseline: The value that the others are compared with. Without it: null, or nothing at all, where there is such;
-                else the smallest number (false before true); else the first.
-            by: Other keys in which the runs differ; each has a column, and all of their values rows of their own.
-            steps: The first step that counts, and the first that does not any more; of an evaluation, the steps before it.
-            confidence: Of the intervals.
+            key: A key such as `hooks.tame.norm` or `optimizer.lr`, a hook such as `hooks.tame`, or a group such as
+                `model`.
+            baseline: The value that the others are compared with. Default: null or a missing key, if any run has it;
+                else the smallest number (false before true); else the first value.
+            by: Other keys in which the runs differ. Each becomes a column, and each combination of their values has its
+                own rows.
+            steps: Half-open range of steps (first, end); None leaves a side open. For evaluations, the number of steps
+                done before the evaluation counts.
+            confidence: Confidence level of the intervals, between 0 and 1.
 
         Returns:
-            A row for each value, place and statistic that any pair has: `value` and `baseline` of the key (YAML of what has
-            parts); `table`, `phase`, `hook`, `layer`, `kind`, `role`, `path`, `scope`, `statistic`; `n`, the seeds that count,
-            their `mean_baseline`, `mean_value` and `difference`, the mean of value - baseline; `ci_low` and `ci_high`, null of
-            one seed; `confidence`; `pairs` that count; `not_finite`, those that do not because a number is NaN or infinite;
-            `one_sided`, those that do not because one run alone has a number. `attrs["pairs"]` has each pair as (value, run,
-            run of the baseline), `attrs["left_out"]` why a run is in none, by run.
+            One row for each value, location and statistic with at least one pair:
+
+            - `value`, `baseline`: the two values of the key; lists and mappings as YAML text
+            - one column for each key in `by`
+            - `table`, `phase`, `hook`, `layer`, `kind`, `role`, `path`, `scope`, `statistic`: what was measured
+            - `n`: the number of seeds used
+            - `mean_baseline`, `mean_value`: means over these seeds
+            - `difference`: the mean of value - baseline
+            - `ci_low`, `ci_high`: the confidence interval; null for a single seed
+            - `confidence`: the confidence level
+            - `pairs`: the number of pairs used
+            - `not_finite`: pairs excluded because a number is NaN or infinite
+            - `one_sided`: pairs excluded because only one of the two runs has a number
+
+            `attrs["pairs"]` lists each pair as (value, run, baseline run). `attrs["left_out"]` maps each unpaired run
+            to the reason.
 
         Raises:
-            InstrumentError: The runs do not differ there, there is no such key or value, or no two runs can be paired.
+            InstrumentError: The runs do not differ in this key, the key or the value does not exist, or no two runs can
+                be paired.
         """
         from .effects_of import effects_of
 
         return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
 
     def sql(self, query: str) -> pd.DataFrame:
-        """Ask DuckDB, which reads of the files what the query needs; those of tables that it does not name are not opened.
+        """Run a SQL query with DuckDB on the files of the runs.
 
-        The tables are those of a run, and `runs`. Of a folder above runs each has the columns `run`, `seed` and the overrides,
-        with what has parts as JSON text; files that a condition on these rules out are not opened.
+        DuckDB reads only the columns and row groups that the query needs. Files of tables that the query does not name
+        are not opened. The views are the tables of a run, and `runs`. If the folder contains several runs, each view
+        also has the columns `run`, `seed` and the overrides, with lists and mappings as JSON text. Files that are
+        excluded by a condition on these columns are not opened.
+
+        Args:
+            query: A DuckDB query, such as `SELECT layer, avg(l2) FROM stats GROUP BY layer`.
+
+        Returns:
+            The result as a pandas DataFrame.
 
         Raises:
-            ConfigError: The query is none, or has no answer.
-            InstrumentError: DuckDB is not installed, or cannot go on.
+            ConfigError: The query is invalid.
+            InstrumentError: DuckDB is not installed, or the query fails while it runs.
         """
         return ask(self._queried(), query)
 
     def lazy(self, table: str) -> pl.LazyFrame:
-        """A table for polars, which reads of the files what is needed when the frame is collected.
+        """Return a table as a polars LazyFrame.
 
-        It has the same columns as in `sql`, and rows in the order of the runs and of their files, each of which is sorted by
-        step and layer; what is in no file yet comes last. Files of runs that a condition rules out are not opened.
+        Files are read when the frame is collected, and only the columns and rows that are needed. The columns are the
+        same as in `sql`. Rows come in the order of the runs and of their files. Each file is sorted by step and layer;
+        rows that are not in a Parquet file yet come last. Files of runs that are excluded by a condition are not
+        opened.
+
+        Args:
+            table: Name of the table, such as `stats`.
 
         Raises:
-            KeyError: There is no such table.
+            KeyError: The table does not exist.
             InstrumentError: polars is not installed.
         """
         if table not in TABLES:
@@ -268,7 +341,7 @@ class Run:
         return Queried(self._files, names if self._several else None, self._given(), self.runs)
 
     def _given(self) -> pd.DataFrame:
-        """The seed and the overrides of each run."""
+        """Return the seed and the overrides of each run."""
         return typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:

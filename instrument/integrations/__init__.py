@@ -1,1 +1,1 @@
-"""The hooks in other people's trainers. Each file needs the library that it is named for."""
+"""Callbacks for other trainers. Each module needs the library that it is named after."""

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers have in common: hooks that are attached while a trainer runs."""
+"""Base class of the trainer callbacks: attaches hooks while a trainer runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..run.attach import Specs, attach
 
 
 class Attachment:
-    """Specs, where their rows go, and the probe once they are attached.
+    """Hook specs, the output folder, and the probe after attaching.
 
     Args:
-        specs: As for `instrument.attach`.
-        out: The folder of the run; in memory without it.
-        seed: The seed of what interventions draw at random.
+        specs: The hooks, as for `instrument.attach`.
+        out: Folder of the run. Default: rows are kept in memory.
+        seed: Seed of interventions that draw random numbers.
     """
 
     def __init__(self, specs: Specs, *, out: str | Path | None = None, seed: int = 0) -> None:
@@ -30,16 +30,16 @@ class Attachment:
 
     @property
     def probe(self) -> Probe:
-        """The probe of the training that is running, or of the last one.
+        """The probe of the current training, or of the last one.
 
         Raises:
-            RuntimeError: There was none yet.
+            RuntimeError: Training has not started yet.
         """
         if self._probe is None:
             raise RuntimeError("nothing is attached before the trainer trains")
         return self._probe
 
     def _attach(self, model: nn.Module, **more: Any) -> None:
-        """Attach, until the stack is closed; what is given beside the model is as for `instrument.attach`."""
+        """Attach to the model until the exit stack is closed; other arguments are passed to `instrument.attach`."""
         context = attach(model, self.specs, out=self.out, seed=self.seed, **more)
         self._probe = self._stack.enter_context(context)

@@ -1,6 +1,6 @@
-"""A callback for Lightning's Trainer."""
+"""A callback for the Trainer of Lightning."""
 
-# ruff: noqa: ARG002 - Lightning calls the hooks with more than each of them needs
+# ruff: noqa: ARG002 - Lightning passes arguments that some hooks do not use
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from .attachment import Attachment
 
 
 class LightningCallback(Attachment, Callback):
-    """Attaches hook specs while `trainer.fit` runs.
+    """Attach hooks while `trainer.fit` runs.
 
-    Layers are named from the LightningModule on: `net.layer1`, where it keeps the network as `self.net`. Lightning
-    gives the forward and backward pass to the optimizer as a closure, so parameter_grad and step_pre act at
-    `on_before_optimizer_step`: after accumulation and unscaling, and before Lightning's own gradient clipping; what
-    that leaves is to be seen at step_post with role param_grad. In the sanity check before training nothing is due.
+    Layer names start at the LightningModule: `net.layer1`, if the network is stored as `self.net`.
 
-    A module may have several optimizers (manual optimization): each parameter belongs to the one that holds it. A step is
-    a training batch in which any of them made a step, and each backward pass is a micro-step of it.
+    Lightning passes the forward and backward pass to the optimizer as a closure. Hooks of kind `parameter_grad` and
+    `step_pre` therefore run in `on_before_optimizer_step`: after gradient accumulation and unscaling, and before
+    Lightning clips gradients. To record the clipped gradients, use `step_post` with role `param_grad`. Hooks do not run
+    in the sanity check before training.
+
+    A module may have several optimizers (manual optimization). Each parameter belongs to the optimizer that holds it. A
+    step is a training batch in which at least one optimizer made a step. Each backward pass is a micro-step of that
+    step.
 
     Args:
-        specs: As for `instrument.attach`.
-        out: The folder of the run; in memory without it.
-        seed: The seed of what interventions draw at random.
+        specs: The hooks, as for `instrument.attach`.
+        out: Folder of the run. Default: rows are kept in memory.
+        seed: Seed of interventions that draw random numbers.
     """
 
     _steps_done = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach."""
+        """Attach the hooks."""
         self._attach(
             pl_module,
             optimizer=trainer.optimizers,
@@ -44,11 +47,11 @@ class LightningCallback(Attachment, Callback):
         self._steps_done = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the epoch."""
+        """Set the epoch of the probe."""
         self.probe.epoch = trainer.current_epoch
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A micro-batch's gradients are there."""
+        """End the micro-step: the gradients of a micro-batch are computed."""
         self.probe.end_micro_step()
 
     def on_before_optimizer_step(
@@ -57,8 +60,8 @@ class LightningCallback(Attachment, Callback):
         pl_module: LightningModule,
         optimizer: Optimizer,
     ) -> None:
-        """An optimizer is about to use the gradients."""
-        several = len(self.probe.optimizers) > 1  # a strategy may have wrapped a single one
+        """Run the hooks that act before the optimizer's step."""
+        several = len(self.probe.optimizers) > 1  # a strategy may wrap a single optimizer, so it is not passed on
         self.probe.before_optimizer_step(optimizer if several else None)
 
     def on_train_batch_end(
@@ -69,33 +72,33 @@ class LightningCallback(Attachment, Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """A step has ended, where the optimizer made one."""
+        """End the step if an optimizer made a step in this batch."""
         if trainer.global_step != self._steps_done:
             self._steps_done = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             self.probe.end_step(loss=loss if isinstance(loss, Tensor) else None)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An evaluation, or the trial of one."""
+        """Switch the phase to `eval`, or to `sanity` for the sanity check."""
         self._phase("sanity" if trainer.sanity_checking else "eval")
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any, **more: Any) -> None:
-        """A batch of an evaluation has ended."""
+        """End the micro-step of an evaluation batch."""
         if self._probe is not None:
             self._probe.end_micro_step()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The evaluation is over."""
+        """Switch the phase back to `train`."""
         self._phase("train")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach."""
+        """Detach the hooks."""
         self._stack.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Detach, and write down what happened."""
+        """Detach the hooks and record the error."""
         self._stack.__exit__(type(exception), exception, exception.__traceback__)
 
     def _phase(self, phase: str) -> None:
-        if self._probe is not None:  # `trainer.validate` runs without a fit
+        if self._probe is not None:  # no probe is attached if `trainer.validate` is called without `fit`
             self._probe.phase = phase

@@ -1,6 +1,6 @@
-"""A callback for the Trainer of Hugging Face's transformers."""
+"""A callback for the Trainer of Hugging Face Transformers."""
 
-# ruff: noqa: ARG002 - the Trainer calls the hooks with more than each of them needs
+# ruff: noqa: ARG002 - the Trainer passes arguments that some hooks do not use
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from .attachment import Attachment
 
 
 class TransformersCallback(Attachment, TrainerCallback):
-    """Attaches hook specs while `trainer.train` runs.
+    """Attach hooks while `trainer.train` runs.
 
-    The Trainer does not tell its callbacks of an error, so it is best used as a context manager, which detaches
-    whatever happens:
+    The Trainer does not report errors to its callbacks. Use the callback as a context manager, so that the hooks are
+    also detached after an error:
 
         with TransformersCallback("hooks.yaml", out="runs/mine") as hooks:
             Trainer(model, arguments, train_dataset=data, callbacks=[hooks]).train()
 
-    The Trainer clips gradients (`max_grad_norm`, 1.0 unless it is set) before the optimizer's step: parameter_grad sees
-    them clipped. Raw ones are to be seen at post_accumulate_grad, or with `max_grad_norm=0`.
+    The Trainer clips gradients before the optimizer's step (`max_grad_norm`, 1.0 by default), so hooks of kind
+    `parameter_grad` receive clipped gradients. To record unclipped gradients, use `post_accumulate_grad`, or set
+    `max_grad_norm=0`.
 
     Args:
-        specs: As for `instrument.attach`.
-        out: The folder of the run; in memory without it.
-        seed: The seed of what interventions draw at random.
+        specs: The hooks, as for `instrument.attach`.
+        out: Folder of the run. Default: rows are kept in memory.
+        seed: Seed of interventions that draw random numbers.
     """
 
     def __enter__(self) -> Self:
@@ -41,42 +42,42 @@ class TransformersCallback(Attachment, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Attach to the model, and to the optimizer that the Trainer made."""
+        """Attach the hooks to the model and to the Trainer's optimizer."""
         self._attach(more["model"], optimizer=more.get("optimizer"))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
-        """Note the epoch."""
+        """Set the epoch of the probe."""
         self.probe.epoch = int(state.epoch or 0)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """A micro-batch that is not the last one of its step has ended."""
+        """End a micro-step that is not the last one of its step."""
         self.probe.end_micro_step()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The last micro-batch of a step has ended, of which nothing else tells."""
+        """End the last micro-step of a step, for which the Trainer has no other callback."""
         self.probe.end_micro_step()
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:
-        """A step has ended; an evaluation may follow."""
+        """End the step. An evaluation may follow."""
         self.probe.end_step()
         self._expect_evaluation(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:
-        """An evaluation may follow."""
+        """Switch the phase to `eval` if an evaluation follows."""
         self._expect_evaluation(control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """A batch of an evaluation has ended."""
+        """End the micro-step of an evaluation batch."""
         if self._probe is not None and self._probe.phase == "eval":
             self._probe.end_micro_step()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """The evaluation is over."""
+        """Switch the phase back to `train` after an evaluation."""
         if self._probe is not None:
             self._probe.phase = "train"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Detach."""
+        """Detach the hooks."""
         self._stack.close()
 
     def _expect_evaluation(self, control: TrainerControl) -> None:

@@ -1,7 +1,12 @@
-"""The report's pictures as matplotlib figures, for notebooks, PNG and SVG: `instrument.plot.heatmap(run, "l2")`.
+"""Plots of recorded data as matplotlib figures, for notebooks and for PNG, SVG and PDF files.
 
-Each takes a run or a DataFrame, returns the figure and leaves pyplot alone; `figure.savefig("picture.svg")` keeps it.
-matplotlib comes with the extra `[report]`; it is imported when the first picture is drawn.
+Each function takes a run, or a DataFrame with rows of one table, and returns a figure:
+
+    figure = instrument.plot.heatmap(run, "l2")
+    figure.savefig("heatmap.svg")
+
+The functions do not use or change the state of pyplot. matplotlib is part of the extra `[report]`. It is imported when
+the first figure is drawn.
 """
 
 from .compare import compare

@@ -1,4 +1,4 @@
-"""What all pictures are drawn with: a figure of the right size, names that fit, axes of places and steps, colours."""
+"""Common functions of all plots: figure size, short names, axes of locations and steps, and color scales."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     from .picture import Picture
 
-SMALL, NORMAL = 7.5, 9.0  # points
-LETTER = 0.065  # inches that a letter of a small label takes
-ROW = 0.17  # inches that a place takes
-MOST_ROWS = 240  # labels that a figure has room for
-LONGEST = 44  # letters of a name
-BLANK = "#d9d9d9"  # where there is no value
-PAD = 0.08  # inches around a chart
-FEW = 2.0  # inches that are the least for a chart
+SMALL, NORMAL = 7.5, 9.0  # font sizes, in points
+LETTER = 0.065  # width of a character of a small label, in inches
+ROW = 0.17  # height of the row of a location, in inches
+MOST_ROWS = 240  # maximum number of row labels
+LONGEST = 44  # maximum length of a name, in characters
+BLANK = "#d9d9d9"  # color of missing values
+PAD = 0.08  # padding around a chart, in inches
+FEW = 2.0  # minimum height of a chart, in inches
 
 
 def new_figure(width: float, height: float) -> Picture:
-    """An empty figure.
+    """Create an empty figure.
 
     Args:
-        width: Inches.
-        height: Inches.
+        width: Width in inches.
+        height: Height in inches.
 
     Raises:
         InstrumentError: matplotlib is not installed.
@@ -54,30 +54,30 @@ def new_figure(width: float, height: float) -> Picture:
 
 
 def plain(text: str, most: int = LONGEST) -> str:
-    """A text that matplotlib draws as it is written, shortened in the middle."""
+    """Escape a text for matplotlib, and shorten it in the middle if it is longer than `most` characters."""
     if len(text) > most:
         text = f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
-    text = text.replace("$", r"\$")  # else what is between two of them is a formula
-    return f" {text}" if text.startswith("_") else text  # else it is left out of a legend
+    text = text.replace("$", r"\$")  # matplotlib renders text between two dollar signs as a formula
+    return f" {text}" if text.startswith("_") else text  # legends omit labels that begin with an underscore
 
 
 def height_of(places: int) -> float:
-    """Inches for a chart with a row for each place."""
+    """Return the height, in inches, of a chart with one row per location."""
     return max(FEW, ROW * min(places, MOST_ROWS))
 
 
 def width_of(places: Sequence[str]) -> float:
-    """Inches that the places' names take."""
+    """Return the width, in inches, of the names of the locations."""
     return LETTER * max((min(len(name), LONGEST) for name in places), default=0)
 
 
 def name_places(axes: Axes, places: Sequence[str], *, middle: float = 0.0) -> None:
-    """Names on the vertical axis, the first one on top; every so many-th where they are too many.
+    """Label the rows of the vertical axis from top to bottom; if there are too many rows, only every n-th is labeled.
 
     Args:
-        axes: To be named.
-        places: In their order.
-        middle: Where the first one's row has its middle.
+        axes: The axes to label.
+        places: Names of the locations in their order.
+        middle: Vertical position of the center of the first row.
     """
     shown = range(0, len(places), -(-max(1, len(places)) // MOST_ROWS))
     short = short_names(places, LONGEST)
@@ -86,13 +86,13 @@ def name_places(axes: Axes, places: Sequence[str], *, middle: float = 0.0) -> No
 
 
 def name_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float = 0.5) -> None:
-    """Numbers of steps on the horizontal axis, below columns of width 1, as many as there is room for.
+    """Label the columns of the horizontal axis with step numbers, as many as fit; each column has the width 1.
 
     Args:
-        axes: To be named.
-        first: The number of each column.
-        width: Inches of the axis.
-        middle: Where in its column a number stands.
+        axes: The axes to label.
+        first: Step number of each column.
+        width: Width of the axis in inches.
+        middle: Position of a label within its column.
     """
     letters = max((len(f"{step:,}") for step in first), default=1)
     room = max(1, int(width / (LETTER * letters + 0.25)))
@@ -102,13 +102,13 @@ def name_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float 
 
 
 def grouping(table: Matrix, recorded: int, merged: str, several: bool) -> str:
-    """What a column of a matrix stands for, behind `step`; empty where it is one value as recorded.
+    """Return the part of an axis label that explains how values were merged; empty if no values were merged.
 
     Args:
-        table: The matrix.
-        recorded: The number of steps that are in it.
-        merged: What became of several values.
-        several: Whether a step has several values of one place.
+        table: The matrix that is drawn.
+        recorded: Number of recorded steps in the matrix.
+        merged: How several values are merged, such as `mean`.
+        several: Whether a location has several values in one step.
     """
     if table.is_grouped:
         return f" (groups of up to {-(-recorded // len(table.first))}: {merged})"
@@ -116,19 +116,22 @@ def grouping(table: Matrix, recorded: int, merged: str, several: bool) -> str:
 
 
 def is_wide(values: np.ndarray) -> bool:
-    """Whether values need a logarithmic scale: all are above zero, and the largest is many times the smallest."""
+    """Return whether values need a logarithmic scale: all are positive, and max / min is at least `WIDE`."""
     finite = values[np.isfinite(values)]
     return bool(finite.size) and bool(finite.min() > 0 and finite.max() >= WIDE * finite.min())
 
 
 def has_log_colours(values: np.ndarray) -> bool:
-    """Whether colours are logarithmic, on which zeros among the values have none."""
+    """Return whether the color scale is logarithmic; zeros among the values have no color on it."""
     finite = values[np.isfinite(values)]
     return bool((finite >= 0).all()) and is_wide(finite[finite > 0])
 
 
 def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool) -> None:
-    """An axis for values, with small numbers: a logarithmic one over few decades has them at 1, 2 and 5, else at 1 only."""
+    """Set a linear or logarithmic axis with small tick labels.
+
+    A logarithmic axis over few decades has ticks at 1, 2 and 5 times powers of ten, otherwise at powers of ten only.
+    """
     from matplotlib.ticker import LogLocator
 
     axes.set(**{f"{name}scale": "log" if is_log else "linear"})
@@ -143,7 +146,7 @@ def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bo
 
 
 def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
-    """The colour scale of values, as arguments of `pcolormesh` and `imshow`; that of a fraction goes from 0 to 1."""
+    """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1."""
     if statistic is not None and STATISTICS[statistic].unit in ("fraction", "units"):
         return {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
     if has_log_colours(values):
@@ -154,13 +157,13 @@ def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
 
 
 def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> None:
-    """The scale beside a chart, never taller than a hand.
+    """Add a color bar with a limited height.
 
     Args:
         axes: The chart.
-        drawn: What has the colours.
-        label: What they mean, with its unit.
-        height: Inches of the chart.
+        drawn: The artist with the color scale.
+        label: Label of the color bar, with the unit.
+        height: Height of the chart in inches.
     """
     bar = axes.figure.colorbar(drawn, ax=axes, shrink=min(1.0, 4.0 / height), aspect=25, anchor=(0.0, 1.0), pad=0.02)
     bar.set_label(plain(label), fontsize=NORMAL)
@@ -168,7 +171,7 @@ def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> 
 
 
 def explain(figure: Figure, *, beside: bool = False) -> None:
-    """A legend below all charts, or beside them, with each meaning once; nothing where nothing has a label."""
+    """Add one legend for all charts, below them or at the right; labels that occur several times are shown once."""
     found: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -181,5 +184,5 @@ def explain(figure: Figure, *, beside: bool = False) -> None:
 
 
 def hatch(axes: Axes, start: float, stop: float, meaning: str) -> None:
-    """Columns of a chart, or what is left free of it, grey and hatched: there is no value."""
+    """Fill columns, or the background of a chart, with a gray hatch that marks missing values."""
     axes.axvspan(start, stop, facecolor=BLANK, hatch="////", edgecolor="white", linewidth=0.0, zorder=0, label=meaning)

@@ -1,4 +1,4 @@
-"""Several runs in one chart: over steps, over layers, or over what a sweep has varied."""
+"""Line charts of several runs: over steps, over layers, or over an override of a sweep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FLOATS = [c for c in TABLES["metrics"].columns if c not in MOMENT and c.name != "skipped"]
 METRICS = {c.name: f"{c.name} [{c.unit}]" if c.unit in ("fraction", "s", "1/s") else c.name for c in _FLOATS}
-"""The metrics that are numbers, each as an axis is called."""
+"""Axis labels of the numeric metrics, by name of the metric."""
 
 
 def compare(
@@ -38,24 +38,31 @@ def compare(
     role: str | None = None,
     phase: str | None = None,
 ) -> Figure:
-    """A metric or a statistic of several runs.
+    """Compare a metric or a statistic of several runs.
 
-    A metric, and a statistic of one layer, is drawn over the steps; a statistic without a layer is drawn over the layers, at
-    the last recorded step of each run; with `x`, the last recorded value is drawn over an override, a point a run and a line
-    through the means of those that differ in nothing but the seed.
+    The horizontal axis depends on the arguments:
+
+    - A metric, or a statistic with `layer`, is plotted over the steps.
+    - A statistic without `layer` is plotted over the layers, at the last recorded step of each run.
+    - With `x`, the last recorded value is plotted over an override: one point per run, and a line through the means of
+      the runs that differ only in their seed.
 
     Args:
-        runs: A folder of several runs as it was loaded, a list of runs, or rows of the metrics or stats table of several.
+        runs: A `Run` that contains several runs, a list of runs, or rows of the metrics or stats table of several runs.
         y: A metric such as `loss` or `accuracy`, or a statistic such as `l2`.
-        x: An override, such as `hooks.tame.norm`.
-        layer: A layer or a parameter, of a statistic.
-        hook: Which spec recorded the statistic, where several did.
-        kind: The hook's kind.
-        role: Which of the kind's tensors.
-        phase: `train` or `eval`; without it `eval` for the last value of a metric that evaluations have, and `train` else.
+        x: An override that differs between the runs, such as `hooks.tame.norm`.
+        layer: The layer or parameter, for a statistic.
+        hook: Name of the hook that recorded the statistic; required if several hooks did.
+        kind: Kind of the hook, such as `forward`.
+        role: Role of the tensor, such as `output`.
+        phase: `train` or `eval`. Default: `eval` if `x` is given and `y` is a metric of evaluations, otherwise `train`.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        InstrumentError: Nothing fits, several series do, or matplotlib is not installed.
+        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
+            installed.
     """
     refuse_unless(y, [*METRICS, *STATISTICS], "y", "neither a metric nor a statistic")
     table = "metrics" if y in METRICS else "stats"
@@ -76,14 +83,14 @@ def compare(
 
 
 def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
-    """The rows of all runs."""
+    """Return the rows of all runs."""
     frame: pd.DataFrame = several if isinstance(several, pd.DataFrame) else getattr(several, table)
     check(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *NEEDED))
     return frame
 
 
 def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
-    """The column of an override; of one that is called like a column of the table it is `override.<name>`."""
+    """Return the column of an override; it is `override.<name>` if the table has a column of the same name."""
     if x is None:
         return None
     column = x if x in overrides else f"override.{x}"
@@ -97,7 +104,7 @@ def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:
 
 
 def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
-    """A metric of each run over the steps; of several ranks the mean."""
+    """Return a metric of each run over the steps, as the mean over ranks."""
     refuse_unless(phase, list(frame["phase"]), "phase", "no metrics of it")
     rows = frame[frame["phase"] == phase]
     refuse_unless(
@@ -108,7 +115,10 @@ def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
 
 
 def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str | None]) -> Curves:
-    """A statistic of one place of each run over the steps; of several calls in a step what the statistic's rule makes of them."""
+    """Return a statistic of one location of each run over the steps.
+
+    Several calls in a step are merged by the rule of the statistic.
+    """
     fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
     series, place, rows = choose_place(fitting, layer, **wanted)
     merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(STATISTICS[name].merged)
@@ -119,7 +129,7 @@ def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str 
 def _over_places(
     frame: pd.DataFrame, name: str, order: Sequence[str], wanted: dict[str, str | None]
 ) -> tuple[Curves, list[str]]:
-    """A statistic of each run over its places, at its last recorded step; and all places, in forward order."""
+    """Return a statistic of each run by location at its last recorded step, and all locations in forward order."""
     series = choose(series_with(frame, name), **wanted)
     rows = series.of(frame)
     places = list(places_in(rows, order).cat.categories)

@@ -1,4 +1,4 @@
-"""Recorded feature maps, gradient maps and filters, channel by channel, with the image that they are of."""
+"""Plot of recorded feature maps, gradient maps and filters by channel, with the input image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_PLACES, MOST_STEPS = 8, 5
-WIDTH, SHORTEST, TALLEST, IMAGE = 3.4, 0.8, 5.0, 1.3  # inches of a mosaic, and the height of an image
+WIDTH, SHORTEST, TALLEST, IMAGE = 3.4, 0.8, 5.0, 1.3  # inches: mosaic, its height limits, image
 
 
 def feature_maps(
@@ -33,21 +33,27 @@ def feature_maps(
     role: str | None = None,
     sample: int = 0,
 ) -> Figure:
-    """The channels of one sample side by side: a row for each layer in forward order, a column for each step.
+    """Plot the channels of one sample: one row per layer in forward order, one column per step.
 
-    Above them stands the image that they are of, where one was recorded. A channel's number is the sum of those at its row
-    and below its column. Each mosaic has its own colours, symmetric around zero where there are negative values.
+    If the input image was recorded, it is shown above the maps. The number of a channel is the sum of the labels of its
+    row and its column. Each mosaic has its own color scale, which is symmetric around zero if there are negative
+    values.
 
     Args:
         run: A run, or rows of its `tensors()`.
-        layer: A layer, a parameter, or several; without it the first 8.
-        step: One or several; without it up to 5, evenly chosen.
-        hook: Which spec recorded them, where several did; without it and a role feature maps go before gradients and filters.
-        role: Which of the kind's tensors.
-        sample: Which of those that were recorded, from 0.
+        layer: A layer, a parameter, or a list of them. Default: the first 8.
+        step: A step, or a list of steps. Default: up to 5 evenly spaced steps.
+        hook: Name of the hook that recorded the maps; required if several hooks did. Without `hook` and `role`, feature
+            maps are preferred to gradient maps and filters.
+        role: Role of the tensor, such as `output`.
+        sample: Index of the recorded sample, starting at 0.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        InstrumentError: Nothing fits, several series do, or matplotlib is not installed.
+        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
+            installed.
     """
     known = _known(run)
     found = _at_layers(known, [layer] if isinstance(layer, str) else layer)
@@ -60,7 +66,7 @@ def feature_maps(
     steps = _steps(sorted({one.step for one in found}), step)
     ranks = {name: rank for rank, name in enumerate(forward_order(run))}
     places = list(dict.fromkeys(one.place for one in sorted(found, key=lambda one: ranks.get(one.layer, UNPLACED))))
-    grid = {(one.place, one.step): one for one in reversed(found)}  # of several calls the first
+    grid = {(one.place, one.step): one for one in reversed(found)}  # reversed: the first of several calls wins
     figure = _drawn(run, [[grid.get((place, at)) for at in steps] for place in places[:MOST_PLACES]], known, sample)
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MOST_PLACES} of {len(places)} places" if len(places) > MOST_PLACES else ""
@@ -69,7 +75,7 @@ def feature_maps(
 
 
 def _known(run: Run | pd.DataFrame) -> list[Maps]:
-    """All maps of one run."""
+    """Return all maps of one run."""
     if isinstance(run, Run):
         refuse_several([folder.name for folder in run.folders])
     else:
@@ -84,7 +90,7 @@ def _known(run: Run | pd.DataFrame) -> list[Maps]:
 
 
 def _at_layers(known: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
-    """Those of some layers or places, or all."""
+    """Return the maps of some layers or locations; with None, all maps."""
     if layers is None:
         return known
     names = {one: (one.place, one.layer or ".") for one in known}
@@ -94,7 +100,7 @@ def _at_layers(known: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
 
 
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
-    """The steps to show, of those that there are."""
+    """Return the steps to show."""
     if step is None:
         return [there[i] for i in spread(len(there), MOST_STEPS)]
     wanted = [int(at) for at in ([step] if isinstance(step, int | np.integer) else step)]
@@ -104,7 +110,7 @@ def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
 
 
 def _drawn(run: Run | pd.DataFrame, rows: list[list[Maps | None]], known: list[Maps], sample: int) -> Figure:
-    """Images above, and a mosaic for each place and step."""
+    """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
     heights = [WIDTH * max(aspect_of(array) for array in row if array is not None) for row in values]
     heights = [min(TALLEST, max(SHORTEST, height)) for height in heights]
@@ -130,7 +136,7 @@ def _drawn(run: Run | pd.DataFrame, rows: list[list[Maps | None]], known: list[M
 
 
 def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
-    """The maps of a sample, as they were recorded."""
+    """Return the maps of a sample as they were recorded."""
     try:
         return one.values(run, sample)
     except IndexError:
@@ -141,7 +147,7 @@ def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
 
 
 def _image(column: Sequence[Maps | None], known: list[Maps], sample: int) -> Maps | None:
-    """The image that the maps of a column are of, if it was recorded for the sample."""
+    """Return the image that the maps of a column were computed from, if it was recorded for the sample."""
     image = next((image_of(one, known) for one in column if one is not None), None)
     has_it = image is not None and (len(image.shape) == 3 or sample < image.shape[0])
     return image if has_it and image not in column else None

@@ -1,4 +1,4 @@
-"""How large the gradients are from layer to layer, at the beginning and at the end, and how large the updates."""
+"""Plot of the gradient norms of all layers at the first and last step, with the update ratios."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 4.5  # inches of a chart
+WIDTH = 4.5  # width of a chart, in inches
 ENDS = (("first", CATEGORIES[1], "o"), ("last", CATEGORIES[0], "s"))
 USUAL = "usual updates, 1e-4 to 1e-2 of the parameter (CS231n, neural-networks-3)"
 
@@ -31,11 +31,11 @@ class Ends:
     """A statistic at the first and the last recorded step.
 
     Attributes:
-        statistic: Its name.
-        series: What recorded it.
-        places: In forward order; shape [places].
-        steps: One or two.
-        values: Shape [places, steps]; NaN where there is none.
+        statistic: Name of the statistic.
+        series: The series that recorded it.
+        places: Names of the locations in forward order; shape [places].
+        steps: One or two step numbers.
+        values: Shape [places, steps]; NaN for missing values.
     """
 
     statistic: str
@@ -53,20 +53,24 @@ def gradient_flow(
     role: str | None = None,
     phase: str = "train",
 ) -> Figure:
-    """The norm of the gradients by layer, at the first and the last recorded step, on a logarithmic axis.
+    """Plot the gradient norms of all layers at the first and the last recorded step, on a logarithmic axis.
 
-    Where `update_ratio` was recorded it has a chart of its own with the usual band: in the same rows where its parameters
-    are those of the gradients, and beneath them else.
+    If `update_ratio` was recorded, a second chart shows it with the usual range. The charts share their rows if the
+    gradients are those of the same parameters; otherwise the second chart is placed below the first.
 
     Args:
         run: A run, or rows of its stats table.
-        hook: Which spec recorded the gradients; of several those of kind `parameter_grad` without it.
-        kind: The hook's kind.
-        role: Which of the kind's tensors.
+        hook: Name of the hook that recorded the gradients. By default hooks of kind `parameter_grad` are preferred.
+        kind: Kind of the hook, such as `parameter_grad`.
+        role: Role of the tensor, such as `param_grad`.
         phase: `train` or `eval`.
 
+    Returns:
+        The matplotlib figure.
+
     Raises:
-        InstrumentError: No gradient's `l2` was recorded, several series fit, or matplotlib is not installed.
+        InstrumentError: No `l2` norm of a gradient was recorded, more than one series matches the arguments, or
+            matplotlib is not installed.
     """
     stats = table_of(run, "stats")
     order = forward_order(run)
@@ -90,7 +94,7 @@ def _ends(stats: pd.DataFrame, series: Series, statistic: str, order: list[str])
 
 
 def _drawn(charts: list[Ends]) -> Figure:
-    """One chart, two in the same rows, or one beneath the other."""
+    """Draw one chart, two charts with shared rows, or two charts below each other."""
     places = charts[0].places
     wide = width_of([name for chart in charts for name in chart.places])
     if all(set(chart.places) <= set(places) for chart in charts):
@@ -111,7 +115,7 @@ def _drawn(charts: list[Ends]) -> Figure:
 
 
 def _draw(axes: Axes, chart: Ends, rows: list[str]) -> None:
-    """A mark for each place and step, those of one place joined."""
+    """Draw one mark per location and step, and connect the marks of each location."""
     at = np.array([rows.index(place) for place in chart.places])
     shown = np.where(chart.values > 0, chart.values, np.nan)
     low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))
@@ -130,7 +134,7 @@ def _draw(axes: Axes, chart: Ends, rows: list[str]) -> None:
 
 
 def _without_mark(chart: Ends) -> list[str]:
-    """In words, the places that a logarithmic axis cannot show."""
+    """Return notes on the values that a logarithmic axis cannot show."""
     found = []
     for column, step in enumerate(chart.steps):
         values = chart.values[:, column]

@@ -1,4 +1,4 @@
-"""A statistic of every layer at every step, as a heat map."""
+"""Heat map of a statistic over layers and steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 6.0  # inches of the chart itself
+WIDTH = 6.0  # width of the chart without labels, in inches
 NON_FINITE = ("nan_count", "inf_count")
 
 
@@ -46,19 +46,25 @@ def heatmap(
     phase: str = "train",
     most_steps: int = 200,
 ) -> Figure:
-    """A statistic by layer, top-down in forward order, and step.
+    """Plot a statistic as a heat map: layers from top to bottom in forward order, steps from left to right.
 
     Args:
-        run: A run, or rows of its stats table; the layers of a DataFrame are in the order of its outputs, or of its rows.
-        statistic: Its column; `l2` of gradients, updates and parameters and `std` of outputs without one.
-        hook: Which spec recorded it, where several did.
-        kind: The hook's kind.
-        role: Which of the kind's tensors.
+        run: A run, or rows of its stats table. The layers of a DataFrame are ordered by their recorded outputs, or by
+            row if no outputs were recorded.
+        statistic: Name of the statistic. Default: `l2` for gradients, updates and parameters, `std` for outputs.
+        hook: Name of the hook that recorded the statistic; required if several hooks did.
+        kind: Kind of the hook, such as `forward`.
+        role: Role of the tensor, such as `output`.
         phase: `train` or `eval`.
-        most_steps: Columns; beyond, neighbouring steps share one, and the axis says so.
+        most_steps: Maximum number of columns. If more steps were recorded, neighboring steps share a column, and the
+            axis label says so.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        InstrumentError: Nothing fits, several series do, or matplotlib is not installed.
+        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
+            installed.
     """
     stats = table_of(run, "stats")
     series = choose(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
@@ -82,13 +88,13 @@ def heatmap(
 
 
 def _telling(series: Series, there: list[str]) -> str:
-    """The statistic that says most of a series, of those there are."""
+    """Return the default statistic of a series, or the first recorded one."""
     first = "l2" if series.is_gradient or series.is_of_parameters else "std"
     return first if first in there else there[0]
 
 
 def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
-    """Cells, axes and the scale."""
+    """Draw the cells, the axes and the color bar."""
     cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values, statistic))
     name_places(axes, table.places, middle=0.5)
     name_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)
@@ -96,7 +102,7 @@ def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
 
 
 def _mark(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
-    """What a colour cannot say: cells without a value, zeros on a logarithmic scale, tensors that were not finite."""
+    """Mark cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors."""
     from matplotlib.colors import ListedColormap
 
     if np.isnan(table.values).any():

@@ -1,4 +1,4 @@
-"""The recorded histograms and quantiles of one tensor over the steps."""
+"""Plot of the recorded histograms and quantiles of one tensor over the steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 7.0, 3.8  # inches of the chart itself
+WIDTH, HEIGHT = 7.0, 3.8  # size of the chart without labels, in inches
 LINE = CATEGORIES[5]
-STYLES = ("--", ":", "-.")  # of the pairs of quantiles, from the inmost outwards
+STYLES = ("--", ":", "-.")  # line styles of pairs of quantiles, starting with the innermost pair
 
 
 def histogram_over_time(
@@ -34,21 +34,27 @@ def histogram_over_time(
     phase: str = "train",
     most_steps: int = 200,
 ) -> Figure:
-    """The histograms of one place, a column a step with the bins that were recorded, and its quantiles over them.
+    """Plot the histograms of one location over the steps, with its quantiles as lines.
 
-    A colour is the share of the step's finite elements that are in the bin. Of several calls in a step the first is shown.
+    Each column is one step, with the recorded bins. The color is the fraction of the finite elements of the step in the
+    bin. If a module is called several times in a step, the first call is shown.
 
     Args:
         run: A run, or rows of its distributions table.
         layer: A layer or a parameter: `encoder.0`, `encoder.0.weight`.
-        hook: Which spec recorded it, where several did.
-        kind: The hook's kind.
-        role: Which of the kind's tensors.
+        hook: Name of the hook that recorded the histograms; required if several hooks did.
+        kind: Kind of the hook, such as `forward`.
+        role: Role of the tensor, such as `output`.
         phase: `train` or `eval`.
-        most_steps: Columns; beyond, they are of steps evenly chosen, and the axis says so.
+        most_steps: Maximum number of columns. If more steps were recorded, evenly spaced steps are shown, and the axis
+            label says so.
+
+    Returns:
+        The matplotlib figure.
 
     Raises:
-        InstrumentError: Nothing fits, several series or places do, or matplotlib is not installed.
+        InstrumentError: No data matches the arguments, more than one series or location matches them, or matplotlib is
+            not installed.
     """
     frame = table_of(run, "distributions")
     series, place, rows = choose_place(frame, layer, hook=hook, kind=kind, role=role, phase=phase)
@@ -68,7 +74,10 @@ def histogram_over_time(
 
 
 def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
-    """A column for each step that has a histogram, all in the same colours; hatched where nothing was finite."""
+    """Draw one column per step that has a histogram, with a common color scale.
+
+    Columns without finite values are hatched.
+    """
     cells = list(zip(rows["low"], rows["high"], rows["counts"], strict=True))
     counted = [at for at, (_, _, counts) in enumerate(cells) if counts is not None]
     shares = {at: share_of(cells[at][2]) for at in counted if np.isfinite(cells[at][0])}
@@ -87,19 +96,21 @@ def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def share_of(counts: Sequence[int]) -> np.ndarray:
-    """Counts as fractions of their sum; float64, shape [bins]."""
+    """Return counts as fractions of their sum; float64, shape [bins]."""
     numbers: np.ndarray = np.asarray(counts, np.float64)
     return numbers / float(numbers.sum())
 
 
 def edges_of(low: float, high: float, bins: int, span: float) -> np.ndarray:
-    """The edges of a histogram's bins, shape [bins + 1]; of equal elements, which are all in the first bin, a thin line.
+    """Return the edges of the bins of a histogram; float64, shape [bins + 1].
+
+    If all elements are equal, they are all in the first bin, which is drawn as a thin line.
 
     Args:
         low: The smallest element.
-        high: The largest one.
-        bins: Their number.
-        span: What the whole chart spans.
+        high: The largest element.
+        bins: Number of bins.
+        span: Range of values of the chart.
     """
     if high > low:
         return np.linspace(low, high, bins + 1)
@@ -108,7 +119,7 @@ def edges_of(low: float, high: float, bins: int, span: float) -> np.ndarray:
 
 
 def _draw_quantiles(axes: Axes, rows: pd.DataFrame) -> None:
-    """The median, and pairs of quantiles around it: lines over histograms, and bands where there are none."""
+    """Draw the median and pairs of quantiles: as lines over histograms, otherwise as bands."""
     found = [
         dict(zip(levels, values, strict=True)) if values is not None else {}
         for levels, values in zip(rows["levels"], rows["quantiles"], strict=True)

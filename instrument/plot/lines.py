@@ -1,4 +1,4 @@
-"""Lines of several runs: over steps, over places, and over what a sweep has varied."""
+"""Line charts of several runs: over steps, over locations, and over an override of a sweep."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
     from .picture import Picture
 
-WIDTH, HEIGHT = 5.5, 3.6  # inches of a chart
-LINE = 0.17  # inches that a line of a legend takes
+WIDTH, HEIGHT = 5.5, 3.6  # size of a chart, in inches
+LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
 DASHES = ("-", "--", ":", "-.")
-FEW_VALUES = 8  # each of which has its own number on an axis
-POINTS = 60  # a line with more of them has no marks
+FEW_VALUES = 8  # maximum number of values that all get a tick
+POINTS = 60  # maximum number of points of a line with markers
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A number of each run, over something.
+    """One line per run.
 
     Attributes:
-        title: What it is.
-        axis: What its axis is called.
-        values: For each run its numbers by step or place; NaN where one is not finite.
+        title: Title of the chart.
+        axis: Label of the value axis.
+        values: The values of each run, indexed by step or location; NaN if a value is not finite.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Curves:
 
 
 def draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
-    """A line a run."""
+    """Draw one line per run over the steps."""
     labels = labels_of(overrides)
     figure = _figure(labels, HEIGHT, 0.0)
     axes = figure.subplots()
@@ -65,7 +65,7 @@ def draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
 
 
 def _mark_loss(axes: Axes, line: pd.Series, colour: str) -> None:
-    """A cross at the last number before the first that is not finite."""
+    """Draw a cross at the last value before the first non-finite one."""
     bad = np.flatnonzero(~np.isfinite(line.to_numpy(np.float64)))
     if bad.size and bad[0]:
         at = line.index[bad[0] - 1]
@@ -73,7 +73,7 @@ def _mark_loss(axes: Axes, line: pd.Series, colour: str) -> None:
 
 
 def draw_over_places(curves: Curves, places: list[str], overrides: pd.DataFrame) -> Figure:
-    """A line a run, from the first place above to the last one below."""
+    """Draw one line per run over the locations, from top to bottom."""
     labels = labels_of(overrides)
     figure = _figure(labels, height_of(len(places)), width_of(places))
     axes = figure.subplots()
@@ -90,7 +90,7 @@ def draw_over_places(curves: Curves, places: list[str], overrides: pd.DataFrame)
 
 
 def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figure:
-    """A point a run with its last value, and a line through the means of those that differ in the seed alone."""
+    """Draw the last value of each run as a point, and a line through the means of runs that differ only in their seed."""
     finals = {run: float(line.iloc[-1]) for run, line in curves.values.items()}
     alike = _alike(overrides.drop(columns=x))
     labels = {label: label or "mean" for label in alike.values()}
@@ -117,7 +117,7 @@ def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figur
 
 
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
-    """Where each run stands, by its value of an override; and the names of the places where values are no numbers."""
+    """Return the position of each run on the axis of an override, and tick labels if the values are not numbers."""
     cells = {str(run): value for run, value in values.items()}
     if all(_is_number(cell) for cell in cells.values()):
         return {run: float(cell) for run, cell in cells.items()}, []
@@ -131,7 +131,7 @@ def _is_number(cell: object) -> bool:
 
 
 def _name_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
-    """The horizontal axis over an override: logarithmic where its values need it, each value by itself where there are few."""
+    """Set up the horizontal axis of an override: logarithmic for a wide range, one tick per value for few values."""
     values = np.unique(list(at.values()))
     scale(axes, "x", values, is_log=not names and is_wide(values))
     if names or len(values) <= FEW_VALUES:
@@ -140,12 +140,12 @@ def _name_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
 
 
 def _alike(overrides: pd.DataFrame) -> dict[str, str]:
-    """What each run was started with but for its seed, in words."""
+    """Return the overrides of each run without the seed, as text."""
     return {str(run): told_of(row) for run, row in overrides.drop(columns=SEED, errors="ignore").iterrows()}
 
 
 def _looks(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
-    """A colour and dashes for each run: those that differ in the seed alone have the same colour."""
+    """Return a color and a line style for each run; runs that differ only in their seed have the same color."""
     alike = _alike(overrides)
     distinct = len(set(alike.values())) > 1
     colours = dict(zip(dict.fromkeys(alike.values()) if distinct else alike, cycle(CATEGORIES), strict=False))
@@ -159,19 +159,19 @@ def _looks(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
 
 
 def _scale(axes: Axes, name: Literal["x", "y"], curves: Curves) -> None:
-    """The axis of the numbers."""
+    """Choose a linear or logarithmic value axis."""
     values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
     scale(axes, name, values, is_log=is_wide(values))
 
 
 def _figure(labels: dict[str, str], height: float, left: float) -> Picture:
-    """A figure with room for names at the left and a legend at the right."""
+    """Create a figure with room for labels at the left and a legend at the right."""
     letters = max((min(len(label), LONG) for label in labels.values()), default=0)
     return new_figure(left + WIDTH + 1.0 + LETTER * letters, max(height, LINE * len(labels)) + 1.0)
 
 
 def _finish(axes: Axes, title: str, x: str, y: str) -> None:
-    """Titles and a grid."""
+    """Set the titles and the grid."""
     axes.set_title(plain(title, 80), fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -1,4 +1,4 @@
-"""One mosaic of maps, or one image, in one chart."""
+"""Mosaics of feature maps, and images, drawn into one chart."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-MOST_CHANNELS = 256  # of one tensor
-MOST_NUMBERS = 16  # of channels, along a side
-PIXELS = 2_048  # a side of a mosaic
+MOST_CHANNELS = 256  # maximum number of channels that are shown
+MOST_NUMBERS = 16  # maximum number of channel labels per axis
+PIXELS = 2_048  # maximum width of a mosaic, in pixels
 
 
 def cut(values: np.ndarray) -> np.ndarray:
-    """The first maps, as many as are shown: [C, H, W], or [out, in, H, W] with about as many of both."""
+    """Return the first maps, up to the number that is shown.
+
+    Args:
+        values: [C, H, W], or [out, in, H, W]; of the latter about as many outputs as inputs are kept.
+    """
     if values.ndim == 3:
         return values[:MOST_CHANNELS]
     outputs = min(len(values), max(int(MOST_CHANNELS**0.5), MOST_CHANNELS // values.shape[1]))
@@ -28,19 +32,19 @@ def cut(values: np.ndarray) -> np.ndarray:
 
 
 def aspect_of(values: np.ndarray) -> float:
-    """Height over width of their mosaic."""
+    """Return the ratio of height to width of the mosaic of these maps."""
     height, width = mosaic(cut(values)).shape
     return float(height / width)
 
 
 def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str) -> None:
-    """A mosaic with its scale and the numbers of its channels; the title says what is there and what was left out.
+    """Draw a mosaic with its color bar and channel numbers; the title says which maps are shown and which were omitted.
 
     Args:
-        axes: Where to.
+        axes: The axes to draw into.
         values: [C, H, W] or [out, in, H, W].
-        title: The place and the step.
-        what: `feature maps` or the like.
+        title: The location and the step.
+        what: The name of the maps, such as `feature maps`.
     """
     tile = cut(values)
     columns = (mosaic(tile).shape[1] + 1) // (tile.shape[-1] + 1)
@@ -60,7 +64,10 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str) -> None:
 
 
 def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
-    """Numbers of channels: the first of each row at its left, what to add below; of filters those of the outputs."""
+    """Label rows and columns with channel numbers.
+
+    A row has the number of its first channel, a column the number to add. Filters are numbered by output channel.
+    """
     height, width = small.shape[-2:]
     inputs = small.shape[1] if small.ndim == 4 else 1
     rows = -(-int(np.prod(small.shape[:-2])) // columns)
@@ -78,12 +85,12 @@ def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
 
 
 def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
-    """An image, grey with its scale, or in colours from its smallest value to its largest.
+    """Draw an image, in gray with a color bar, or in colors that are scaled from its smallest to its largest value.
 
     Args:
-        axes: Where to.
-        values: [C, H, W] of one or three channels.
-        title: What it is.
+        axes: The axes to draw into.
+        values: [C, H, W] with one or three channels.
+        title: Title of the image.
     """
     axes.set_xticks([])
     axes.set_yticks([])
@@ -97,6 +104,6 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
 
 
 def _add_scale(axes: Axes, drawn: AxesImage) -> None:
-    """The scale at an image's own edge, wherever its shape puts that."""
+    """Add a color bar at the right edge of the image."""
     room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
     axes.figure.colorbar(drawn, cax=room, format="%.3g").ax.tick_params(labelsize=SMALL)

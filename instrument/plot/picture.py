@@ -1,4 +1,4 @@
-"""A figure without pyplot: nothing is left behind in a global state, and no backend is chosen for anybody."""
+"""A matplotlib figure that is independent of pyplot: it has no global state and selects no backend."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 
 
 class Picture(Figure):
-    """A matplotlib figure that shows itself in a notebook."""
+    """A matplotlib figure that is displayed in notebooks."""
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
+        """Return the figure as PNG, for notebooks."""
         file = BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()

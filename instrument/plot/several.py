@@ -1,4 +1,4 @@
-"""Several runs in one table, and what tells them apart."""
+"""Tables of several runs, and labels for the runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from ..analysis.load import Run
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
 
-LONG = 60  # letters of a label
+LONG = 60  # maximum length of a label, in characters
 
 
 def together(runs: Run | Sequence[Run]) -> Run:
-    """Runs that were loaded one by one, as one folder above them would have them.
+    """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
+
+    Args:
+        runs: A `Run` that contains several runs, or a list of runs.
 
     Raises:
-        InstrumentError: There is none.
+        InstrumentError: `runs` is empty.
     """
     if isinstance(runs, Run) and len(runs.folders) > 1:
         return runs
@@ -33,7 +36,11 @@ def together(runs: Run | Sequence[Run]) -> Run:
 
 
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
-    """What the runs of a table were started with: a row a run, a column for each override in which they differ."""
+    """Return the overrides that differ between the runs of a table.
+
+    Returns:
+        One row per run, indexed by run, and one column per override with more than one value.
+    """
     known = TABLES[table].names
     own = [name for name in frame if name != "run" and name not in known]
     first = frame.drop_duplicates("run").set_index("run")[own]
@@ -41,7 +48,11 @@ def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
 
 
 def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
-    """A name for each run: its overrides that differ, behind its folder where they are long or do not tell it from others."""
+    """Return a label for each run.
+
+    The label lists the overrides that differ. If it is longer than `LONG` characters or not unique, the folder of the
+    run is put in front of it.
+    """
     told = {run: told_of(row) for run, row in overrides.iterrows()}
     count = Counter(told.values())
     alone = {label for label in count if label and count[label] == 1 and len(label) <= LONG}
@@ -49,15 +60,18 @@ def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
 
 
 def told_of(row: pd.Series) -> str:
-    """`optimizer.lr=0.1 seed=1`: overrides in one line, those that a run was not started with left out."""
+    """Return the overrides of a run as one line, such as `optimizer.lr=0.1 seed=1`; missing overrides are omitted."""
     return " ".join(f"{name}={written(value)}" for name, value in row.items() if not is_missing(value))
 
 
 def written(value: object) -> str:
-    """A value as one would write it on the command line: 1, where a column with gaps has made it 1.0."""
+    """Return a value as it is written on the command line.
+
+    Missing values turn a column of integers into floats, so 1.0 becomes `1`.
+    """
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def is_missing(value: object) -> bool:
-    """Whether a run has no such override, where others have."""
+    """Return whether the value marks an override that a run does not have."""
     return value is pd.NA or (isinstance(value, float) and math.isnan(value))

@@ -1,4 +1,4 @@
-"""What a picture is drawn from: a run, or a DataFrame with the columns of one of its tables."""
+"""Input of the plots: a run, or a DataFrame with the columns of one of its tables."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..analysis.series import KEYS, Series, statistics_in
 from ..errors import InstrumentError
 
 NEEDED = (*KEYS, "layer", "path", "step", "recompute")
-MOST_RUNS = 6  # names of runs in an error
+MOST_RUNS = 6  # maximum number of run names in an error message
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
-    """A table of one run, or what was given for it.
+    """Return a table of one run; a DataFrame is returned unchanged.
 
     Raises:
-        InstrumentError: It has no rows, is of several runs, or lacks a column.
+        InstrumentError: The table has no rows, contains several runs, or lacks a column.
     """
     if isinstance(data, Run):
         refuse_several([str(folder.name) for folder in data.folders])
@@ -30,10 +30,10 @@ def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
 
 
 def check(frame: pd.DataFrame, table: str, needed: Sequence[str] = NEEDED) -> None:
-    """Let pass rows of a table.
+    """Check that a table has rows and the needed columns.
 
     Raises:
-        InstrumentError: There are none, or a column is missing.
+        InstrumentError: The table is empty, or a column is missing.
     """
     if missing := [name for name in needed if name not in frame]:
         raise InstrumentError(f"for this picture the {table} table lacks the column {', '.join(missing)}")
@@ -42,10 +42,10 @@ def check(frame: pd.DataFrame, table: str, needed: Sequence[str] = NEEDED) -> No
 
 
 def refuse_several(runs: list[str]) -> None:
-    """Let pass one run.
+    """Check that there is at most one run.
 
     Raises:
-        InstrumentError: There are several.
+        InstrumentError: There are several runs.
     """
     if len(runs) > 1:
         names = ", ".join(runs[:MOST_RUNS]) + (", ..." if len(runs) > MOST_RUNS else "")
@@ -55,10 +55,10 @@ def refuse_several(runs: list[str]) -> None:
 
 
 def series_with(stats: pd.DataFrame, statistic: str | None) -> list[Series]:
-    """The series that have a value of a statistic, or of any.
+    """Return the series that have a value of a statistic; with None, the series that have a value of any statistic.
 
     Raises:
-        InstrumentError: None has.
+        InstrumentError: No series has a value of the statistic.
     """
     there = statistics_in(stats)
     if statistic is None:

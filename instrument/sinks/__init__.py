@@ -1,1 +1,1 @@
-"""Where rows go."""
+"""Sinks: where rows and recorded tensors are written."""

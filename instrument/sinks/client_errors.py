@@ -1,4 +1,4 @@
-"""What clients of remote folders fail with: told without credentials, and whether it may pass."""
+"""Errors of the clients of remote folders: messages without credentials, and which errors are permanent."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ NO_CREDENTIALS = (
     "DefaultCredentialsError",
     "ClientAuthenticationError",
 )
-SHORTEST = 6  # letters of a secret: a shorter one would be found in words that are none
+SHORTEST = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
 _IS_SECRET = re.compile(
     r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
 )
 
 
 def told(error: Exception, most: int = 300) -> str:
-    """What went wrong, in a line, without credentials: those of an endpoint's address, what an address asks for, and whatever
-    the environment or fsspec's own configuration calls a secret."""
+    """Return the first line of an error message without credentials.
+
+    Removed are the credentials of endpoint addresses, query strings, and all values that the environment or the fsspec
+    configuration names as secrets.
+    """
     text = without_secrets(str(error).strip().partition("\n")[0])
     return f"{type(error).__name__}: {text}"[:most]
 
 
 def without_secrets(text: str) -> str:
-    """A text in which none of the known credentials is."""
+    """Replace all known credentials in a text."""
     for secret in sorted(_secrets(), key=len, reverse=True):
         text = text.replace(secret, "***")
     return re.sub(r"\?[^\s\"']*=[^\s\"']*", "?***", re.sub(r"//([^/@\s\"']*|[^@\s\"']*:[^@\s\"']*)@", "//", text))
 
 
 def _secrets() -> set[str]:
-    """The values of settings whose names say that they are secret, in the environment and for fsspec."""
+    """Return the values of settings with secret names, in the environment and in the fsspec configuration."""
     found = {value for name, value in os.environ.items() if _IS_SECRET.search(name)}
     if (fsspec := sys.modules.get("fsspec")) is not None:
         settings = [*fsspec.config.conf.items()]
@@ -49,7 +52,7 @@ def _secrets() -> set[str]:
 
 
 def refusal(error: Exception) -> str | None:
-    """What is allowed in place of an address that is not, whatever one waits for; None of an error that may pass."""
+    """Return what to use instead of an address that fails permanently; None if the error may be temporary."""
     name, code = type(error).__name__, str(getattr(error, "code", ""))
     if name in ("PermissionError", *NO_CREDENTIALS) or code in ("401", "403") or "Forbidden" in str(error):
         return CREDENTIALS

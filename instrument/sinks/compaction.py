@@ -1,8 +1,8 @@
-"""A run's small parts merged into large ones, while others may read them.
+"""Merges the small parts of a run into large ones. Other processes can read the run at the same time.
 
-A merged part is written aside and put into its place by renaming: its name says which parts it stands for, and from that moment
-on readers leave those out. Only then are they removed. Whoever listed them before lists again when one is gone. So every row is
-there once at every moment, and a process that is killed leaves nothing that the next one does not clear away.
+A merged part is written to a temporary file and renamed. Its name lists the parts that it replaces; from then on,
+readers ignore those. They are removed afterwards. A reader whose part is gone lists the folder again. So every row is
+readable exactly once at every moment, and the next run of this code removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .parts import JOURNALS, ROW_GROUP_BYTES, TENSORS_ROWS, Part, in_order, new_
 from .recovery import recover
 
 ROW_GROUP_ROWS = 131_072
-LARGEST = 256 * 2**20  # bytes of a merged part
+LARGEST = 256 * 2**20  # The maximum size of a merged part, in bytes.
 UNREADABLE = (pa.ArrowException, OSError)
 
 
 @dataclass
 class Compacted:
-    """What became of the parts of a run.
+    """The result of merging the parts of a run.
 
     Attributes:
-        before: How many Parquet files there were, by table.
-        after: How many there are now.
-        problems: Files that could not be read and were left as they are, in words.
+        before: The number of Parquet files before, by table.
+        after: The number of Parquet files after, by table.
+        problems: Messages about unreadable files, which are kept unchanged.
     """
 
     before: Counter[str] = field(default_factory=Counter)
@@ -43,22 +43,25 @@ class Compacted:
 
 
 def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> Compacted:
-    """Merge the parts of a run that nobody writes to.
+    """Merge the parts of a run that no process is writing to.
 
     Args:
-        folder: The run's; its lock is ours.
-        ends: By rank and table, the number of a part that no merged one may have together with those before it: a run that
-            goes on from its checkpoint takes away the parts from there on.
+        folder: The folder of the run. The caller holds its lock.
+        ends: By rank and table, the number of a part that must not be merged with the parts before it: a run that
+            resumes from a checkpoint removes the parts from this number on.
+
+    Returns:
+        The number of files before and after, and problems.
 
     Raises:
-        OSError: It cannot be written; all rows are there all the same.
+        OSError: A file cannot be written. No row is lost.
     """
     found = Compacted()
     found.problems += recover(folder).problems
     for name, table in TABLES.items():
         found.before[name] = len(written_parts(folder, name))
         _remove_merged(folder, name)
-        left: set[Path] = set()  # as they are: merged just now, or unreadable
+        left: set[Path] = set()  # parts to keep: just merged, or unreadable
         while (together := _first_together(folder, table, [each.get(name, 0) for each in ends], left)) is not None:
             try:
                 left.add(_merge(folder, table, together))
@@ -66,7 +69,7 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> Compacted:
                 left.add(error.file)
                 found.problems.append(f"{error.file.relative_to(folder)}: {error}")
         found.after[name] = len(written_parts(folder, name))
-    with suppress(OSError):  # a damaged journal stays there
+    with suppress(OSError):  # a damaged journal is kept
         (folder / JOURNALS).rmdir()
     return found
 
@@ -78,7 +81,7 @@ class _UnreadableError(Exception):
 
 
 def _first_together(folder: Path, table: Table, ends: Sequence[int], left: set[Path]) -> dict[Part, Path] | None:
-    """The first parts in a row that make one of a sensible size; one that is half as large already stays as it is."""
+    """Return the first consecutive parts to merge. A part that is larger than half the limit is kept as it is."""
     together: dict[Part, Path] = {}
     size = 0
     for part, file in parts_of(folder, table.name).items():
@@ -108,7 +111,7 @@ def _merge(folder: Path, table: Table, parts: Mapping[Part, Path]) -> Path:
 
 
 def _remove_merged(folder: Path, table: str) -> None:
-    """Remove the parts whose rows are in merged ones."""
+    """Remove the parts whose rows are in merged parts."""
     counted = parts_of(folder, table)
     for part, file in written_parts(folder, table).items():
         if part not in counted:
@@ -128,7 +131,10 @@ def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
 
 
 def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in as many as make a row group; those of a sorted table in order, and a step in one group where it fits."""
+    """Split rows into row groups.
+
+    Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
+    """
     most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
     waiting: list[pa.Table] = []
     rows = size = 0
@@ -150,6 +156,6 @@ def _together(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
 
 
 def _end_of_group(rows: pa.Table, most: int) -> int:
-    """How many of some rows, which are sorted by step, make a row group of whole steps."""
+    """Return the number of rows, sorted by step, that form a row group of complete steps."""
     steps = rows.column("step").to_numpy()
     return int(np.searchsorted(steps, steps[most])) or most

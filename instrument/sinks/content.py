@@ -1,4 +1,4 @@
-"""What a step has to show: numbers, histograms, pictures and texts by their tags, one of each tag and step."""
+"""Summary of a step for trackers: numbers, histograms, pictures and texts, one per tag."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _KIND = TABLES["tensors"].names.index("kind")
 
 @dataclass
 class Content:
-    """What is shown of one step, each by its tag.
+    """The summary of one step, by tag.
 
     Attributes:
-        scalars: Numbers; of several of a tag what `merged` of the statistic says, and the mean of others.
-        histograms: Several of a tag are added up.
-        pictures: The first of a tag.
-        texts: Events, a line each.
+        scalars: Numbers. Several values of a tag are combined as the statistic defines (`merged`), or by their mean.
+        histograms: Histograms. Several of a tag are added.
+        pictures: The first picture of each tag.
+        texts: Events, one per line.
     """
 
     scalars: dict[str, float] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class Content:
 
 
 class Gathering:
-    """Takes the rows and tensors of a step or two, and gives what is to be shown of each."""
+    """Collects rows and tensors and returns one summary per step."""
 
     def __init__(self) -> None:
         self._steps: defaultdict[int, _Gathered] = defaultdict(_Gathered)
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
-        """Take rows of any table but `tensors`."""
+        """Add rows of any table except `tensors`."""
         for row in rows if table in SHOWN else ():
             for tag, step, value, fold in scalars(table, row):
                 self._steps[step].scalars[tag, fold].append(value)
@@ -57,8 +57,9 @@ class Gathering:
             self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{place}: {message}")
 
     def add_tensor(self, key: Row, tensor: Tensor, dtype: torch.dtype | None) -> None:
-        """Take a copy of what is to be drawn of a recorded tensor, where it is a picture and the first of its tag."""
-        from .pictures import tiles_of  # with PyTorch and Pillow, which nothing else that is shown needs
+        """Copy the displayed part of a recorded tensor, if it can be drawn and is the first of its tag."""
+        # PyTorch and Pillow are only imported if a tensor is drawn.
+        from .pictures import tiles_of
 
         tag = f"{place_tag(key)}/image"
         known = key[0] in self._steps and tag in self._steps[key[0]].pictures
@@ -66,7 +67,7 @@ class Gathering:
             self._steps[key[0]].pictures[tag] = tiles
 
     def take(self) -> Iterator[tuple[int, Content]]:
-        """What was gathered, in the order of the steps; of a step with nothing to show there is nothing."""
+        """Yield the collected summaries in the order of the steps. Steps without content are omitted."""
         gathered, self._steps = self._steps, defaultdict(_Gathered)
         for step in sorted(gathered):
             yield step, gathered[step].content()

@@ -1,4 +1,4 @@
-"""A histogram of the `distributions` table, as other tools want it: edges and counts."""
+"""Histograms of the `distributions` table as edges and counts, the format of other tools."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 from ..capture.sink import Row
 from ..capture.tables import TABLES
 
-HAIR = 1e-6  # half the width of a histogram of equal values, relative to them: without a width nothing is drawn
+# Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.
+HAIR = 1e-6
 _LOW, _HIGH, _COUNTS = (TABLES["distributions"].names.index(name) for name in ("low", "high", "counts"))
 
 
 class Histogram(NamedTuple):
-    """Counts in equal parts of a range.
+    """Counts in equal-width bins.
 
     Attributes:
         low: The smallest value.
         high: The largest value.
-        counts: Of each part, ascending; where all values are equal the first part has all.
+        counts: The count of each bin, ascending. If all values are equal, all are in the first bin.
     """
 
     low: float
@@ -29,21 +30,22 @@ class Histogram(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Self | None:
-        """That of a row of distributions; None where it has none, or no value was finite."""
+        """Return the histogram of a row of the `distributions` table; None if it has none or no value was finite."""
         low, high, counts = row[_LOW], row[_HIGH], row[_COUNTS]
         return None if low is None or high is None or counts is None else cls(low, high, counts)
 
     def bins(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Edges, ascending, shape [bins + 1], and counts, shape [bins]; one narrow bin where all values are equal."""
+        """Return the edges, shape [bins + 1], and the counts, shape [bins]. One narrow bin if all values are equal."""
         if self.low == self.high:
             hair = max(abs(self.low), HAIR) * HAIR
             return np.array([self.low - hair, self.low + hair]), np.array([sum(self.counts)])
         share = np.linspace(0.0, 1.0, len(self.counts) + 1)
-        return self.low * (1.0 - share) + self.high * share, np.asarray(self.counts)  # high - low may be too large
+        # `high - low` may overflow.
+        return self.low * (1.0 - share) + self.high * share, np.asarray(self.counts)
 
 
 def merged(histograms: Sequence[Histogram]) -> Histogram:
-    """Several as one, in as many bins as the finest has; a count may come to lie in the bin beside its own."""
+    """Combine histograms into one with as many bins as the finest. A count may move to an adjacent bin."""
     if len(histograms) == 1:
         return histograms[0]
     low, high = min(h.low for h in histograms), max(h.high for h in histograms)

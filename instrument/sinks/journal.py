@@ -1,8 +1,8 @@
-"""The journal: an Arrow stream of rows that are in no Parquet file yet.
+"""The journal: an Arrow stream file of rows that are not in a Parquet file yet.
 
-What `append` has returned from is in the hands of the operating system, and stays there whatever becomes of the process.
-A step's rows of one table are one message of the stream, written at once; whoever reads meets whole messages, and at the
-end perhaps the beginning of one that was being written.
+When `append` returns, the operating system has the data, which survives the end of the process. The rows of one step
+and table are one message of the stream, written in one call. A reader sees complete messages and possibly an incomplete
+last one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 
 SUFFIX = ".arrows"
-BEGINNING = b"\xff\xff\xff\xff"  # of every message of an Arrow stream
-TORN = ("Expected to", " bytes available")  # what Arrow says where a stream ends in the middle of something
+BEGINNING = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
+# Parts of Arrow's error messages for a stream that ends within a message.
+TORN = ("Expected to", " bytes available")
 UNREADABLE = (pa.ArrowException, OSError, EOFError, MemoryError)
 
 
@@ -24,12 +25,12 @@ class Journal:
     """A growing file of record batches.
 
     Args:
-        path: The file; there is none yet.
-        schema: Of the batches.
-        fsync: Whether rows are to outlive a power failure too, and not only the process.
+        path: The file. It must not exist.
+        schema: The schema of the batches.
+        fsync: Whether rows survive a power failure, in addition to the end of the process.
 
     Raises:
-        OSError: Here, and when rows are appended: the file cannot be written, or somebody removed it.
+        OSError: From the constructor and `append`: the file cannot be written, or it was removed.
     """
 
     def __init__(self, path: Path, schema: pa.Schema, *, fsync: bool = False) -> None:
@@ -37,7 +38,8 @@ class Journal:
         self.rows = 0
         self.size = 0
         self._fsync = fsync
-        # At the end of the file, wherever that is: that another process has cut it is to show in its size.
+        # In append mode: the position is always the end of the file, so that truncation by another process shows in its
+        # size.
         self._file = open(path, "xb", buffering=0, opener=_appending)  # noqa: SIM115
         try:
             self._write(schema.serialize())
@@ -46,7 +48,7 @@ class Journal:
             raise
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Write a batch; on an error the file is as it was before."""
+        """Write a batch. After an error, the file is as it was before."""
         self._write(batch.serialize())
         self.rows += batch.num_rows
 
@@ -68,10 +70,10 @@ class Journal:
             raise OSError(f"{self.path} was changed by another process while it was written")
 
     def is_there(self) -> bool:
-        """Whether the file is where it was begun, with all that was written to it.
+        """Return whether the file exists with all the data that was written.
 
         Raises:
-            OSError: Its folder cannot be looked into.
+            OSError: The folder cannot be read.
         """
         try:
             found = os.stat(self.path)
@@ -80,7 +82,7 @@ class Journal:
         return os.path.samestat(found, os.fstat(self._file.fileno())) and found.st_size >= self.size
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -90,15 +92,15 @@ def _appending(path: str, flags: int) -> int:
 
 @dataclass
 class Reading:
-    """What a journal holds.
+    """The content of a journal.
 
     Attributes:
         path: The file.
-        schema: Of its batches; None where there is none to be read.
-        torn: Whether the last message is not whole: it was being written when this was read, or the process ended.
-        problem: What else is wrong with the file, in words; None where nothing is.
-        rows: How many were read, by this and by what was read before.
-        end: Bytes up to the end of the last message that was read.
+        schema: The schema of the batches; None if it cannot be read.
+        torn: Whether the last message is incomplete: it was being written, or the process ended while writing it.
+        problem: A message about any other damage; None if there is none.
+        rows: The number of rows read so far, including earlier readings.
+        end: The number of bytes up to the end of the last message that was read.
     """
 
     path: Path
@@ -107,7 +109,7 @@ class Reading:
     problem: str | None = None
     rows: int = 0
     end: int = 0
-    _head: bytes = field(default=b"", repr=False)  # the message that holds the schema
+    _head: bytes = field(default=b"", repr=False)  # the message with the schema
     _source: pa.NativeFile | None = field(default=None, repr=False)
     _stream: pa.ipc.RecordBatchStreamReader | None = field(default=None, repr=False)
 
@@ -117,11 +119,11 @@ class Reading:
 
         Args:
             path: The file.
-            ours: Whether nobody else writes to it, so that it need not be held in memory as a whole.
-            after: What was read of the same file before, which has only been added to since; only what was added is read.
+            ours: Whether no other process writes to it. It is then memory-mapped instead of read into memory.
+            after: An earlier reading of the same file, which has only grown since. Only the new content is read.
 
         Raises:
-            FileNotFoundError: It is not there (any more: its rows are in a Parquet file now).
+            FileNotFoundError: The file does not exist, for example because its rows are in a Parquet file now.
         """
         if after is not None and after.schema is not None:
             reading = cls(path, rows=after.rows, end=after.end, _head=after._head)
@@ -130,7 +132,7 @@ class Reading:
         if not path.stat().st_size:
             reading.torn = True
             return reading
-        # Not as a stream: a length that is damaged is to be held against what there is.
+        # Not opened as a stream: Arrow then checks a damaged length against the size of the content.
         content = pa.memory_map(str(path)) if ours else pa.BufferReader(reading._head + _behind(path, reading.end))
         beginning = content.read(len(BEGINNING))
         if beginning != BEGINNING[: len(beginning)]:
@@ -151,7 +153,7 @@ class Reading:
         return reading
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The batches, up to the first that cannot be read; all else is known when the last was given."""
+        """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
         while self._stream is not None and self._source is not None:
             began = self._source.tell()
             try:
@@ -177,7 +179,7 @@ class Reading:
 
 
 def _behind(path: Path, start: int) -> bytes:
-    """What a file holds from a byte on."""
+    """Return the content of a file from a position on."""
     with open(path, "rb") as file:
         file.seek(start)
         return file.read()

@@ -1,4 +1,4 @@
-"""One table while it is written: a journal, and parts that take its place when it has grown."""
+"""Writer of one table: a journal, which becomes a Parquet part when it is large enough."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .parts import Part, new_part, parts_of, settle
 
 
 class TableLog:
-    """Takes batches of plain rows.
+    """Writes batches of plain rows.
 
     Args:
-        folder: The run's folder.
-        table: Which table.
-        journal_bytes: How large a journal may grow before a part takes its place.
+        folder: The folder of the run.
+        table: The table.
+        journal_bytes: The size at which a journal becomes a part, in bytes.
         first: The number of the first part.
-        fsync: Whether rows are to outlive a power failure.
+        fsync: Whether rows survive a power failure.
 
     Raises:
-        OSError: From every method: it cannot be written.
+        OSError: From every method: a file cannot be written.
     """
 
     def __init__(self, folder: Path, table: Table, *, journal_bytes: int, first: int = 0, fsync: bool = False) -> None:
@@ -38,13 +38,13 @@ class TableLog:
         self.journal: Journal | None = None
 
     def is_there(self, *, parts: bool) -> bool:
-        """Whether what was written is still in its place, as far as names and sizes show.
+        """Return whether the written files still exist, according to their names and sizes.
 
         Args:
-            parts: Whether parts have to be there too; where they are moved elsewhere they have not.
+            parts: Whether to check the parts too. False if they are moved elsewhere.
 
         Raises:
-            OSError: The folder cannot be looked into.
+            OSError: The folder cannot be read.
         """
         if self.journal is not None and not self.journal.is_there():
             return False
@@ -54,11 +54,11 @@ class TableLog:
 
     @property
     def rows(self) -> int:
-        """How many rows there are in the journal."""
+        """The number of rows in the journal."""
         return 0 if self.journal is None else self.journal.rows
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add rows to the journal; a large one becomes a part first."""
+        """Add rows to the journal. A journal that is large enough becomes a part first."""
         if self.journal is not None and self.journal.size >= self.journal_bytes:
             self.settle()
         if self.journal is None:
@@ -68,7 +68,7 @@ class TableLog:
         self.journal.append(batch)
 
     def settle(self) -> None:
-        """Make a part of the journal, where there is one."""
+        """Convert the journal, if there is one, to a part."""
         if self.journal is not None:
             settle(self.folder, self.table, self.part, self.rows, fsync=self.fsync)
             self.release()
@@ -76,21 +76,21 @@ class TableLog:
 
     @contextmanager
     def new_part(self) -> Iterator[pq.ParquetWriter]:
-        """A part without a journal, for more rows than are worth writing twice."""
+        """Write a part directly, without a journal. For so many rows that writing them twice is too slow."""
         self.settle()
         with new_part(self.folder, self.table, self.part, fsync=self.fsync) as writer:
             yield writer
         self.part = self.part._replace(number=self.part.number + 1)
 
     def close(self) -> None:
-        """Make a part of what is left; a table that never had a row gets an empty one, so that it can be read."""
+        """Convert the journal to a part. A table without rows gets an empty part, so that it can be read."""
         self.settle()
         if not self.part.number:
             with self.new_part():
                 pass
 
     def release(self) -> None:
-        """Let go of the journal, which stays where it is."""
+        """Close the journal and keep its file."""
         if self.journal is not None:
             self.journal.close()
             self.journal = None

@@ -1,4 +1,4 @@
-"""What a run's journals should hold, by the counts beside them, and journals that are gone with their rows."""
+"""Detection of journals that are missing together with their rows, by comparison with the stored row counts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .row_counts import NAME, counts_in
 
 
 def row_counts_in(folder: Path) -> dict[Path, int]:
-    """The files of all processes, each with the rank."""
+    """Return the row count files of all processes, each with its rank."""
     names = {name: NAME.fullmatch(name) for name in names_in(folder / JOURNALS)}
     return {folder / JOURNALS / name: int(match[1]) for name, match in names.items() if match}
 
 
 def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]:
-    """How many rows were written to each journal, at least, by table and part; and files of counts that are damaged."""
+    """Return the minimum number of rows written to each journal, by table and part, and the damaged row count files."""
     counts: dict[tuple[str, Part], int] = {}
     damaged = []
     for path, rank in row_counts_in(folder).items():
@@ -27,7 +27,7 @@ def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]
 
 
 def lost_journals(folder: Path, table: str) -> dict[Path, str]:
-    """Journals of a table that are gone though no part has their rows, each with what is lost."""
+    """Return the missing journals of a table whose rows are in no part, each with a message."""
 
     def found() -> dict[Path, str]:
         written, _ = rows_written(folder)
@@ -40,6 +40,5 @@ def lost_journals(folder: Path, table: str) -> dict[Path, str]:
         }
 
     lost = found()
-    return (
-        {path: told for path, told in found().items() if path in lost} if lost else {}
-    )  # a run that is resumed takes them
+    # Checked twice: a run that resumes removes journals in between.
+    return {path: told for path, told in found().items() if path in lost} if lost else {}

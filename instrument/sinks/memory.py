@@ -1,4 +1,4 @@
-"""Rows kept in memory: for tests, notebooks, and runs too short to be written."""
+"""A sink that keeps rows in memory, for tests, notebooks and short runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 class MemorySink:
-    """Keeps every row, in the order in which it came."""
+    """Keeps all rows in memory, in the order in which they were written.
+
+    Attributes:
+        rows: The rows of each table, by its name: tuples in the order of the columns.
+        steps: The number of completed steps and evaluations.
+        closed: Whether the sink was closed.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {name: [] for name in TABLES}
@@ -24,13 +30,28 @@ class MemorySink:
         self.closed = False
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Keep the rows."""
+        """Append rows to a table.
+
+        Args:
+            table: The name of the table.
+            rows: Tuples in the order of the columns.
+        """
         self.rows[table].extend(rows)
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Keep a copy of a tensor, on the CPU."""
+        """Append a copy of a tensor to the `tensors` table, on the CPU.
+
+        Args:
+            key: The identity columns of the row.
+            source_shape: The shape of the complete tensor in the model.
+            tensor: The tensor, or the recorded part of it.
+            dtype: The dtype of the copy. Default: None, which keeps the dtype.
+
+        Returns:
+            The size of the copy in bytes.
+        """
         copied = tensor.to("cpu", dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         name = str(copied.dtype).removeprefix("torch.")
         self.rows["tensors"].append((*key, name, list(copied.shape), list(source_shape), copied, None))
@@ -41,15 +62,23 @@ class MemorySink:
         self.steps += 1
 
     def close(self) -> None:
-        """Nothing to be done; it is noted for tests."""
+        """Mark the sink as closed."""
         self.closed = True
 
     def records(self, table: str) -> list[dict[str, Any]]:
-        """The rows of a table as mappings from the columns' names."""
+        """Return the rows of a table as dictionaries by column name.
+
+        Args:
+            table: The name of the table.
+        """
         return [dict(zip(TABLES[table].names, row, strict=True)) for row in self.rows[table]]
 
     def frame(self, table: str) -> pd.DataFrame:
-        """The rows of a table as a DataFrame with all of its columns."""
+        """Return the rows of a table as a DataFrame with all columns.
+
+        Args:
+            table: The name of the table.
+        """
         import pandas as pd
 
         return pd.DataFrame(self.rows[table], columns=list(TABLES[table].names))

@@ -1,6 +1,6 @@
-"""MLflow: an experiment named as the run, at the tracking URI that its environment says (`MLFLOW_TRACKING_URI`).
+"""MLflow tracker: an experiment named after the run, at the tracking URI of the environment (`MLFLOW_TRACKING_URI`).
 
-It is given numbers and, as parameters, the configuration; it has no histograms, and pictures and events stay out of it.
+It receives numbers and, as parameters, the configuration. Histograms, pictures and events are not exported.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mlflow.exceptions import MlflowException
 from .content import Content
 from .tracking import Outcome, Tracked
 
-# What its servers take: https://mlflow.org/docs/latest/rest-api.html#log-batch
+# Limits of MLflow servers: https://mlflow.org/docs/latest/rest-api.html#log-batch
 KEY_LENGTH = 250
 VALUE_LENGTH = 500
-METRICS, PARAMS = 1000, 100  # in one batch
+METRICS, PARAMS = 1000, 100  # The maximum number in one batch.
 STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
 class Mlflow:
-    """Logs one batch a step; waits for the answer.
+    """Logs one batch per step and waits for the response.
 
     Args:
-        run: What is tracked. A run that goes on is a new one there, which begins at the step that is done again.
-        place: Of no use here.
+        run: The run. A resumed run creates a new MLflow run that starts at the first repeated step.
+        place: Not used.
     """
 
     draws = False
@@ -48,21 +48,21 @@ class Mlflow:
         found = self.client.get_experiment_by_name(name)
         try:
             return self.client.create_experiment(name) if found is None else found.experiment_id
-        except MlflowException:  # another job of the sweep has made it meanwhile
+        except MlflowException:  # another job of the sweep created it in the meantime
             found = self.client.get_experiment_by_name(name)
             if found is None:
                 raise
             return found.experiment_id
 
     def log(self, step: int, content: Content) -> None:
-        """Send the step's numbers."""
+        """Send the numbers of a step."""
         now = int(time.time() * 1000)
         metrics = [Metric(tag[-KEY_LENGTH:], value, now, step) for tag, value in content.scalars.items()]
         for start in range(0, len(metrics), METRICS):
             self.client.log_batch(self.id, metrics=metrics[start : start + METRICS])
 
     def close(self, outcome: Outcome) -> None:
-        """Say how the run ended."""
+        """Set the final status of the run."""
         self.client.set_terminated(self.id, STATUS[outcome])
 
 
@@ -70,7 +70,10 @@ begin = Mlflow
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """A configuration as names and texts: `train.batch_size`, lists as JSON; what is too long ends in `...`."""
+    """Flatten a configuration into names such as `train.batch_size` and texts.
+
+    Lists become JSON; long texts are truncated.
+    """
     for name, value in config.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value:

@@ -1,6 +1,6 @@
-"""Rows on disk: a journal that a step's rows are in when it ends, and Parquet parts that take its place.
+"""The sink that writes Parquet. When a step ends, its rows are in a journal; a journal becomes a Parquet part later.
 
-`instrument.sinks.parts` says which files there are, `instrument.sinks.tensors` how recorded tensors come to them.
+`instrument.sinks.parts` describes the files, `instrument.sinks.tensors` the writing of recorded tensors.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from .recovery import has_moved
 from .row_counts import RowCounts
 from .tensors import TensorWriter
 
-ROWS_JOURNAL_BYTES = 32 * 2**20  # of a journal of rows, before a part takes its place: some 120,000 rows
+ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a part: about 120,000 rows.
 TENSORS_JOURNAL_BYTES = 64 * 2**20
 RESERVE_BYTES = 65_536
 PHASE = {name: table.names.index("phase") for name, table in TABLES.items() if "phase" in table.names}
 
 
 def warn(message: str) -> None:
-    """What is told where nobody else tells it."""
+    """Issue a warning; the default for `tell`."""
     warnings.warn(message, InstrumentWarning, stacklevel=2)
 
 
 class ParquetSink:
-    """Writes rows below a run's folder.
+    """Writes rows and tensors to the folder of a run.
 
     Args:
-        folder: The run's folder; it has to exist.
-        tensors: `list` keeps values as `list<float>`, which every Parquet reader knows; `bytes` keeps raw bytes,
-            which are several times faster. Types that float32 cannot hold to the bit are kept as bytes either way.
-        when_full: Where tensors come faster than they are written: `wait` for the disk, or `drop` them; what was
-            dropped is counted in `coverage`.
-        durability: What rows of finished steps outlive: the end of the `process`, however it comes, or a loss of
-            `power`, which costs an fsync a step and table.
-        on_error: Where nothing can be written any more: `stop` with an error, or `continue` without recording.
-        tell: Called with what is wrong, where it continues.
-        parts: The number of parts that each table has already; none without it.
+        folder: The folder of the run. It must exist when the first rows are written.
+        tensors: `list` (default) stores values as `list<float>`, which every Parquet reader supports. `bytes` stores
+            raw bytes, which is several times faster. Dtypes that float32 cannot represent exactly are always stored as
+            bytes.
+        when_full: What to do if tensors arrive faster than they are written: `wait` (default) for the disk, or `drop`
+            them. Dropped tensors are counted in `coverage`.
+        durability: What the rows of completed steps survive: the end of the `process` for any reason (default), or a
+            `power` failure, which requires one fsync per step and table.
+        on_error: What to do if a file cannot be written: `stop` (default) with an error, or `continue` without
+            recording.
+        tell: Called with a message if it continues. Default: issue a warning.
+        parts: The number of existing parts of each table. Default: none.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class ParquetSink:
         self.on_error = on_error
         self.tell = tell
         self.failure: str | None = None
-        self._place: os.stat_result | None = None  # of the folder, once there are rows: it may be made after the sink
+        # Of the folder. Set with the first rows, since the folder may be created after the sink.
+        self._place: os.stat_result | None = None
         self._has_reserve = False
         self._step: int | None = None  # the last training step whose rows were written
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
@@ -85,14 +88,17 @@ class ParquetSink:
         self._tensors = TensorWriter(self._logs["tensors"], tensors=tensors, when_full=when_full)
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Take rows; they are written when the step ends."""
+        """Buffer rows. They are written at the end of the step."""
         if self.failure is None:
             self._rows[table].extend(rows)
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Copy a tensor into memory that is written while the step goes on.
+        """Copy a tensor into a buffer that a thread writes during the step.
+
+        Returns:
+            The size of the stored values in bytes; None if the tensor was dropped.
 
         Raises:
             SinkError: Tensors cannot be written.
@@ -106,10 +112,10 @@ class ParquetSink:
             return None
 
     def end_step(self) -> None:
-        """Hand everything to the operating system.
+        """Write the rows and tensors of the step to the operating system.
 
         Raises:
-            SinkError: It cannot be written.
+            SinkError: They cannot be written.
         """
         if self.failure is not None:
             return
@@ -128,10 +134,13 @@ class ParquetSink:
             self._rows = {name: [] for name in TABLES}
 
     def settle(self) -> dict[str, int]:
-        """Make parts of all journals; gives the number of parts of each table.
+        """Convert all journals to parts.
+
+        Returns:
+            The number of parts of each table.
 
         Raises:
-            SinkError: It cannot be written.
+            SinkError: A part cannot be written.
         """
         try:
             for log in self._logs.values():
@@ -142,10 +151,10 @@ class ParquetSink:
         return {name: log.part.number for name, log in self._logs.items()}
 
     def close(self) -> None:
-        """Make parts of all that is left, and give every table that had no rows an empty one.
+        """Convert all journals to parts, and write an empty part for each table without rows.
 
         Raises:
-            SinkError: It cannot be written; what is in journals stays there.
+            SinkError: A part cannot be written. Rows in journals are kept.
         """
         self.end_step()
         self._tensors.stop()
@@ -155,7 +164,7 @@ class ParquetSink:
                     log.close()
                 self._counts.remove()
                 self._reserve.unlink(missing_ok=True)
-                with suppress(OSError):  # somebody else has put something there
+                with suppress(OSError):  # another program has put a file there
                     (self.folder / JOURNALS).rmdir()
         except OSError as error:
             self._fail(error)
@@ -165,7 +174,7 @@ class ParquetSink:
             self._counts.release()
 
     def _count(self) -> None:
-        """Write down how many rows the journals hold by now."""
+        """Write the number of rows in each journal to the row count file."""
         self._counts.write((log.part.number, log.rows) for log in self._logs.values())
 
     @property
@@ -173,7 +182,7 @@ class ParquetSink:
         return reserve_of(self.folder, own_rank())
 
     def _set_aside(self) -> None:
-        """Keep a little room on the disk, to have it when the disk is full and that is to be said."""
+        """Reserve a little disk space, which is released to report a full disk."""
         if not self._has_reserve:
             self._place = os.stat(self.folder)
             self._reserve.parent.mkdir(exist_ok=True)
@@ -181,7 +190,7 @@ class ParquetSink:
             self._has_reserve = True
 
     def _saved(self) -> str:
-        """What is on disk of all that was written, in words: it is looked for."""
+        """Describe which of the written files exist, for error messages."""
         try:
             there = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -201,7 +210,7 @@ class ParquetSink:
         return f"{steps}, but files of {', '.join(lost)} are gone" if lost else steps
 
     def _fail(self, error: OSError) -> None:
-        """Nothing is written from now on; it is said, and put down among the events where that is still possible."""
+        """Stop writing after an error, and report it. It is also recorded as an event if possible."""
         step = 0 if self._step is None else self._step + 1
         problem = error.strerror or str(error)
         self.failure = f"{self.folder} cannot be written any more: {problem}; {self._saved()}"

@@ -1,14 +1,14 @@
-"""The files of a run: Parquet parts, one folder a table, and the journals of what is in no part yet.
+"""The files of a run: Parquet parts, one folder per table, and journals with the rows that are in no part yet.
 
     stats/part-0000-000000.parquet           rank, number
-    stats/part-0000-000001-000007.parquet    parts 1 to 7 in one, see instrument.sinks.compaction
-    journal/stats-0000-000008.arrows         the rows that will be part 8
-    journal/stats-0000-000008.tmp            part 8 while it is written
-    journal/rows.0000                        how many rows there are in the journals of rank 0, see instrument.sinks.row_counts
+    stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.sinks.compaction
+    journal/stats-0000-000008.arrows         the rows of the future part 8
+    journal/stats-0000-000008.tmp            part 8 while it is being written
+    journal/rows.0000                        number of rows in the journals of rank 0, see instrument.sinks.row_counts
 
-A part is written aside and put into its place by renaming; only then is what it takes the place of removed: the journal of
-its rows, or the parts that were merged to it. So whoever looks for journals first, and for parts then, meets every row, and
-of two files that have a row the one that came later counts.
+A part is written to a temporary file and renamed. Only then are the files that it replaces removed: the journal of its
+rows, or the parts that were merged into it. A reader that lists journals first and parts second therefore finds every
+row. If two files contain a row, the newer one counts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ JOURNALS = "journal"
 DAMAGED = ".damaged"
 OTHER_COLUMNS = "the columns are not those of this table: it is not read"
 ROW_GROUP_ROWS = 32_768
-TENSORS_ROWS = 8_192  # of the table of tensors: who wants one of them reads a row group
-AT_ONCE = 256  # files of a folder that the system lists in one go
-JOINED, JOINED_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are joined to one
+TENSORS_ROWS = 8_192  # the number of rows that are read to get one tensor
+AT_ONCE = 256  # the number of files that the system lists in one call
+JOINED, JOINED_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are combined into one
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
@@ -42,41 +42,47 @@ _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
 class Part(NamedTuple):
-    """One part of a table, or several that were merged: which process wrote it, and which in order."""
+    """One part of a table, or several merged ones.
+
+    Attributes:
+        rank: The process that wrote it, from 0.
+        number: The number of the part, or of the first merged one.
+        last: The number of the last merged one; -1 for a single part.
+    """
 
     rank: int
     number: int
-    last: int = -1  # of those that were merged to it; -1 where it is one
+    last: int = -1
 
     @property
     def end(self) -> int:
-        """The number of the part that comes next."""
+        """The number of the next part."""
         return max(self.number, self.last) + 1
 
     @property
     def name(self) -> str:
-        """Its rank and numbers, as files have them in their names."""
+        """The rank and numbers as they occur in file names."""
         return f"{self.rank:04d}-{self.number:06d}" + (f"-{self.last:06d}" if self.last > self.number else "")
 
     def covers(self, other: Part) -> bool:
-        """Whether the other's rows are all in this one."""
+        """Return whether this part contains all rows of another one."""
         return self.rank == other.rank and self.number <= other.number and other.end <= self.end
 
     def file(self, folder: Path, table: str) -> Path:
-        """Its Parquet file."""
+        """Return its Parquet file."""
         return folder / table / f"part-{self.name}.parquet"
 
     def journal(self, folder: Path, table: str) -> Path:
-        """The journal of its rows, as long as there is no file."""
+        """Return the journal of its rows, which exists until the Parquet file does."""
         return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
 
     def aside(self, folder: Path, table: str) -> Path:
-        """Its file while it is written."""
+        """Return its temporary file."""
         return self.journal(folder, table).with_suffix(".tmp")
 
 
 def parts_of(folder: Path, table: str) -> dict[Part, Path]:
-    """The Parquet files of a table, in order, without those whose rows are in a merged one."""
+    """Return the Parquet files of a table in order, without those whose rows are in a merged part."""
     found: dict[Part, Path] = {}
     latest: Part | None = None
     for part, file in written_parts(folder, table).items():
@@ -86,7 +92,7 @@ def parts_of(folder: Path, table: str) -> dict[Part, Path]:
 
 
 def written_parts(folder: Path, table: str) -> dict[Part, Path]:
-    """All Parquet files of a table, in order, a merged one before those that it was made of."""
+    """Return all Parquet files of a table in order. A merged part comes before the parts that it replaces."""
     found = {}
     for name in names_in(folder / table):
         if match := _PART.fullmatch(name):
@@ -95,8 +101,11 @@ def written_parts(folder: Path, table: str) -> dict[Part, Path]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of what is in a folder at one moment: the system lists many files in several goes, between which a merged
-    one can come and those that it was made of can go."""
+    """Return the names of the files in a folder at one moment.
+
+    The system lists a large folder in several calls. In between, a merged part can appear and the parts that it
+    replaces can disappear, so the folder is listed until two listings agree.
+    """
     try:
         names = [file.name for file in folder.iterdir()]
         while len(names) > AT_ONCE and names != (names := [file.name for file in folder.iterdir()]):
@@ -107,7 +116,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:
-    """The journals of a table, or of all tables, in order; some may be of rows that are in a part already."""
+    """Return the journals of a table, or of all tables, in order. The rows of some may already be in a part."""
     found = {}
     for name in names_in(folder / JOURNALS):
         match = _JOURNAL.fullmatch(name)
@@ -117,25 +126,30 @@ def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part]
 
 
 def reserve_of(folder: Path, rank: int) -> Path:
-    """What a process keeps of the disk, see `instrument.sinks.parquet`."""
+    """Return the file that reserves disk space for a process, see `instrument.sinks.parquet`."""
     return folder / JOURNALS / f"reserve.{rank:04d}"
 
 
 def reserves_of(folder: Path) -> list[Path]:
-    """What all processes of a run keep of the disk."""
+    """Return the files that reserve disk space for all processes of a run."""
     return list((folder / JOURNALS).glob("reserve.*"))
 
 
 def row_counts_of(folder: Path, rank: int) -> Path:
-    """Where a process writes down how many rows its journals hold."""
+    """Return the row count file of a process."""
     return folder / JOURNALS / f"rows.{rank:04d}"
 
 
 def foreign_files(folder: Path, place: str) -> list[Path]:
-    """Files in the folder of a table, or in that of the journals, that no run has put there, and that nothing here reads."""
+    """Return the files in a folder of a run that no run has written and no reader uses.
+
+    Args:
+        folder: The folder of the run.
+        place: The name of a table's folder, or of the folder of journals.
+    """
     names = names_in(folder / place)
     if not names or (place != JOURNALS and all(_PART.fullmatch(name) for name in names)):
-        return []  # at once: there may be thousands of runs
+        return []  # a shortcut: there may be thousands of runs
     ours = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
     known = {*ours.values(), *reserves_of(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)
@@ -143,20 +157,20 @@ def foreign_files(folder: Path, place: str) -> list[Path]:
 
 
 def settle(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> Reading:
-    """Make a part of its journal, and remove the journal; one that is damaged is kept under another name.
+    """Convert a journal to a part and remove it. A damaged journal is kept under another name.
 
     Args:
-        folder: The run's folder.
-        table: Which table.
+        folder: The folder of the run.
+        table: The table.
         part: The part.
-        written: How many rows were written to the journal, at least; 0 where nobody knows.
-        fsync: Whether the part is to outlive a power failure.
+        written: The minimum number of rows that were written to the journal; 0 if unknown.
+        fsync: Whether the part survives a power failure. Default: False.
 
     Returns:
-        What was found in the journal, with what could not be read of it.
+        The content of the journal, with a message about unreadable data.
 
     Raises:
-        OSError: The part cannot be written; the journal is left as it is.
+        OSError: The part cannot be written. The journal is kept unchanged.
     """
     journal = part.journal(folder, table.name)
     reading = Reading.of(journal, ours=True)
@@ -168,7 +182,7 @@ def settle(folder: Path, table: Table, part: Part, written: int, *, fsync: bool 
             most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             for group in _groups(_joined(placed(table, batch) for batch in usable), most):
                 rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
-                writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more
+                writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or cut_short(reading.rows, written)
     if reading.problem is None:
         journal.unlink()
@@ -178,14 +192,20 @@ def settle(folder: Path, table: Table, part: Part, written: int, *, fsync: bool 
 
 
 def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
-    """Take away what one process wrote after each table had so many parts: later parts, journals, and what is half-done.
+    """Remove everything that one process wrote after each table had a certain number of parts.
+
+    Removed are later parts, journals, and temporary files.
+
+    Args:
+        folder: The folder of the run.
+        rank: The process.
+        counts: The number of parts of each table to keep.
 
     Raises:
-        OSError: It cannot be taken away.
+        OSError: A file cannot be removed, or a merged part contains rows to keep and rows to remove.
     """
-    row_counts_of(folder, rank).unlink(
-        missing_ok=True
-    )  # first: a journal that is gone is missed as long as it is there
+    # Removed first: as long as it exists, missing journals are reported.
+    row_counts_of(folder, rank).unlink(missing_ok=True)
     for name in TABLES:
         for part, file in written_parts(folder, name).items():
             if part.rank == rank and part.number >= counts[name]:
@@ -196,11 +216,11 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
         if part.rank == rank:
             file.unlink()
     for aside in (folder / JOURNALS).glob("*.tmp"):
-        aside.unlink(missing_ok=True)  # another process may have
+        aside.unlink(missing_ok=True)  # another process may have removed it
 
 
 def in_order(table: Table, rows: pa.Table) -> pa.Table:
-    """Rows sorted as the files of their table are; those of one step and layer stay as they come."""
+    """Sort rows as in the files of the table. Rows of one step and layer keep their order."""
     if not table.is_sorted:
         return rows
     keys = pa.table({name: _plain(rows.column(name)) for name in ORDER})
@@ -208,7 +228,10 @@ def in_order(table: Table, rows: pa.Table) -> pa.Table:
 
 
 def as_written(rows: pa.Table) -> pa.Table:
-    """Rows of a sorted table in the order in which they were written; those that lack a position stay as they come."""
+    """Sort the rows of a sorted table in the order in which they were written.
+
+    Rows without a position keep their order.
+    """
     keys = pa.table({name: _plain(rows.column(name)) for name in AS_WRITTEN})
     return rows.take(pc.sort_indices(keys, [(name, "ascending") for name in AS_WRITTEN]))
 
@@ -218,7 +241,7 @@ def _plain(cells: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in fewer batches: what Arrow needs for a batch of a few rows is more than the rows."""
+    """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows."""
     few: list[pa.RecordBatch] = []
     for batch in batches:
         few.append(batch)
@@ -230,7 +253,7 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _groups(batches: Iterator[pa.RecordBatch], most: int) -> Iterator[list[pa.RecordBatch]]:
-    """Batches for one row group each."""
+    """Group batches into row groups."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
@@ -245,7 +268,7 @@ def _groups(batches: Iterator[pa.RecordBatch], most: int) -> Iterator[list[pa.Re
 
 @contextmanager
 def new_part(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Iterator[pq.ParquetWriter]:
-    """A part that is in its place when the block ends, and nowhere where an error ends it."""
+    """Create a part. It is renamed to its final name when the block ends; after an error, no file remains."""
     aside, file = part.aside(folder, table.name), part.file(folder, table.name)
     file.parent.mkdir(exist_ok=True)
     aside.parent.mkdir(exist_ok=True)
@@ -277,6 +300,6 @@ def _options(table: Table) -> dict[str, Any]:
     if table.is_sorted:
         options["sorting_columns"] = [pq.SortingColumn(table.schema.get_field_index(name)) for name in ORDER]
     if table.name == "tensors":
-        # Dictionaries and statistics of values cost more than the values: they are for labels only.
+        # Dictionaries and statistics of recorded values cost more than the values. Only labels have them.
         options |= {"compression": "none", "compression_level": None, "write_statistics": ["step", *labels]}
     return options

@@ -1,11 +1,11 @@
-"""Recorded tensors as pictures: feature maps and filters as a grid of tiles.
+"""Pictures of recorded tensors: feature maps and filters as a grid of tiles.
 
-A tensor of four dimensions gives the channels of its first sample; that of a parameter one tile for each filter and input
-channel. One of three dimensions gives a tile for each entry of the first. No more than the first `TILES` are drawn, and of
-a tile longer than `LONGEST` every n-th row and column.
+A 4D tensor of a module shows the channels of its first sample; a 4D parameter shows one tile per filter and input
+channel. A 3D tensor shows one tile per index of dimension 0. At most `TILES` tiles are drawn. Tiles longer than
+`LONGEST` are subsampled.
 
-Where there are negative values zero is mid-grey, black and white are the largest magnitude's; else black is zero and white
-the largest. Values that are not finite are red, the lines between tiles blue.
+If there are negative values, zero is mid-gray, and black and white are the largest magnitude. Otherwise black is zero
+and white is the maximum. Values that are not finite are red; the lines between tiles are blue.
 """
 
 from __future__ import annotations
@@ -21,43 +21,46 @@ from torch import Tensor
 from ..spec.kinds import KINDS
 
 TILES = 64
-LONGEST = 128  # pixels of a tile's side
-SHORTEST = 32  # to which small tiles are enlarged, by a whole factor
+LONGEST = 128  # maximum side of a tile in pixels; longer tiles are subsampled
+SHORTEST = 32  # small tiles are enlarged to this side by an integer factor
 
-WHITE, NOT_FINITE, BETWEEN = 253, 254, 255  # places in the palette; black is 0
+WHITE, NOT_FINITE, BETWEEN = 253, 254, 255  # indices in the palette; black is 0
 PALETTE = [round(grey * 255 / WHITE) for grey in range(WHITE + 1) for _ in "rgb"] + [220, 40, 40] + [40, 60, 110]
 
 
 class Arriving(NamedTuple):
-    """Tiles in the CPU's memory, or on their way there.
+    """Tiles in CPU memory, or being copied to it.
 
     Attributes:
         tiles: float32, shape [tiles, height, width].
-        arrived: The end of their way from a GPU; None where they are here.
+        arrived: The event that marks the end of the copy from a GPU; None if the tiles are in CPU memory.
     """
 
     tiles: Tensor
     arrived: torch.cuda.Event | None = None
 
     def here(self) -> np.ndarray[Any, Any]:
-        """The tiles; waits for those that have not arrived."""
+        """Return the tiles. Wait for the copy if necessary."""
         if self.arrived is not None:
             self.arrived.synchronize()
         found: np.ndarray[Any, Any] = self.tiles.numpy()
         return found
 
     def painted(self) -> Image.Image:
-        """The tiles as one image; waits for them."""
+        """Return the tiles as one image. Wait for the copy if necessary."""
         return painted(self.here())
 
 
 def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Arriving | None:
-    """A copy of what is to be drawn of a tensor, made without waiting for its device; None where it is no picture.
+    """Copy the displayed part of a tensor without waiting for its device.
 
     Args:
-        kind: The hook's kind, which tells filters from feature maps.
+        kind: The hook kind. It distinguishes filters from feature maps.
         tensor: Any shape, strided, on any device.
-        dtype: The type that it is recorded in.
+        dtype: The dtype in which it is recorded; None for its own.
+
+    Returns:
+        The tiles; None if the tensor cannot be drawn.
     """
     shown = _cut(tensor.detach(), filters=kind in KINDS and KINDS[kind].family != "module")
     if shown is None:
@@ -74,7 +77,7 @@ def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Arr
 
 
 def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:
-    """The tiles, shape [tiles, height, width], as a view where that can be."""
+    """Return the tiles, shape [tiles, height, width], as a view if possible."""
     if tensor.dim() not in (3, 4) or not tensor.numel() or min(tensor.shape[-2:]) < 2:
         return None
     if tensor.dim() == 4:
@@ -84,7 +87,7 @@ def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:
 
 
 def painted(tiles: np.ndarray[Any, Any]) -> Image.Image:
-    """Tiles side by side, as an image with a palette: it is a third of the bytes of the colours.
+    """Draw tiles side by side as an image with a palette, which takes a third of the bytes of an RGB image.
 
     Args:
         tiles: float32, shape [tiles, height, width].
@@ -102,7 +105,7 @@ def painted(tiles: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def _grid(tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[tiles, height, width] to one of about as many rows as columns, with lines between them."""
+    """Arrange [tiles, height, width] in a grid with about as many rows as columns and lines in between."""
     count, height, width = tiles.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)

@@ -1,4 +1,4 @@
-"""Bounded memory for copies of tensors, used again and again."""
+"""A bounded pool of reusable memory for copies of tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-GRAIN = 4096  # bytes: sizes are rounded up to it, so that tensors of about one size share their rooms
-PATIENCE = 0.5  # seconds after which somebody who waits looks whether anybody still works
+# In bytes. Sizes are rounded up to it, so that tensors of similar size reuse the same buffers.
+GRAIN = 4096
+PATIENCE = 0.5  # seconds between two checks while waiting for a buffer
 
 
 class Pool:
-    """Rooms for bytes, of which no more than a limit are in use or kept at any time.
+    """Byte buffers with a limit on the total size of used and idle ones.
 
-    A tensor larger than the limit gets a room as soon as no other is in use.
+    A tensor larger than the limit gets a buffer as soon as no other one is in use.
 
     Args:
-        limit: Bytes.
+        limit: The limit in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -29,15 +30,16 @@ class Pool:
         self._changed = threading.Condition()
 
     def take(self, size: int, *, pinned: bool, wait: Callable[[], None] | None) -> Tensor | None:
-        """A room of at least `size` bytes, uint8.
+        """Return a buffer of at least `size` bytes, dtype uint8.
 
         Args:
-            size: Bytes that are needed.
-            pinned: Whether a GPU is to write there.
-            wait: Called while there is no room, now and then; it raises where none will come. None: do not wait.
+            size: The required size in bytes.
+            pinned: Whether a GPU writes to the buffer.
+            wait: Called repeatedly while no buffer is available; it raises an exception if none will become available.
+                None: do not wait.
 
         Returns:
-            The room; None where there is none and nobody waits.
+            The buffer; None if none is available and `wait` is None.
         """
         size = max(1, -(-size // GRAIN)) * GRAIN
         with self._changed:
@@ -57,7 +59,7 @@ class Pool:
             return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def give_back(self, room: Tensor) -> None:
-        """A room that is not in use any more."""
+        """Return a buffer to the pool."""
         size = room.numel()
         with self._changed:
             self.used -= size
@@ -67,7 +69,7 @@ class Pool:
             self._changed.notify_all()
 
     def _forget_one(self) -> None:
-        """Let go of an idle room, of the size that was not asked for the longest."""
+        """Free an idle buffer of the size that has been unused the longest."""
         key = next(iter(self._idle))
         self._idle[key].pop()
         self._idle_bytes -= key[0]

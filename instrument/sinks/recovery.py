@@ -1,4 +1,4 @@
-"""A run that was killed, put in order: what its journals hold becomes Parquet."""
+"""Recovery of killed runs: the rows of their journals become Parquet."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .row_counts import DAMAGED
 
 @dataclass
 class Recovered:
-    """What was found in journals.
+    """The result of a recovery.
 
     Attributes:
-        rows: How many rows became Parquet, by table.
-        torn: Tables of which a step was being written when the process ended; what was written of it is let go.
-        problems: What could not be read, in words.
+        rows: The number of rows that became Parquet, by table.
+        torn: Tables whose last step was incomplete when the process ended. Its incomplete message is discarded.
+        problems: Messages about unreadable data.
     """
 
     rows: Counter[str] = field(default_factory=Counter)
@@ -39,10 +39,16 @@ class Recovered:
 
 
 def recover(folder: Path) -> Recovered:
-    """Make parts of all journals of a run whose process is gone, and clear away what it left half-done.
+    """Convert all journals of a run without a process to parts, and remove its temporary files.
+
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        What was recovered, and problems.
 
     Raises:
-        OSError: It cannot be written; what was not put in order yet is as it was.
+        OSError: A file cannot be written. The files not yet processed are unchanged.
     """
     found = Recovered()
     for aside in (folder / JOURNALS).glob("*.tmp"):
@@ -65,13 +71,13 @@ def recover(folder: Path) -> Recovered:
                 pass
     for file in (*reserves_of(folder), *row_counts_in(folder)):
         file.unlink()
-    with suppress(OSError):  # a damaged journal stays there
+    with suppress(OSError):  # a damaged journal is kept
         (folder / JOURNALS).rmdir()
     return found
 
 
 def has_moved(folder: Path) -> bool:
-    """Whether a table without a part may have had some, which are elsewhere by now."""
+    """Return whether the parts of a run were moved to a remote folder, so that tables without parts are expected."""
     with suppress(OSError, ValueError, AttributeError):
         return moved_to(json.loads((folder / "run.json").read_text())) is not None
     return False

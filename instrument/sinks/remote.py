@@ -1,6 +1,7 @@
-"""Folders behind an address, such as `s3://bucket/prefix`: whatever fsspec has a protocol for.
+"""Remote folders at an address such as `s3://bucket/prefix`, for every protocol of fsspec.
 
-Credentials come from the environment and from fsspec's own configuration. An address has none: it is written down.
+Credentials come from the environment and from the fsspec configuration. Addresses must not contain any, since they are
+written to files and logs.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from .client_errors import CREDENTIALS, told, without_secrets
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
 
-# Where a file is there as a whole or not at all; elsewhere it is sent aside and moved.
+# Object stores replace files atomically. Elsewhere, a file is uploaded under a temporary name and moved.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"})
 EXTRAS = {
     "s3": "s3",
     "s3a": "s3",
     "gs": "gcs",
     "gcs": "gcs",
-}  # by protocol; the others need fsspec and their own package
-SWEEP_RECORD = "multirun.yaml"  # Hydra's record of a sweep, in the folder of all its jobs
-REMOTE = "sink.remote"  # what a run's remote folder is asked for by
-AHEAD = 2**18  # bytes that are read ahead of what DuckDB asks for: a column of a row group has about as many
+}  # by protocol; others require fsspec and their own package
+SWEEP_RECORD = "multirun.yaml"  # Hydra's record of a sweep, in the folder that contains its jobs
+REMOTE = "sink.remote"  # the config key of a run's remote folder
+AHEAD = 2**18  # bytes to read ahead: about the size of one column of a row group
 ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
 WRITTEN_HERE = "a run is written to a folder of this machine, from where it can be sent on"
-AT_ONCE = 2  # pieces of 50 MB that are in memory of a large file
+AT_ONCE = 2  # the number of pieces of 50 MB of a large file in memory
 
 CLIENTS = (
     "adlfs",
@@ -50,20 +51,23 @@ CLIENTS = (
     "s3fs",
 )
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.+)")
-_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # what pathlib makes of an address
+_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")  # an address after pathlib has changed it
 _SECRET = re.compile(r"://[^@]*:[^@]*@|://.*[?#]")
 
 
 def is_address(path: object) -> bool:
-    """Whether a folder is named by an address rather than by a path; also where pathlib has made it `s3:/bucket`."""
+    """Return whether a folder is given by an address, not by a path.
+
+    Also true for `s3:/bucket`, which pathlib makes of one.
+    """
     return "://" in str(path) or _COLLAPSED.match(str(path)) is not None
 
 
 def check_address(address: str, where: str) -> None:
-    """Make sure that an address is one, and has nothing in it that is not to be written down.
+    """Check that an address is valid and contains no credentials.
 
     Raises:
-        ConfigError: It is not; one with credentials is not repeated.
+        ConfigError: It is invalid. The message does not repeat an address with credentials.
     """
     refuse_secret(address, where)
     found = _ADDRESS.fullmatch(address)
@@ -77,11 +81,11 @@ def check_address(address: str, where: str) -> None:
 
 
 def refuse_secret(text: str, where: str) -> None:
-    """Stop at an address with credentials in it, without repeating it.
+    """Refuse an address that contains credentials, without repeating it.
 
     Args:
-        text: The address, or what holds it.
-        where: What the user says it by.
+        text: The address, or a text that contains it.
+        where: The config key or argument, for the message.
 
     Raises:
         ConfigError: There are credentials.
@@ -92,10 +96,10 @@ def refuse_secret(text: str, where: str) -> None:
 
 
 def filesystem(address: str, where: str) -> tuple[Any, str]:
-    """fsspec's file system for an address, and the path of the folder in it.
+    """Return the fsspec file system of an address and the path of the folder in it.
 
     Raises:
-        ConfigError: The address is none, or a package is missing.
+        ConfigError: The address is invalid, or a package is missing.
     """
     try:
         import fsspec
@@ -103,7 +107,7 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
         allowed = pip_command("remote")
         raise ConfigError(Mistake(where, "remote folders need fsspec", written=address, allowed=allowed)) from None
     check_address(address, where)
-    for client in CLIENTS:  # what they tell of their requests, where everything is logged, has tokens in it
+    for client in CLIENTS:  # clients log requests with tokens when debug logging is enabled
         logging.getLogger(client).setLevel(logging.WARNING)
     protocol = address.partition("://")[0]
     if EXTRAS.get(protocol) == "gcs":
@@ -118,28 +122,28 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
 
 
 def check_remote(remote: str | None, where: str = REMOTE) -> None:
-    """Make sure that a remote folder, where one is asked for, can be meant: before anything of it is written down.
+    """Check that a remote folder can be used, before its address is written to any file. None is allowed.
 
     Raises:
-        ConfigError: The address is none or has credentials in it, or a package is missing.
+        ConfigError: The address is invalid or contains credentials, or a package is missing.
     """
     if remote is not None:
         filesystem(remote, where)
 
 
 def _leave_random_numbers() -> None:
-    """Have gcsfs draw the pauses between its attempts from a generator of its own: Python's is the run's."""
-    with suppress(ImportError):  # that it is missing is told where it is used
+    """Give gcsfs its own random generator for retry delays. Python's global generator belongs to the run."""
+    with suppress(ImportError):  # the missing package is reported where it is used
         retry: Any = importlib.import_module("gcsfs.retry")
         retry.random = random.Random()
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """Storage options, where the user's own configuration of fsspec has no others.
+    """Return storage options. The user's fsspec configuration has priority.
 
-    botocore draws from Python's random numbers before it tries again, and these are the run's own: it does not try again,
-    since that is done here. Of a file that is read here and there, s3fs fetches 50 MB behind each place, and of a large one that
-    is sent it has ten pieces of 50 MB in memory: here it is less.
+    botocore draws from Python's global random generator before a retry, so its retries are disabled; this package
+    retries itself. By default, s3fs reads 50 MB ahead at each position and keeps ten pieces of 50 MB of an upload in
+    memory; smaller values replace these.
     """
     if EXTRAS.get(protocol) != "s3":
         return {}
@@ -154,10 +158,10 @@ def _options(protocol: str) -> dict[str, Any]:
 
 
 def folder_at(path: str | Path, where: str = "") -> Path:
-    """A folder to read from, by its path or its address; the latter has pathlib's interface too.
+    """Return a folder to read from, by its path or its address. A remote folder has the interface of pathlib.
 
     Raises:
-        ConfigError: The address is none, or a package is missing.
+        ConfigError: The address is invalid, or a package is missing.
     """
     address = str(path)
     if not is_address(address):
@@ -174,12 +178,13 @@ def folder_at(path: str | Path, where: str = "") -> Path:
 
 
 def opened(path: str | Path) -> Path:
-    """A folder to read from, as `folder_at` gives it; of a remote one, what was known of its files is forgotten, and all of
-    them are listed at once.
+    """Return a folder to read from, as `folder_at` does.
+
+    Of a remote folder, the cached listing is discarded and all files are listed in one call.
 
     Raises:
-        ConfigError: The address is none, or a package is missing.
-        InstrumentError: Nobody answers there, or reading is not allowed.
+        ConfigError: The address is invalid, or a package is missing.
+        InstrumentError: The service does not answer or does not allow reading.
     """
     folder = folder_at(path)
     if is_address(folder):
@@ -188,21 +193,22 @@ def opened(path: str | Path) -> Path:
         try:
             files.find(arrow_name(folder))
         except FileNotFoundError:
-            return folder  # whoever looks for a run there says so
-        except Exception as error:  # of many kinds: whatever a client raises
+            return folder  # the caller reports that there is no run
+        except Exception as error:  # clients raise exceptions of many types
             raise InstrumentError(f"{folder} cannot be read: {told(error)}") from None
     return folder
 
 
 def arrow_name(file: Path) -> str:
-    """What a file is called in the file system that it lies in."""
+    """Return the name of a file in its file system."""
     return str(cast(Any, file).path) if is_address(file) else str(file)
 
 
 def place_of(folder: Path, remote: str) -> str:
-    """The address of a folder: below `remote` as it lies below `runs`, or else as it lies in the folder above its sweep's.
+    """Return the remote address of a run's folder.
 
-    A folder that lies in neither has its name there.
+    The path below `runs` is appended to `remote`. A folder outside `runs` keeps its path below the parent of its
+    sweep's folder, or else only its name.
     """
     folder = folder.resolve()
     parts = folder.parts
@@ -214,10 +220,10 @@ def place_of(folder: Path, remote: str) -> str:
 
 
 def moved_to(info: Mapping[str, Any]) -> str | None:
-    """The address that a run's parts were moved to; None where they stayed.
+    """Return the address to which the parts of a run were moved; None if they were not moved.
 
     Args:
-        info: Its run.json.
+        info: The content of run.json.
     """
     config = info.get("config")
     sink = config.get("sink") if isinstance(config, dict) else None
@@ -225,18 +231,18 @@ def moved_to(info: Mapping[str, Any]) -> str | None:
 
 
 class RemoteFolder:
-    """A folder behind an address.
+    """A remote folder.
 
     Args:
-        address: Without credentials.
-        where: What the user says it by.
+        address: The address, without credentials.
+        where: The config key or argument that contains it, for messages.
 
     Attributes:
-        moved: How many bytes were sent, those of files included that are not there yet as a whole.
+        moved: The number of bytes sent, including those of incomplete files.
 
     Raises:
-        ConfigError: The address is none, or a package is missing.
-        Exception: From the methods, of many kinds: whatever a client raises where it cannot be reached.
+        ConfigError: The address is invalid, or a package is missing.
+        Exception: From the methods: clients raise exceptions of many types if the service cannot be reached.
     """
 
     def __init__(self, address: str, where: str) -> None:
@@ -248,7 +254,7 @@ class RemoteFolder:
         self._whole = self.address.partition("://")[0] in OBJECT_STORES
 
     def sizes(self) -> dict[str, int]:
-        """The files that are there, by their path below the folder, with their bytes."""
+        """Return the sizes of all files in bytes, by path relative to the folder."""
         self._files.invalidate_cache()
         try:
             found = self._files.find(self._root, detail=True)
@@ -257,7 +263,7 @@ class RemoteFolder:
         return {name[len(self._root) + 1 :]: info["size"] for name, info in found.items()}
 
     def put(self, file: Path, name: str) -> None:
-        """Send a file; it is there when all of it is, and in the place of another one of the name."""
+        """Upload a file. It appears when it is complete, and replaces an existing file of that name."""
         path, before = f"{self._root}/{name}", self.moved
         if self._whole:
             self._files.put_file(str(file), path, callback=self._counting(before))
@@ -278,14 +284,14 @@ class RemoteFolder:
         return Callback(hooks={"moved": count})
 
     def read(self, name: str) -> bytes | None:
-        """What a file holds; None where there is none."""
+        """Return the content of a file; None if it does not exist."""
         try:
             return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
         except FileNotFoundError:
             return None
 
     def move(self, place: str) -> None:
-        """Move all files to another folder beside this one, file by file."""
+        """Move all files to a sibling folder, one by one."""
         above = self._root.rpartition("/")[0]
         self._files.invalidate_cache()
         for path in self._files.find(self._root):
@@ -294,20 +300,20 @@ class RemoteFolder:
             self._files.mv(path, target)
 
     def remove(self, name: str) -> None:
-        """Take a file away."""
+        """Remove a file."""
         self._files.rm_file(f"{self._root}/{name}")
 
 
 def refuse_address(
     path: str | Path, where: str, problem: str = WRITTEN_HERE, *, allowed: str = f"{REMOTE}=protocol://place/folder"
 ) -> None:
-    """Stop where a folder of this machine is needed.
+    """Refuse an address where a local folder is required.
 
     Args:
-        path: What was given.
-        where: What the user says it by.
-        problem: Why an address is none of use.
-        allowed: What is.
+        path: The path or address.
+        where: The config key or argument, for the message.
+        problem: Why an address cannot be used.
+        allowed: What to use instead.
 
     Raises:
         ConfigError: It is an address.
@@ -317,4 +323,4 @@ def refuse_address(
 
 
 class UploadError(InstrumentError):
-    """A remote folder holds what cannot be of this run; nothing there is overwritten."""
+    """A remote folder contains files of another run. They are not overwritten."""

@@ -1,9 +1,9 @@
-"""How many rows each journal of a run holds, in a file beside them: a journal that was cut short afterwards is noticed by it.
+"""The number of rows in each journal of a run, stored in a file next to the journals, to detect truncated journals.
 
-    journal/rows.0000    of rank 0: for each table the number of the part that its journal will be, and the rows in it
+    journal/rows.0000    of rank 0: for each table the number of its next part, and the number of rows in its journal
 
-It is written over when a step's rows are in their journals. So a process that is killed leaves at least as many rows in each
-journal as it says, and a reader that looks into it before it looks into a journal finds no fewer.
+The file is overwritten after the rows of a step are in their journals. So the journals of a killed process contain at
+least as many rows as the file says, and a reader that reads this file before the journals finds no fewer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 from ..capture.tables import TABLES
 
 DAMAGED = "it is damaged: whether a journal was cut short is not known"
-LOOKS = 3  # at a file that is just being written
+LOOKS = 3  # the number of attempts to read a file that is being written
 NAME = re.compile(r"rows\.(\d{4})")
 PAIRS = struct.Struct(f"<{2 * len(TABLES)}q")  # followed by a checksum
 CHECKSUM = struct.Struct("<I")
 
 
 class RowCounts:
-    """The file of one process, while it writes.
+    """The row count file of one process.
 
     Args:
-        path: The file; one that is there is written over.
+        path: The file. An existing one is overwritten.
 
     Raises:
-        OSError: From all methods: it cannot be written.
+        OSError: From all methods: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,10 +40,11 @@ class RowCounts:
         self._file: int | None = None
 
     def write(self, counts: Iterable[tuple[int, int]]) -> None:
-        """Write down what the journals hold.
+        """Write the current counts.
 
         Args:
-            counts: For each table, in their order, the number of the part that its journal will be, and the rows in it.
+            counts: For each table, in the order of the tables, the number of its next part and the number of rows in
+                its journal.
         """
         if self._file is None:
             self.path.parent.mkdir(exist_ok=True)
@@ -52,19 +53,19 @@ class RowCounts:
         os.pwrite(self._file, pairs + CHECKSUM.pack(zlib.crc32(pairs)), 0)
 
     def remove(self) -> None:
-        """There are no journals any more."""
+        """Remove the file, since no journals are left."""
         self.release()
         self.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Let go of the file, which stays where it is."""
+        """Close the file and keep it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def counts_in(path: Path) -> dict[tuple[str, int], int] | None:
-    """The rows in each journal of a process, by table and number of the part; None where the file is damaged."""
+    """Return the number of rows in each journal of a process, by table and part number; None if the file is damaged."""
     for _ in range(LOOKS):
         try:
             content = path.read_bytes()
@@ -79,5 +80,5 @@ def counts_in(path: Path) -> dict[tuple[str, int], int] | None:
 
 
 def cut_short(rows: int, written: int) -> str | None:
-    """What is wrong with a journal of which so many rows can be read, and so many were written; None where nothing is."""
+    """Return a message if a journal contains fewer rows than were written; None otherwise."""
     return None if rows >= written else f"it was cut short: {rows:,} of {written:,} rows are there"

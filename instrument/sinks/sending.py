@@ -1,7 +1,7 @@
-"""A run's files, sent to a remote folder: which they are, which of them are there, and what is removed when.
+"""Transfer of a run's files to a remote folder: which files are sent, which exist already, and which are removed.
 
-A part never changes, so that one that is there is not sent again; what is in a journal is in no part yet, and stays where it
-is. Files are sent from disk, one after the other.
+A part never changes, so an existing one is not sent again. Journals stay local; their rows are sent when they are in a
+part. Files are sent from disk, one by one.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .parts import JOURNALS, parts_of, written_parts
 from .remote import RemoteFolder, UploadError, folder_at
 
 RECORD = "run.json"
-ATTEMPTS = 3  # at one file, before the user is told, and at the end before it is left out
-PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before the next attempt, the last one from then on
-SMALL = 2**20  # bytes of a file that is compared by what it holds
-CHECKPOINTS = "checkpoints/"  # besides parts, what is never written a second time under its name
+ATTEMPTS = 3  # attempts per file; then a warning is logged, and at the end the file is skipped
+PAUSES = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds before the next attempt; the last value repeats
+SMALL = 2**20  # bytes up to which files are compared by content
+CHECKPOINTS = "checkpoints/"  # these files never change, like parts
 
 
 @dataclass
 class Sent:
-    """What came of sending a run's files.
+    """The result of sending a run's files.
 
     Attributes:
-        files: How many were sent.
-        bytes: Of these.
-        missing: Those that could not be sent, and why, in words.
+        files: The number of files sent.
+        bytes: The number of bytes sent.
+        missing: The files that could not be sent, each with the reason.
     """
 
     files: int = 0
@@ -42,7 +42,7 @@ class Sent:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """The files of a run that are sent, run.json last: all but journals, the lock, and what is half-done."""
+    """Yield the files of a run that are sent, run.json last. Journals, locks and temporary files are excluded."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         if (
@@ -56,13 +56,13 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def closed_parts(folder: Path, rank: int | None = None) -> Iterator[Path]:
-    """The parts of all tables, or those that one process wrote."""
+    """Yield the parts of all tables, of all processes or of one."""
     for table in TABLES:
         yield from (file for part, file in parts_of(folder, table).items() if rank in (None, part.rank))
 
 
 def is_of(folder: Path, remote: RemoteFolder) -> bool | None:
-    """Whether a remote folder holds the very run that a folder holds; None where it holds none."""
+    """Return whether a remote folder contains the same run as a local folder; None if it contains none."""
     found = remote.read(RECORD)
     if found is None:
         return None
@@ -73,26 +73,29 @@ def is_of(folder: Path, remote: RemoteFolder) -> bool | None:
 
 
 def refuse_other_run(folder: Path, remote: RemoteFolder) -> None:
-    """Make sure that a remote folder is empty, or holds this very run.
+    """Check that a remote folder is empty or contains the same run.
 
     Raises:
-        UploadError: It holds another one.
+        UploadError: It contains another run.
     """
     if is_of(folder, remote) is False:
         raise UploadError(f"{remote.address} holds another run already, and none is ever overwritten")
 
 
 def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Sent:
-    """Send whatever is not there yet.
+    """Send all files that do not exist in the remote folder.
 
     Args:
-        folder: The run's.
-        remote: Where to.
-        sent: Added to while it goes on.
+        folder: The folder of the run.
+        remote: The destination.
+        sent: An earlier result, to which this adds. Default: a new one.
+
+    Returns:
+        What was sent, and what could not be sent.
 
     Raises:
-        UploadError: The remote folder holds another run.
-        Exception: Of many kinds: it cannot be reached at all.
+        UploadError: The remote folder contains another run.
+        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     sent = Sent() if sent is None else sent
     refuse_other_run(folder, remote)
@@ -117,14 +120,14 @@ def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Se
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
     if not sent.missing:
-        remote.sizes()  # as it is by now
+        remote.sizes()  # refreshes the listing
         remove_merged(remote)
         _remove_old_checkpoints(folder, remote)
     return sent
 
 
 def _remove_old_checkpoints(folder: Path, remote: RemoteFolder) -> None:
-    """Remove the checkpoints there in whose place newer ones have come, here and there."""
+    """Remove remote checkpoints that were replaced by newer ones."""
     here = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
     for name in remote.sizes() if here else ():
         if name.startswith(CHECKPOINTS) and name not in here:
@@ -132,10 +135,10 @@ def _remove_old_checkpoints(folder: Path, remote: RemoteFolder) -> None:
 
 
 def remove_merged(remote: RemoteFolder) -> None:
-    """Remove the parts there whose rows are in a merged one there.
+    """Remove the remote parts whose rows are in a remote merged part.
 
     Raises:
-        Exception: Of many kinds: it cannot be reached.
+        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     folder = folder_at(remote.address)
     for table in TABLES:
@@ -144,10 +147,10 @@ def remove_merged(remote: RemoteFolder) -> None:
 
 
 def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:
-    """Remove the parts that are there as a whole; of one process, or of all.
+    """Remove the local parts that exist completely in the remote folder, of one process or of all.
 
     Raises:
-        Exception: Of many kinds: it cannot be reached.
+        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     there = remote.sizes()
     for file in closed_parts(folder, rank):
@@ -156,17 +159,17 @@ def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> 
 
 
 def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, there: int) -> bool:
-    """Whether a file need not be sent again; of a large one that may be written anew under its name nothing is known."""
+    """Return whether a file need not be sent again. False for large files that may have changed."""
     if size != there:
         return False
     return name.startswith(CHECKPOINTS) or (size <= SMALL and file.read_bytes() == remote.read(name))
 
 
 def put(folder: Path, remote: RemoteFolder, name: str) -> None:
-    """Send a file, with some patience.
+    """Send a file, with retries.
 
     Raises:
-        Exception: Of many kinds: it cannot be reached.
+        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     for attempt in range(ATTEMPTS):
         try:
@@ -179,15 +182,15 @@ def put(folder: Path, remote: RemoteFolder, name: str) -> None:
 
 
 def pause_after(failures: int) -> float:
-    """Seconds before the next attempt, after so many that failed."""
+    """Return the seconds to wait after a number of consecutive failures."""
     return PAUSES[min(failures, len(PAUSES)) - 1]
 
 
 def take_back(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
-    """Take away what `instrument.sinks.parts.rewind` takes away here: the parts of one process after so many of each table.
+    """Remove the remote parts of one process after a number of parts per table, like `instrument.sinks.parts.rewind`.
 
     Raises:
-        Exception: Of many kinds: it cannot be reached.
+        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     folder = folder_at(remote.address)
     for table, count in counts.items():

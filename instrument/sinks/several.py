@@ -1,4 +1,4 @@
-"""Rows to several places: one that counts, and others that may fail."""
+"""A sink that passes rows to several sinks: one main sink, and others that may fail."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .parquet import warn
 
 
 class Several:
-    """Hands everything to a first sink, and to others.
+    """Passes everything to a main sink and to others.
 
-    What the first one raises is raised. Another one that raises an error is told of once, as a warning and an event, is
-    closed, and gets nothing more: it costs the first one no row, and the run goes on.
+    Exceptions of the main sink propagate. If another sink raises an exception, it is reported once, as a warning and an
+    event, closed, and skipped from then on. The run continues, and the main sink loses no row.
 
     Args:
-        first: The one that counts; what it says of a tensor is what `keep` gives.
-        others: By the names that messages tell them by; those that are added later get what comes later.
-        tell: Called with what is wrong with one of the others.
+        first: The main sink. Its `keep` decides whether a tensor is dropped.
+        others: Other sinks by the names that messages use. A sink that is added later receives later rows.
+        tell: Called with a message if one of the others fails. Default: issue a warning.
     """
 
     def __init__(self, first: Sink, others: Mapping[str, Sink], *, tell: Callable[[str], None] = warn) -> None:
@@ -34,7 +34,7 @@ class Several:
         self._step: int | None = None
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Hand on rows."""
+        """Pass on rows."""
         self.first.write(table, rows)
         if rows and TABLES[table].names[0] == "step":
             self._step = rows[-1][0]
@@ -43,7 +43,7 @@ class Several:
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Hand on a tensor; one that the first has no room for goes nowhere."""
+        """Pass on a tensor. One that the main sink drops is not passed to the others."""
         stored = self.first.keep(key, source_shape, tensor, dtype)
         if stored is not None:
             self._step = key[0]
@@ -51,12 +51,12 @@ class Several:
         return stored
 
     def end_step(self) -> None:
-        """The step is over for all of them."""
+        """End the step in all sinks."""
         self.first.end_step()
         self._each(lambda sink: sink.end_step())
 
     def close(self) -> None:
-        """Close all of them, the first one last, and raise the first error that is to be raised."""
+        """Close all sinks, the main sink last, and raise the first exception that propagates."""
         errors: list[BaseException] = []
         for name, sink in list(self.others.items()):
             try:
@@ -78,7 +78,7 @@ class Several:
                 call(sink)
             except Exception as error:
                 self._leave_out(name, error)
-                with suppress(Exception):  # it was told that it fails
+                with suppress(Exception):  # its failure is reported already
                     sink.close()
 
     def _leave_out(self, name: str, error: Exception) -> None:

@@ -1,14 +1,14 @@
-"""Which tag, step and value a row has where scalars are shown: the same in TensorBoard, Weights & Biases and MLflow.
+"""Tags, steps and values of rows as scalars. They are the same in TensorBoard, Weights & Biases and MLflow.
 
-    train/loss                           a column of metrics, by its phase
+    train/loss                           a column of metrics: phase, column
     activations/encoder.0/mean           a column of stats or effects: hook, layer, column
-    gradients/encoder.0.0/weight/l2      the path, where there is one: of a parameter its own name
-    adam/encoder.0.0/weight/state.exp_avg/l2    the role, where it is not the kind's first
-    activations/encoder.0/call1/mean     the number of the call, where it is not 0; likewise `backward1`
-    activations.eval/encoder.0/mean      what a hook saw in evaluations; `.rank1` where there are several processes
+    gradients/encoder.0.0/weight/l2      with a path, such as the name of a parameter
+    adam/encoder.0.0/weight/state.exp_avg/l2    with a role other than the first one of the kind
+    activations/encoder.0/call1/mean     with the index of the call if it is not 0; likewise `backward1`
+    activations.eval/encoder.0/mean      recorded in an evaluation; `.rank1` with several processes
 
-The root is `_root_`. What a tag may not hold is an underscore in it. Whether checkpointing recomputed is left out: a call is
-recorded in one of its passes.
+The root module is `_root_`. Characters that are not allowed in tags become underscores. The column `recompute` is
+omitted, since a call is recorded in only one of its passes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,23 @@ from ..spec.kinds import KINDS
 from ..spec.statistics import STATISTICS
 
 Fold = Callable[[Sequence[float]], float]
-"""What several values of one tag at one step are shown as."""
+"""Combines several values with the same tag and step."""
 
-SHOWN = ("stats", "effects", "metrics", "distributions")  # the tables that have scalars
+SHOWN = ("stats", "effects", "metrics", "distributions")  # tables with scalars
 ROOT = "_root_"
-_FORBIDDEN = re.compile(r"[^\w.-]")  # what one of the three would refuse or rename
+_FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the three trackers refuses or replaces
 _KEY = {column.name: place for place, column in enumerate(IDENTITY)}
 
 
 class Scalar(NamedTuple):
-    """One number to be shown, and what several of its tag and step are shown as."""
+    """One number of a row.
+
+    Attributes:
+        tag: The tag.
+        step: The optimizer step, from 0.
+        value: The number.
+        fold: Combines several values with the same tag and step.
+    """
 
     tag: str
     step: int
@@ -45,7 +52,7 @@ class Scalar(NamedTuple):
 
 
 def scalars(table: str, row: Row) -> Iterator[Scalar]:
-    """The numbers of a row; null is left out, NaN is a number."""
+    """Yield the numbers of a row. Null is omitted; NaN is a number."""
     if table == "distributions":
         yield from _quantiles(row)
         return
@@ -57,12 +64,12 @@ def scalars(table: str, row: Row) -> Iterator[Scalar]:
 
 
 def place_tag(row: Row) -> str:
-    """Where a row with an identity comes from: its tag up to the last part, which says what is shown."""
+    """Return the tag of a row with identity columns, without the last segment, which names the column."""
     return _place(_WHERE(row))
 
 
 def metrics_tag(row: Row) -> str:
-    """The same of a row of metrics: its phase."""
+    """Return the first segment of the tags of a `metrics` row: its phase."""
     _, _, phase, rank, *_ = row
     return f"{phase}{_of_rank(rank)}"
 
@@ -83,12 +90,12 @@ def _place(where: tuple[Any, ...]) -> str:
 
 
 def group_of(hook: str, phase: str) -> str:
-    """The first part of a tag: what was seen in evaluations stands apart."""
+    """Return the first segment of a tag. Values of evaluations have their own."""
     return hook if phase == "train" else f"{hook}.{phase}"
 
 
 def segment(name: str) -> str:
-    """A name as a part of a tag."""
+    """Return a name as a segment of a tag."""
     return _FORBIDDEN.sub("_", name) or ROOT
 
 
@@ -105,7 +112,7 @@ def _quantiles(row: Row) -> Iterator[Scalar]:
 
 @lru_cache(maxsize=8)
 def _columns(table: str) -> list[tuple[int, str, Fold]]:
-    """Place, name and fold of the columns that are numbers and say what was seen, not where."""
+    """Return index, name and fold of the numeric columns that are not identity columns."""
     return [
         (place, column.name, _fold(column.name))
         for place, column in enumerate(TABLES[table].columns)

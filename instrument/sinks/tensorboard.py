@@ -1,4 +1,4 @@
-"""TensorBoard: event files in `<run folder>/tensorboard/`."""
+"""TensorBoard tracker: event files in `<run folder>/tensorboard/`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .content import Content
 from .histogram import Histogram
 from .tracking import Outcome, Tracked
 
-RGB = 3  # what its images call a colour
-FLUSH_SECONDS, QUEUE = 5, 100  # what a killed process may lose of it: seconds, or steps
+RGB = 3  # TensorBoard's code for color images
+FLUSH_SECONDS, QUEUE = 5, 100  # what a killed process may lose: seconds, or steps
 
 
 class TensorBoard:
-    """Writes one event a step.
+    """Writes one event per step.
 
     Args:
-        run: What is tracked. Of a run that goes on TensorBoard forgets the steps that are done again.
+        run: The run. If it is resumed, TensorBoard discards the steps that are repeated.
         place: The folder of the event files.
     """
 
@@ -34,7 +34,7 @@ class TensorBoard:
         self.events = cast(FileWriter, self.writer.file_writer)
 
     def log(self, step: int, content: Content) -> None:
-        """Add the step's event; a thread of TensorBoard's writes it."""
+        """Add the event of a step. A thread of TensorBoard writes it."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in content.scalars.items()]
         for tag, histogram in content.histograms.items():
             values += _histogram(tag, histogram).value
@@ -44,7 +44,7 @@ class TensorBoard:
         self.events.add_summary(Summary(value=values), step)
 
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002
-        """Write what is left."""
+        """Write the remaining events."""
         self.writer.close()
 
 
@@ -53,7 +53,8 @@ begin = TensorBoard
 
 def _image(picture: Image) -> Summary.Image:
     png = BytesIO()
-    picture.save(png, "PNG", compress_level=1)  # 13 times as fast as what TensorBoard's own writer makes of the colours
+    # 13 times as fast as TensorBoard's own encoding of the RGB image.
+    picture.save(png, "PNG", compress_level=1)
     return Summary.Image(
         height=picture.height, width=picture.width, colorspace=RGB, encoded_image_string=png.getvalue()
     )

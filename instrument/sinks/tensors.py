@@ -1,8 +1,8 @@
-"""Recorded tensors on their way to disk: copied once in the hook, written by a thread.
+"""Writing of recorded tensors: copied once in the hook, written by a thread.
 
-The training goes on while the thread writes. When the step ends it waits for the thread, so that no finished step is only
-in memory. Tensors of a step that are few go to the journal; of one that brings many the thread makes a part at once,
-since to write them twice would halve the speed.
+Training continues while the thread writes. `end_step` waits for the thread, so that a completed step is never only in
+memory. If a step has few tensors, they go to the journal. If it has many, the thread writes a part directly, since
+writing them twice would halve the speed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .pool import PATIENCE, Pool
 
 POOL_BYTES = 256 * 2**20
 
-# What float32 holds to the bit; everything else is kept as bytes.
+# Dtypes that float32 represents exactly. All others are stored as bytes.
 FITS_FLOAT32 = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
@@ -36,14 +36,14 @@ FITS_FLOAT32 = (
 
 
 class Copied(NamedTuple):
-    """A tensor in a room of the pool.
+    """A tensor that was copied into a buffer of the pool.
 
     Attributes:
         row: The columns before the values.
         flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
-        as_list: Whether it goes to `values`.
-        room: The memory that it lies in.
-        arrived: The end of its way from a GPU; None for a tensor of the CPU.
+        as_list: Whether it is stored in `values`.
+        room: The buffer.
+        arrived: The event that marks the end of the copy from a GPU; None for a CPU tensor.
     """
 
     row: Row
@@ -54,12 +54,12 @@ class Copied(NamedTuple):
 
 
 class TensorWriter:
-    """Copies tensors, and writes them in a thread of its own.
+    """Copies tensors and writes them in a thread.
 
     Args:
-        log: Where they go.
-        tensors: As lists of float32 where those hold them to the bit, or as bytes.
-        when_full: What a hook does that finds no room: wait for the thread, or drop its tensor.
+        log: The writer of the `tensors` table.
+        tensors: `list`: as float32 lists if those are exact. `bytes`: always as bytes.
+        when_full: What a hook does if no buffer is available: `wait` for the thread, or `drop` the tensor.
     """
 
     def __init__(self, log: TableLog, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]) -> None:
@@ -70,7 +70,7 @@ class TensorWriter:
         self.error: BaseException | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # What follows is the thread's own.
+        # The following attributes belong to the thread.
         self._waiting: list[Copied] = []
         self._waiting_bytes = 0
         self._part: pq.ParquetWriter | None = None
@@ -79,10 +79,13 @@ class TensorWriter:
     # ------------------------------------------------------------------------------------------------ the hook's side
 
     def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
-        """Copy a tensor and hand it to the thread; gives the bytes that are stored, None where it was dropped.
+        """Copy a tensor and pass it to the thread.
+
+        Returns:
+            The size of the stored values in bytes; None if the tensor was dropped.
 
         Raises:
-            OSError: What was handed over before could not be written.
+            OSError: An earlier tensor could not be written.
         """
         self.check()
         if dtype is not None and dtype != tensor.dtype:
@@ -105,10 +108,10 @@ class TensorWriter:
         return size
 
     def end_step(self) -> None:
-        """Wait until everything that was handed over is written.
+        """Wait until all tensors are written.
 
         Raises:
-            OSError: It could not be written.
+            OSError: They could not be written.
         """
         if self._thread is not None:
             written = threading.Event()
@@ -118,24 +121,24 @@ class TensorWriter:
                 self.check()
 
     def stop(self) -> None:
-        """End the thread, when it has done what it was told."""
+        """Stop the thread after it has completed its orders."""
         if self._thread is not None:
             self._orders.put(None)
             self._thread.join()
             self._thread = None
 
     def check(self) -> None:
-        """Raise what the thread met.
+        """Raise the exception of the thread, if there is one.
 
         Raises:
-            OSError: It could not write.
+            OSError: The thread could not write.
         """
         if self.error is not None:
             told = f"{type(self.error).__name__}: {self.error}"
             raise self.error if isinstance(self.error, OSError) else OSError(f"the writer of tensors failed, {told}")
 
     def _hurry(self) -> None:
-        """There is no room: what waits for more to come is written now."""
+        """Write the collected tensors now, since no buffer is available."""
         self.check()
         self._order(self._write_group)
 
@@ -154,7 +157,7 @@ class TensorWriter:
                     order()
                 except BaseException as error:
                     self.error = error
-                    with suppress(BaseException):  # the part removes what it has written so far, and hands the error on
+                    with suppress(BaseException):  # removes the incomplete part and raises the error again
                         self._end_of_part.__exit__(type(error), error, error.__traceback__)
 
     def _take(self, copied: Copied) -> None:
@@ -166,7 +169,7 @@ class TensorWriter:
             self._write_group()
 
     def _write_group(self) -> None:
-        """Write what waits to the part of this step."""
+        """Write the collected tensors to the part of this step."""
         if self._waiting:
             if self._part is None:
                 self._part = self._end_of_part.enter_context(self.log.new_part())
@@ -189,7 +192,7 @@ class TensorWriter:
 
 
 def rows_of(tensors: Sequence[Copied]) -> pa.Table:
-    """Plain rows of the tensors table; their values are the tensors' own memory."""
+    """Return plain rows of the `tensors` table. Their values share the memory of the tensors."""
     table = TABLES["tensors"]
     columns = pa.array([copied.row for copied in tensors], _KEYS).flatten()
     values = [_list_of(copied.flat) if copied.as_list else _NO_LIST for copied in tensors]
@@ -197,18 +200,18 @@ def rows_of(tensors: Sequence[Copied]) -> pa.Table:
     return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
 
 
-_KEYS = pa.struct(list(TABLES["tensors"].plain_schema)[:-2])  # all but the values and the data
+_KEYS = pa.struct(list(TABLES["tensors"].plain_schema)[:-2])  # all columns except `values` and `data`
 _NO_LIST = pa.nulls(1, pa.list_(pa.float32()))
 _NO_BYTES = pa.nulls(1, pa.large_binary())
 
 
 def _list_of(flat: Tensor) -> pa.Array:
-    """One cell with a list of float32."""
+    """Return an array with one list of float32."""
     return pa.ListArray.from_arrays(np.array([0, flat.numel()], np.int32), flat.numpy())
 
 
 def _bytes_of(flat: Tensor) -> pa.Array:
-    """One cell with the bytes of the elements."""
+    """Return an array with one cell: the bytes of the elements."""
     raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
     ends = pa.py_buffer(np.array([0, raw.nbytes], np.int64))
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(raw)])

@@ -1,6 +1,6 @@
-"""Trackers: where people look besides Parquet, and what hands them the rows of a run.
+"""Trackers, and the sink that passes the rows of a run to them.
 
-A tracker is told once a step what there is to show. Whatever it does, the training's random numbers are what they were.
+A tracker receives one summary per step. It never affects the random numbers of the training.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Outcome = Literal["done", "failed", "killed"]
-ENDINGS: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the event that tells it
-PLACES = {"tensorboard": "tensorboard"}  # where a tracker puts its files, in the run's folder
-EXTRAS = {"zarr": "arrays"}  # of this package, where they have another name than what is imported
+ENDINGS: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the run's final event
+PLACES = {"tensorboard": "tensorboard"}  # subfolders of the run's folder for files of trackers
+EXTRAS = {"zarr": "arrays"}  # extras of this package whose name differs from the imported package
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker has to know of a run.
+    """The description of a run that a tracker receives.
 
     Attributes:
-        folder: The run's.
-        name: The run's `name`: its project, or experiment.
-        title: What tells it from other runs of the name.
+        folder: The folder of the run.
+        name: The run's `name`: its project or experiment.
+        title: Distinguishes it from other runs of that name.
         config: The resolved configuration.
-        resumed_at: The first step that is done again by a run that goes on; None for a new one.
+        resumed_at: The first repeated step of a resumed run; None for a new run.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class Tracked:
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None) -> Tracked:
-        """The run in a folder: its title is the end of the folder's path."""
+        """Describe the run in a folder. Its title is the end of the folder's path."""
         title = "/".join(folder.resolve().parts[-2:])
         if resumed_at is not None:
             title += f" from step {resumed_at}"
@@ -59,7 +59,7 @@ class Tracked:
 
 
 class Tracker(Protocol):
-    """TensorBoard, Weights & Biases, MLflow.
+    """The interface of TensorBoard, Weights & Biases and MLflow.
 
     Attributes:
         draws: Whether it shows pictures.
@@ -68,21 +68,21 @@ class Tracker(Protocol):
     draws: bool
 
     def log(self, step: int, content: Content) -> None:
-        """Show what a step has to show."""
+        """Show the summary of a step."""
 
     def close(self, outcome: Outcome) -> None:
-        """The run is over."""
+        """End the run with its outcome."""
 
 
 class TrackingSink:
-    """A sink that shows rows on a tracker and keeps none.
+    """A sink that passes rows to a tracker and stores none.
 
     Args:
-        tracker: Where they are shown.
-        name: What it is called in messages.
+        tracker: The tracker.
+        name: Its name in messages.
 
     Attributes:
-        outcome: How the run ended, as far as its events tell.
+        outcome: How the run ended, according to its events.
 
     Raises:
         SinkError: From `end_step` and `close`: the tracker failed.
@@ -96,11 +96,11 @@ class TrackingSink:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The tables of which anything is shown."""
+        """The tables that are shown."""
         return ("events", *SHOWN, *(("tensors",) if self.tracker.draws else ()))
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Take rows; they are shown when the step ends."""
+        """Collect rows. They are shown at the end of the step."""
         self._gathering.add(table, rows)
         for _, _, _, rule, *_ in rows if table == "events" else ():
             self.outcome = ENDINGS.get(rule, self.outcome)
@@ -112,19 +112,19 @@ class TrackingSink:
         tensor: Tensor,
         dtype: torch.dtype | None = None,
     ) -> int | None:
-        """Copy what is to be drawn of a tensor; nothing of it is stored."""
+        """Copy the displayed part of a tensor. Returns 0, since no bytes are stored."""
         if self.tracker.draws:
             self._gathering.add_tensor(key, tensor, dtype)
         return 0
 
     def end_step(self) -> None:
-        """Show what was gathered."""
+        """Pass the collected summaries to the tracker."""
         for step, content in self._gathering.take():
             with _calling(self.name):
                 self.tracker.log(step, content)
 
     def close(self) -> None:
-        """Show the rest, and tell that the run is over."""
+        """Pass on the remaining summaries and end the run."""
         try:
             self.end_step()
         finally:
@@ -133,10 +133,10 @@ class TrackingSink:
 
 
 def require(packages: Mapping[str, str]) -> None:
-    """Make sure that packages which are no part of this one can be imported.
+    """Check that optional packages can be imported.
 
     Args:
-        packages: Where the user asked for each, by its name.
+        packages: By package, the config key that requires it.
 
     Raises:
         ConfigError: A package is missing.
@@ -154,16 +154,19 @@ def require(packages: Mapping[str, str]) -> None:
 
 
 def open_tracker(name: str, run: Tracked, where: str, place: Path | None = None) -> TrackingSink:
-    """Begin to track a run.
+    """Start tracking a run.
 
     Args:
         name: One of `instrument.spec.config.TRACKERS`.
-        run: What it has to know.
-        where: What the user asked for it by.
-        place: Where it puts files, if it writes any; in the run's folder without it.
+        run: The description of the run.
+        where: The config key that requests it, for messages.
+        place: The folder for files of the tracker. Default: in the run's folder.
+
+    Returns:
+        A sink that passes rows to the tracker.
 
     Raises:
-        ConfigError: The package is missing, or the service cannot be had.
+        ConfigError: The package is missing, or the service is not available.
     """
     require({name: where})
     module = import_module(f".{name}", __package__)
@@ -177,7 +180,7 @@ def open_tracker(name: str, run: Tracked, where: str, place: Path | None = None)
 
 @contextmanager
 def _calling(name: str) -> Iterator[None]:
-    """What a tracker raises, of whatever type, as one of ours."""
+    """Convert exceptions of a tracker to `SinkError`."""
     try:
         with _same_random_numbers():
             yield
@@ -187,7 +190,7 @@ def _calling(name: str) -> Iterator[None]:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Python's and NumPy's random numbers go on behind the block as if it had not been (MLflow draws from them)."""
+    """Restore the state of Python's and NumPy's random generators after the block. MLflow draws from them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,10 +1,10 @@
-"""A run's folder on its way to a remote one, by a thread: parts while the run goes on, the rest when it is over.
+"""Upload of a run's folder by a thread: parts during the run, the rest at the end.
 
-    run.json                            first, with the status `running`, and after every few parts
-    stats/part-0000-000000.parquet      when it is closed
-    .hydra/, instrument.log, ...        at the end, and run.json last
+    run.json                            first, with the status `running`, and repeatedly after new parts
+    stats/part-0000-000000.parquet      when it is complete
+    .hydra/, instrument.log, ...        at the end, run.json last
 
-No step waits for it, and no rows are kept in memory for it.
+No step waits for the upload, and no rows are kept in memory for it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .parts import parts_of
 from .remote import RemoteFolder, UploadError
 from .sending import ATTEMPTS, RECORD, Sent, closed_parts, pause_after, put, refuse_other_run, remove_sent, send_all
 
-LOOK = 1.0  # seconds between two looks at what has been closed
-PATIENCE = 30.0  # seconds that the beginning of a run waits for the first answer
-STALLED = 300.0  # seconds without a byte sent, after which the end of a run waits no longer
+LOOK = 1.0  # seconds between two checks for completed parts
+PATIENCE = 30.0  # seconds that the start of a run waits for the first response
+STALLED = 300.0  # seconds without progress after which the end of a run stops waiting
 
 
 class Upload:
-    """Sends a run's closed parts while it goes on, and all the rest at the end.
+    """Sends completed parts during a run, and all other files at the end.
 
     Args:
-        folder: The run's.
-        remote: Where to.
-        rank: The process whose parts are sent; that of rank 0 sends run.json too, and everything at the end.
-        keep_local: Whether parts that were sent stay here too.
+        folder: The folder of the run.
+        remote: The destination.
+        rank: The process whose parts are sent. Rank 0 also sends run.json, and all other files at the end.
+        keep_local: Whether parts are kept locally after they are sent. Default: True.
     """
 
     def __init__(self, folder: Path, remote: RemoteFolder, *, rank: int, keep_local: bool = True) -> None:
@@ -44,18 +44,19 @@ class Upload:
         self.rank = rank
         self.keep_local = keep_local
         self.sent = Sent()
-        self._there: set[Path] | None = None  # parts that need not be sent; None before the first answer
-        self._looked: dict[Path, tuple[int, int]] = {}  # when tables' folders had changed, at the last two looks
+        self._there: set[Path] | None = None  # parts that need not be sent; None before the first response
+        # Modification times of the tables' folders at the last two checks.
+        self._looked: dict[Path, tuple[int, int]] = {}
         self._messages: deque[str] = deque()
         self._refused: Exception | None = None
         self._answered, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
 
     def begin(self) -> None:
-        """Send run.json, and wait a little for the answer; where there is none it is tried again while the run goes on.
+        """Send run.json and wait for the response. Without one, the upload is retried during the run.
 
         Raises:
-            ConfigError: There is an answer, and nothing may be written there.
+            ConfigError: The service responded, and writing is not allowed.
         """
         self._thread.start()
         if not self._answered.wait(PATIENCE):
@@ -67,15 +68,19 @@ class Upload:
 
     @property
     def is_refused(self) -> bool:
-        """Whether nothing may be written there, as it showed before the run began."""
+        """Whether writing was refused before the run started."""
         return self._refused is not None and self._there is None
 
     def messages(self) -> list[str]:
-        """What has gone wrong, or right again, since this was asked last."""
+        """Return the messages about failures and recoveries since the last call."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def end(self) -> Sent:
-        """Send what is left, wait for it as long as it gets on, and tell what came of it."""
+        """Send the remaining files, and wait while there is progress.
+
+        Returns:
+            What was sent, and what could not be sent.
+        """
         self._over.set()
         before, since = self.remote.moved, time.monotonic()
         while self._thread.is_alive() and time.monotonic() - since < STALLED:
@@ -101,13 +106,13 @@ class Upload:
             self.sent.missing[""] = told(error)
 
     def _send_own(self) -> None:
-        """Send what this process has closed at the end; the first one may have been there before."""
+        """Send the last parts of this process. Rank 0 may already have sent everything else."""
         for file in closed_parts(self.folder, self.rank):
             if self._there is None or file not in self._there:
                 put(self.folder, self.remote, file.relative_to(self.folder).as_posix())
 
     def _follow(self) -> None:
-        """Send what is closed, again and again, until the run is over or something else is found there."""
+        """Send completed parts repeatedly, until the run ends or the remote folder turns out to contain another run."""
         failures, lost = 0, False
         while not self._over.is_set():
             try:
@@ -134,7 +139,7 @@ class Upload:
             self._over.wait(pause_after(failures) if failures else LOOK)
 
     def _look(self) -> None:
-        """Send what has been closed since the last look."""
+        """Send the parts that were completed since the last check."""
         if self._there is None:
             if self.rank == 0:
                 self._put_record()
@@ -148,24 +153,27 @@ class Upload:
         if self.sent.files == before:
             return
         if self.rank == 0:
-            self._put_record()  # its time there is the run's last sign of life
+            self._put_record()  # its modification time shows that the run is active
         if not self.keep_local:
             remove_sent(self.folder, self.remote, self.rank)
 
     def _put_record(self) -> None:
-        """Send run.json, where there is none of another run; what came between looking and sending shows in a second look.
+        """Send run.json if the remote folder contains no other run.
+
+        A second check detects a run that was sent in between.
 
         Raises:
-            UploadError: There is one.
+            UploadError: The remote folder contains another run.
         """
         refuse_other_run(self.folder, self.remote)
         self.remote.put(self.folder / RECORD, RECORD)
         refuse_other_run(self.folder, self.remote)
 
     def _unseen(self) -> Iterator[Path]:
-        """The parts in those tables' folders that have changed since the look before the last.
+        """Yield the parts of tables whose folders changed since the check before the last one.
 
-        Not since the last one: a part that comes just behind it can leave the folder's time as it is, which goes on in ticks.
+        Not since the last one: modification times have a limited resolution, so a part that follows a check immediately
+        may not change the time.
         """
         for table in TABLES:
             place = self.folder / table

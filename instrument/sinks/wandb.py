@@ -1,4 +1,4 @@
-"""Weights & Biases: a run in the mode that its environment says (`WANDB_MODE`), logged to once a step."""
+"""Weights & Biases tracker: a run in the mode of the environment (`WANDB_MODE`), with one call of `log` per step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .content import Content
 from .histogram import Histogram
 from .tracking import Outcome, Tracked
 
-MOST_BINS = 512  # of one of its histograms
+MOST_BINS = 512  # the maximum of a W&B histogram
 
 
 class WeightsAndBiases:
-    """Logs one dictionary a step.
+    """Logs one dictionary per step.
 
     Args:
-        run: What is tracked. A run that goes on is a new one there, which begins at the step that is done again.
-        place: The folder that its own lies in, where `WANDB_DIR` says nothing else.
+        run: The run. A resumed run creates a new W&B run that starts at the first repeated step.
+        place: The folder for W&B's files, unless `WANDB_DIR` is set.
     """
 
     draws = True
@@ -32,12 +32,13 @@ class WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "_", run.name),
             name=run.title,
             config=dict(run.config),
-            dir=os.environ.get("WANDB_DIR") or str(place.absolute()),  # its own process may be in another folder
+            # An absolute path, since W&B's process may run in another folder.
+            dir=os.environ.get("WANDB_DIR") or str(place.absolute()),
             reinit="create_new",
         )
 
     def log(self, step: int, content: Content) -> None:
-        """Hand over the step; a process of its own sends it."""
+        """Pass the summary of a step to W&B's process, which sends it."""
         shown: dict[str, Any] = {**content.scalars, **content.texts}
         for tag, histogram in content.histograms.items():
             shown[tag] = wandb.Histogram(np_histogram=_few_bins(histogram))
@@ -46,7 +47,7 @@ class WeightsAndBiases:
         self.run.log(shown, step=step)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until all is sent, or written."""
+        """Wait until everything is sent or written."""
         self.run.finish(exit_code=0 if outcome == "done" else 1)
 
 
@@ -54,7 +55,7 @@ begin = WeightsAndBiases
 
 
 def _few_bins(histogram: Histogram) -> tuple[Any, Any]:
-    """Counts and edges, with several bins joined to one where there are more than it takes."""
+    """Return counts and edges, with adjacent bins combined if there are more than W&B allows."""
     edges, counts = histogram.bins()
     joined = -(-len(counts) // MOST_BINS)
     starts = range(0, len(counts), joined)

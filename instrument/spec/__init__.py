@@ -1,1 +1,1 @@
-"""What is asked: the vocabulary and the shape of a configuration. Nothing here imports torch."""
+"""The configuration: its sections, specs and vocabulary. This package does not import torch."""

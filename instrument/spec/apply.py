@@ -27,7 +27,7 @@ INIT_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "xavier_uniform_": ("gain",),
     "zeros_": (),
 }
-"""The functions of `torch.nn.init`, and their arguments."""
+"""The functions of `torch.nn.init` and their arguments."""
 
 
 class ApplyBase(Selection):
@@ -62,7 +62,7 @@ class InitSpec(ApplyBase):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What is handed to the function beside the parameter."""
+        """The arguments of the function, in addition to the parameter."""
         return dict(self.model_extra or {})
 
 

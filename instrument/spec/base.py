@@ -54,7 +54,7 @@ class HookBase(Selection):
 
     @property
     def schedule(self) -> Schedule:
-        """When this hook is due."""
+        """The steps and the phase in which this hook runs."""
         steps = None if self.steps is None else frozenset(self.steps)
         return Schedule(every=self.every, start=self.start, stop=self.stop, steps=steps, phase=self.phase)
 
@@ -65,7 +65,7 @@ class HookBase(Selection):
 
     @property
     def tensor_role(self) -> str:
-        """The role, spelled out."""
+        """The role, or the default role of the kind."""
         return self.role or self.definition.roles[0]
 
     @model_validator(mode="after")
@@ -112,7 +112,7 @@ class Intervention(HookBase):
 
 
 class UnknownNameError(ValueError):
-    """A name that is none of a fixed set; it carries the set, so that the message can show the nearest."""
+    """A name that is not in a fixed set. It carries the set, so that the message can suggest similar names."""
 
     def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:
         self.what, self.name, self.allowed = what, name, allowed
@@ -120,10 +120,10 @@ class UnknownNameError(ValueError):
 
 
 def parse_slice(text: str) -> tuple[slice | int, ...]:
-    """`"0:4, :, ::2"` as the tuple that indexes a tensor.
+    """Convert a text such as `"0:4, :, ::2"` to the index of a tensor.
 
     Raises:
-        ValueError: It is not a list of integers and `start:stop:step` between commas.
+        ValueError: The text is not a comma-separated list of integers and `start:stop:step`.
     """
     parts: list[slice | int] = []
     for part in text.split(","):
@@ -145,4 +145,4 @@ def _slice_text(text: str) -> str:
 
 
 SliceText = Annotated[str, AfterValidator(_slice_text)]
-"""A slice in NumPy's notation, as it is written."""
+"""A slice in NumPy notation, as text."""

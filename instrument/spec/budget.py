@@ -13,7 +13,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def _share(value: Any) -> Any:
-    """`5%` as 0.05."""
+    """Convert `5%` to 0.05."""
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", value)):
         return float(match[1]) / 100
     if isinstance(value, bool | str):
@@ -22,7 +22,7 @@ def _share(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
-    """`2GB` as 2,000,000,000; `GiB` counts in powers of two."""
+    """Convert `2GB` to 2,000,000,000 and `2GiB` to 2 * 2^30."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:

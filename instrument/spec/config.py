@@ -1,4 +1,4 @@
-"""The root of a run's configuration, as it is after Hydra has composed it."""
+"""The sections of a run's configuration, after Hydra has composed it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _mapping(value: Any) -> Any:
 
 
 def _of_test(value: Any) -> Any:
-    """What is evaluated on is of the other split, also where an override names another field of it alone."""
+    """Default to the test split, also if an override sets other fields of the slice."""
     return {"split": "test", **value} if isinstance(value, Mapping) else value
 
 
@@ -103,7 +103,8 @@ class TrainConfig(Spec):
         return self
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")  # where rows can go besides Parquet
+# Further destinations of rows, in addition to Parquet.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 class SinkConfig(Spec):
@@ -140,7 +141,7 @@ class SinkConfig(Spec):
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Those besides Parquet that are asked for."""
+        """The requested trackers."""
         return tuple(name for name in TRACKERS if getattr(self, name))
 
 

@@ -1,4 +1,4 @@
-"""What a spec does, in a few words."""
+"""Short descriptions of specs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .record import RecordSpec
 
 
 def describe_action(spec: HookSpec) -> str:
-    """`record stats, tensors`, `clip norm 1.0`, `modify noise`: what a spec does, in a few words."""
+    """Describe the action of a spec in a few words: `record stats, tensors`, `clip norm 1.0`, `modify noise`."""
     if isinstance(spec, RecordSpec):
         return "record " + ", ".join(
             part

@@ -1,4 +1,4 @@
-"""Field types that specs share, and the model they all inherit from."""
+"""Field types that specs share, and their base models."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Target(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _by_its_path(cls, value: Any) -> Any:
-        """In Python the function or class itself may stand for a target without arguments."""
+        """Accept a function or class instead of a target without arguments, for specs in Python."""
         return {"_target_": _dotted_path(value)} if callable(value) else value
 
     def to_config(self) -> dict[str, Any]:
-        """The mapping that `hydra.utils.instantiate` takes."""
+        """Return the mapping that `hydra.utils.instantiate` accepts."""
         return {"_target_": self.target, **(self.model_extra or {})}
 
 
 def _dotted_path(function: Any) -> str:
-    """Where a function or class can be imported from, so that a record of the spec says which one it was."""
+    """Return the import path of a function or class, so that the recorded spec identifies it."""
     path = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
     if "<" in path or "None" in path.split("."):
         raise ValueError("a function has to have a name at the top of its module: no lambda, none inside another one")
@@ -63,7 +63,10 @@ def _listed(value: Any) -> Any:
 
 
 def spelled(value: Any) -> Any:
-    """A name that YAML reads as a number: the item `0` of a list, or the function `nan`; floats are ambiguous (`1.10`)."""
+    """Convert a name that YAML reads as a number to text: the item `0` of a list, or the function `nan`.
+
+    Finite floats are ambiguous (`1.10`) and stay numbers.
+    """
     is_name = isinstance(value, int) or (isinstance(value, float) and not math.isfinite(value))
     return str(value) if is_name and not isinstance(value, bool) else value
 
@@ -78,10 +81,10 @@ Name = Annotated[str, BeforeValidator(spelled, json_schema_input_type=str | int)
 Glob = Annotated[Name, AfterValidator(_glob)]
 Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | int | list[str | int])]
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
-# Bounds stand beside the type, where the JSON Schema takes them from. Finite they are by the configuration of `Spec`.
+# Bounds are next to the type, where the JSON Schema reads them. `Spec` forbids NaN and infinity.
 Number = Annotated[float, BeforeValidator(_no_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_no_bool)]
-LARGEST = 10**12  # more steps, samples or elements than anything has
+LARGEST = 10**12  # an upper bound for steps, samples and elements
 
 Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_no_bool)]
 Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_no_bool)]
@@ -106,7 +109,7 @@ class Selection(Spec):
     @model_validator(mode="wrap")
     @classmethod
     def _some_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        of_the_model = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss
+        of_the_model = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss per model
         if not isinstance(value, Mapping) or value.get("layers") is not None or value.get("types") or of_the_model:
             return validate(value)
         problem = PydanticCustomError(
@@ -115,7 +118,7 @@ class Selection(Spec):
         found: list[InitErrorDetails] = [{"type": problem, "loc": (), "input": value}]
         try:
             validate({**value, "layers": "**"})
-        except ValidationError as error:  # an unknown field may be 'layers', misspelled
+        except ValidationError as error:  # an unknown field may be a misspelled 'layers'
             found += [
                 {"type": item["type"], "loc": item["loc"], "input": item["input"], "ctx": item.get("ctx", {})}
                 for item in error.errors()
@@ -124,5 +127,5 @@ class Selection(Spec):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs that select; all modules where only `types` was given."""
+        """The selecting globs; all modules if only `types` is given."""
         return self.layers if self.layers is not None else ("**",)

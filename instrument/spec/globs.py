@@ -1,13 +1,13 @@
 """Globs on module names.
 
-A name is a path of segments between dots, such as ``encoder.0.bn``; the root module's name is empty and is
-written ``.`` in a pattern.
+A name consists of segments separated by dots, such as `encoder.0.bn`. The name of the root module is empty; its pattern
+is `.`.
 
-    *        any one segment, or any run of characters inside one
-    **       any number of segments, none included: `encoder.**` is `encoder` and all below it
+    *        one complete segment, or any characters within one
+    **       any number of segments, including none: `encoder.**` is `encoder` and everything below it
     ?        one character of a segment
-    [ab]     one of these characters; [!ab] none of them
-    re:...   a regular expression that has to match the whole name
+    [ab]     one of these characters; [!ab] any other character
+    re:...   a regular expression that matches the complete name
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ROOT = "."
 
 @lru_cache(maxsize=1024)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The regular expression that a pattern stands for; it is matched against `_spell(name)`.
+    """Convert a pattern to a regular expression, which is matched against `_spell(name)`.
 
     Raises:
-        ValueError: The pattern is empty, has an empty segment, an open bracket, a `**` that does not stand alone
-            between dots, a range that runs backwards, or is not a regular expression after `re:`.
+        ValueError: The pattern is empty, contains an empty segment, an unclosed bracket, a reversed range or a `**`
+            next to other characters, or is not a valid regular expression after `re:`.
     """
     if pattern.startswith("re:"):
         try:
@@ -37,12 +37,12 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
         return re.compile("")
     try:
         return re.compile("".join(_segment(segment, pattern) for segment in pattern.split(".")))
-    except re.error as error:  # of what stands between brackets, since all else is escaped
+    except re.error as error:  # only brackets can fail, since everything else is escaped
         raise ValueError(f"{error.msg} in {pattern!r}") from None
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a module or parameter name (empty for the root module) is one that the pattern means."""
+    """Return whether a pattern matches the name of a module or parameter. The name of the root module is empty."""
     compiled = compile_glob(pattern)
     if pattern.startswith("re:"):
         return compiled.fullmatch(name) is not None
@@ -50,7 +50,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _spell(name: str) -> str:
-    """A name with a dot behind every segment, so that each segment of a pattern can eat its own dot."""
+    """Add a dot after every segment, so that each segment of a pattern can match its own dot."""
     return f"{name}." if name else ""
 
 

@@ -1,4 +1,4 @@
-"""Hook specs: one model for each action, and for each built-in function of modify."""
+"""The union of all hook specs: one model per action, and one per built-in function of modify."""
 
 from __future__ import annotations
 

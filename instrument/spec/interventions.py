@@ -58,12 +58,12 @@ class ClipSpec(Intervention):
 
     @property
     def norm_scope(self) -> Literal["tensor", "sample", "all"]:
-        """The scope, spelled out."""
+        """The scope, or its default for the kind."""
         return self.scope or ("all" if self.kind == "parameter_grad" else "tensor")
 
 
 def _factor(value: object) -> float | tuple[float, ...] | dict[int, float]:
-    """A number, a list of numbers, or a mapping from steps to numbers; keys may be spelled as strings, as Hydra does."""
+    """Parse a number, a list of numbers, or a mapping from steps to numbers. Hydra makes the steps strings."""
     if isinstance(value, list | tuple):
         numbers = tuple(_number(item) for item in value)
         if not numbers:

@@ -1,4 +1,4 @@
-"""Which keys a configuration can have: the fields of its sections and specs, whether or not a file writes them."""
+"""The keys that a configuration can contain, according to the fields of its sections and specs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from .functions import FUNCTIONS, FunctionSpec
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:
-    """The fields of a section or spec, as they are written; a spec is named by its key."""
+    """Return the fields of a section or spec as they are written in YAML.
+
+    `name` is excluded for specs, since it is their key.
+    """
     return [field.alias or name for name, field in model.model_fields.items() if name != "name" or model is RunConfig]
 
 
 def fields_below(path: Sequence[str]) -> tuple[str, ...]:
-    """The fields that can stand below a key of a run's configuration.
+    """Return the fields that are allowed below a key of a run's configuration.
 
     Args:
         path: The parts of the key: `("data", "slice")`, or `("hooks", NAME)`.
 
     Returns:
-        Their names, those of every action for a spec; none where the key is no section, or takes any argument.
+        The names; for a spec, those of every action. Empty if the key is no section or allows any argument.
     """
     if len(path) == 2 and path[0] in ("hooks", "apply"):
         return fields_of_specs(path[0])
@@ -35,7 +38,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def fields_of_specs(name: str) -> tuple[str, ...]:
-    """The fields of all specs of `hooks` or `apply`, whatever their action."""
+    """Return the fields of all specs of `hooks` or `apply`, for all actions."""
     if name == "apply":
         arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
         return _without_repeats(apply.ACTIONS.values(), arguments)
@@ -47,7 +50,7 @@ def _without_repeats(models: Iterable[type[BaseModel]], more: Iterable[str]) -> 
 
 
 def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """The model of a nested section, followed down from another one; None where there is none."""
+    """Return the model of a nested section, starting from another model; None if it does not exist."""
     for part in path:
         field = model.model_fields.get(part)
         kinds = () if field is None else (field.annotation, *getattr(field.annotation, "__args__", ()))

@@ -11,16 +11,17 @@ Rhythm = Literal["micro_step", "step", "occasion"]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of hook.
+    """One hook kind.
 
     Attributes:
-        name: As in `kind:`; PyTorch's `register_<name>_hook` wherever there is one.
-        family: The file in `instrument/kinds/` that serves it.
-        rhythm: How often it is expected: in every micro-step, once a step around the optimizer's, or on occasion.
-        roles: The tensors to be had there; the first is the default. A role that ends in `.*` is a prefix.
+        name: The value of `kind:`; PyTorch's `register_<name>_hook` if it exists.
+        family: The file in `instrument/kinds/` that implements it.
+        rhythm: How often it is expected to fire: in every micro-step, once per step around the optimizer step, or
+            occasionally.
+        roles: The available tensors. The first one is the default. A role that ends in `.*` is a prefix.
         changes: The roles that an intervention can change.
-        gradient: Whether it needs a backward pass.
-        meaning: What an intervention there changes, for the docs.
+        gradient: Whether it requires a backward pass.
+        meaning: What an intervention changes, for the documentation.
     """
 
     name: str
@@ -33,16 +34,18 @@ class Kind:
 
     @property
     def repeats(self) -> bool:
-        """Whether it acts a second time on the same tensors where checkpointing runs a forward pass again; a gradient
-        comes once, also if it is the one of the second pass."""
+        """Whether the kind fires again if checkpointing recomputes a forward pass.
+
+        A gradient is delivered only once, even if it is that of the recomputed pass.
+        """
         return not self.gradient
 
     def has_role(self, role: str) -> bool:
-        """Whether `role` is one of this kind's, `state.exp_avg` being one of `state.*`."""
+        """Return whether this kind has a role. `state.exp_avg` is one of `state.*`."""
         return any(_covers(known, role) for known in self.roles)
 
     def can_change(self, role: str) -> bool:
-        """Whether an intervention at this kind can change this role."""
+        """Return whether an intervention with this kind can change a role."""
         return any(_covers(known, role) for known in self.changes)
 
 

@@ -1,4 +1,4 @@
-"""From plain mappings to specs; every mistake of a file is found at once and told in the words of the file."""
+"""Conversion of plain mappings to specs. All problems of a file are reported at once, with the keys of the file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run, checked as a whole.
+    """Validate the complete configuration of a run.
 
     Args:
-        raw: Plain mappings, lists and values, interpolations resolved.
+        raw: Plain mappings, lists and values, with resolved interpolations.
+
+    Returns:
+        The configuration.
 
     Raises:
-        ConfigError: With every mistake that was found, not just the first.
+        ConfigError: It is invalid. The error contains every problem.
     """
     mistakes: list[Mistake] = []
     parsed = {}
@@ -71,7 +74,10 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def _not_finite(value: Any, where: str) -> Iterable[Mistake]:
-    """Every number in a section that is NaN or infinite: PyTorch's optimizers and schedulers train with most of them."""
+    """Yield a problem for every NaN or infinite number in a section.
+
+    PyTorch's optimizers and schedulers accept most of them.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _not_finite(item, f"{where}.{key}")
@@ -83,28 +89,34 @@ def _not_finite(value: Any, where: str) -> Iterable[Mistake]:
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
-    """What recording may cost.
+    """Validate the budget; None stays None.
 
     Raises:
-        ConfigError: It cannot be meant.
+        ConfigError: It is invalid.
     """
     return None if raw is None else _build(BudgetConfig, dict(raw), "budget")
 
 
 def parse_hooks(raw: Any) -> dict[str, HookSpec]:
-    """Hook specs from a mapping of names to specs, or from a list; an entry that is null is left out.
+    """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
+
+    Returns:
+        The specs by name.
 
     Raises:
-        ConfigError: With every mistake that was found.
+        ConfigError: A spec is invalid. The error contains every problem.
     """
     return _parse_section("hooks", raw, _hook_class)
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
-    """Apply specs from a mapping of names to specs, or from a list; an entry that is null is left out.
+    """Convert a mapping from names to apply specs, or a list of apply specs. Null entries are ignored.
+
+    Returns:
+        The specs by name.
 
     Raises:
-        ConfigError: With every mistake that was found.
+        ConfigError: A spec is invalid. The error contains every problem.
     """
     return _parse_section("apply", raw, _apply_class)
 
@@ -138,7 +150,7 @@ def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], 
 def _chosen(
     section: str, choose: Callable[[Mapping[str, Any], str], Any], value: Mapping[str, Any], where: str
 ) -> type[BaseModel]:
-    """The model of a spec. Where its action is not known, fields that no action has are reported too."""
+    """Return the model of a spec. If its action is unknown, fields that no action has are reported too."""
     try:
         model: type[BaseModel] = choose(value, where)
     except ConfigError as error:
@@ -241,7 +253,7 @@ def _mistakes(error: ValidationError, where: str, model: type[BaseModel]) -> lis
 
 
 def _mistake(item: dict[str, Any], where: str, model: type[BaseModel]) -> Mistake:
-    """One of pydantic's errors in the four parts of ours."""
+    """Convert an error of pydantic."""
     kind, context = item["type"], item.get("ctx", {})
     loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
     place = ".".join([part for part in (where, *loc) if part])

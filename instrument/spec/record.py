@@ -109,7 +109,7 @@ class RecordSpec(HookBase):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The names asked for, in the order of the columns; of `all` those that the kind and role have."""
+        """The requested statistics in the order of the columns. `all` selects those that the kind and role have."""
         asked = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
         return tuple(name for name in ALL if name in asked and self._has(name))
 
@@ -119,5 +119,5 @@ class RecordSpec(HookBase):
 
     @property
     def distribution(self) -> bool:
-        """Whether quantiles or a histogram are asked for."""
+        """Whether quantiles or a histogram are requested."""
         return self.quantiles is not None or self.histogram is not None

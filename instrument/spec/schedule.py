@@ -1,4 +1,4 @@
-"""When a hook is due."""
+"""Schedules: the steps at which a hook runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Phase = Literal["train", "eval"]
 
 
 def common(one: range, other: range) -> range:
-    """The numbers that two ascending ranges have in common; a range too, by the Chinese remainder theorem."""
+    """Return the intersection of two ascending ranges, which is a range too (Chinese remainder theorem)."""
     divisor = gcd(one.step, other.step)
     apart = other.start - one.start
     if apart % divisor or not one or not other:
         return range(0)
     step = one.step * (other.step // divisor)
-    # one.start + times * one.step is the first number of the one, from its start on, that is in line with the other.
+    # one.start + times * one.step is the first number of `one` that is congruent to the numbers of `other`.
     modulus = other.step // divisor
     times = apart // divisor * pow(one.step // divisor, -1, modulus) % modulus if modulus > 1 else 0
     first = one.start + times * one.step
@@ -28,11 +28,11 @@ def common(one: range, other: range) -> range:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """After which numbers of steps there is an evaluation: every N, and after the last one.
+    """The numbers of completed steps after which an evaluation runs: every N, and the last one.
 
     Attributes:
-        steps: The run's steps.
-        every: N; 0: after the last one only.
+        steps: The number of steps of the run.
+        every: N; 0 for an evaluation after the last step only.
     """
 
     steps: int
@@ -40,14 +40,14 @@ class Evaluations:
 
     @property
     def regular(self) -> range:
-        """Those every N steps."""
+        """The evaluations every N steps."""
         return range(self.every, self.steps + 1, self.every) if self.every else range(0)
 
     def __contains__(self, step: int) -> bool:
         return step == self.steps or step in self.regular
 
     def among(self, schedule: Schedule) -> Sequence[int]:
-        """Those at which a schedule for evaluations is due."""
+        """Return the evaluations at which a schedule with phase `eval` is active."""
         regular = schedule.among(self.regular)
         last = self.steps not in self.regular and schedule.due(self.steps, "eval")
         return [*regular, self.steps] if last else regular
@@ -55,10 +55,10 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The half-open window `[start, stop)`, every N-th step of it; or a list of steps. In one phase.
+    """Every N-th step of the half-open interval [start, stop), or a list of steps, in one phase.
 
-    A step is an optimizer step, counted from 0. An evaluation bears the number of the steps that were done
-    before it: the one after 50 steps is due at step 50.
+    A step is an optimizer step, counted from 0. An evaluation has the number of completed steps: the evaluation after
+    50 steps runs at step 50.
     """
 
     every: int = 1
@@ -68,7 +68,7 @@ class Schedule:
     phase: Phase = "train"
 
     def due(self, step: int, phase: str) -> bool:
-        """Whether a hook with this schedule acts in this step."""
+        """Return whether a hook with this schedule runs in this step and phase."""
         if phase != self.phase:
             return False
         if self.steps is not None:
@@ -78,7 +78,10 @@ class Schedule:
         return (step - self.start) % self.every == 0
 
     def among(self, steps: range) -> Sequence[int]:
-        """The steps of these at which a hook with this schedule is due, in the phase that it is for; none is gone through."""
+        """Return which of these steps are scheduled, in the phase of the schedule.
+
+        It does not iterate over the steps.
+        """
         if self.steps is not None:
             return [step for step in sorted(self.steps) if step in steps]
         return common(range(self.start, steps.stop if self.stop is None else self.stop, self.every), steps)

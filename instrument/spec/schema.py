@@ -1,7 +1,7 @@
-"""The JSON Schema of an experiment file, for completion and checks in an editor.
+"""The JSON Schema of an experiment file, for completion and validation in an editor.
 
-`python -m instrument.spec.schema` writes it to `conf/schema.json`; YAML files name it in a comment that the
-YAML language server reads: `# yaml-language-server: $schema=../schema.json`.
+`python -m instrument.spec.schema` writes it to `conf/schema.json`. YAML files name it in a comment for the YAML
+language server: `# yaml-language-server: $schema=../schema.json`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ HYDRA_KEYS: dict[str, Any] = {
 
 
 def experiment_schema() -> dict[str, Any]:
-    """The schema of a partial configuration: every root key is optional, and so is every key of a section that a
-    group may already have set."""
+    """Return the schema of a partial configuration.
+
+    No root key is required, and no key of a section that a config group may set.
+    """
     schema = RunConfig.model_json_schema(by_alias=True)
     schema["title"] = "An experiment of instrument"
     schema["properties"] |= HYDRA_KEYS
@@ -40,7 +42,7 @@ def experiment_schema() -> dict[str, Any]:
 
 
 def render() -> str:
-    """The schema as the text of its file."""
+    """Return the content of the schema file."""
     return json.dumps(experiment_schema(), indent=1, sort_keys=True) + "\n"
 
 

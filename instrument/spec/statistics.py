@@ -1,13 +1,13 @@
-"""The statistics: one place defines each one's name, formula, unit, type, and what it is where it has no value.
+"""Definitions of the statistics: names, formulas, units, dtypes, and when they have no value.
 
-All are of the finite values x of a tensor, n of them; the others are counted. Where there is no finite value
-(an empty tensor, or nothing but NaN) everything but the counts is null. Integers and booleans are taken as
-numbers, complex values by their magnitude.
+Statistics are computed over the n finite values x of a tensor. NaN and infinities are counted separately. If no value
+is finite (an empty tensor, or only NaN), every statistic except the counts is null. Integers and booleans are converted
+to numbers, complex values to their magnitude.
 
-Three say more than the values alone do, of tensors of some kinds only; elsewhere they are null. A unit is a channel of an image
-(dimension 1 of a tensor with 4 or 5; of a Conv1d and the like also with 3), a feature of a vector or of a sequence's elements
-(the last of 2 or 3; of a Linear, LayerNorm and Embedding always), a row of a parameter or its gradient (dimension 0); `unit_dim`
-says otherwise.
+Three statistics depend on more than the values, and are null where they are not defined. A unit is a channel of an
+image (dimension 1 of a tensor with 4 or 5 dimensions, and with 3 for a Conv1d and similar), a feature of a vector or of
+a sequence element (the last of 2 or 3 dimensions, and always for Linear, LayerNorm and Embedding), or a row of a
+parameter or its gradient (dimension 0). `unit_dim` selects another dimension.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of one tensor.
+    """The definition of one statistic of a tensor.
 
     Attributes:
-        name: As in `stats:`, and the name of the column.
-        formula: In terms of the finite values x, n of them.
-        unit: `count`, `fraction` of the finite values (0 to 1), `units`: fraction of the units, `ratio`, or `value`: the
-            unit of the tensor itself.
-        dtype: The column's type. Counts, minimum and maximum are exact; the rest agrees with float64 to 1e-5.
-        default: Whether `stats: default` has it.
-        merged: What becomes of several tensors' values where one number is to stand for them.
-        only: The kinds and roles that have it, where it is of more than the values: of a module's range, of a parameter.
+        name: The value in `stats:`, and the name of the column.
+        formula: The formula over the n finite values x.
+        unit: `count`; `fraction` of the finite values (0 to 1); `units`: fraction of the units; `ratio`; or `value`:
+            the unit of the tensor.
+        dtype: The dtype of the column. Counts, minimum and maximum are exact; the others agree with float64 to 1e-5.
+        default: Whether `stats: default` includes it.
+        merged: How the values of several tensors are combined into one.
+        only: The kinds and roles that have it; empty for all.
     """
 
     name: str
@@ -86,4 +86,7 @@ ALL: tuple[str, ...] = tuple(STATISTICS)
 OF_VALUES: tuple[str, ...] = tuple(statistic.name for statistic in _OF_VALUES)
 DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
 USUAL_UPDATES = (1e-4, 1e-2)
-"""Where `update_ratio` usually is in a healthy training, "about 1e-3": CS231n, https://cs231n.github.io/neural-networks-3/#ratio"""
+"""The usual range of `update_ratio` in a healthy training, "about 1e-3".
+
+CS231n, https://cs231n.github.io/neural-networks-3/#ratio
+"""

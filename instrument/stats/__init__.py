@@ -1,1 +1,1 @@
-"""The numbers: statistics of a tensor, as `instrument.spec.statistics` defines them."""
+"""Computation of the statistics that `instrument.spec.statistics` defines."""

@@ -1,10 +1,10 @@
-"""Statistics of a flat tensor on the CPU, block by block.
+"""Statistics of a flat tensor on the CPU, computed block by block.
 
-A block fits the L2 cache. Floats of up to 32 bits are summed as they are, in the few passes that vectorise: smallest and
-largest, zeros, sum, squares and their sum. PyTorch adds up in a tree, so that the rounding stays at 1e-7 of the sum of
-magnitudes. Where that is not exact enough for the spread, since the mean is far from zero, or where a square would
-leave the type, and for all other types, the block is centred and summed in float64. The blocks' moments are merged (Chan,
-Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
+A block fits the L2 cache. Floats of up to 32 bits are summed in their own precision, in a few vectorized passes:
+minimum and maximum, zeros, sum, and sum of squares. PyTorch sums in a tree, so the rounding error stays near 1e-7 of
+the sum of magnitudes. A block is centered and summed in float64 if this is not exact enough (the mean is far from zero
+compared with the spread), if squares overflow or underflow, and for all other dtypes. The moments of the blocks are
+merged (Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from torch import Tensor
 
 from ..spec.statistics import OF_VALUES
 
-BLOCK = 65_536  # elements; in float64 half a megabyte, which stays in the L2 cache
-SAFE_EXPONENT = 400  # of two: sums of squares up to here neither overflow float64 nor vanish in it
-MOST_EXPONENT = 1000  # of two: what is divided by, and multiplied with again, is a number itself
-SMALLEST, LARGEST = 1e-12, 1e16  # the largest magnitude of a block whose squares float32 adds up without loss
-CANCELLATION = 4.0  # squared mean over variance, up to which the variance is a difference of two sums
+BLOCK = 65_536  # in elements; half a megabyte in float64, which fits the L2 cache
+SAFE_EXPONENT = 400  # a power of two; sums of squares up to it neither overflow nor underflow float64
+MOST_EXPONENT = 1000  # a power of two; the divisor and its inverse are then finite
+SMALLEST, LARGEST = 1e-12, 1e16  # range of a block's maximum magnitude for which float32 sums squares without loss
+# The limit of squared mean over variance up to which the variance is computed as the difference of two sums.
+CANCELLATION = 4.0
 
 
 @dataclass(slots=True)
 class Moments:
-    """What the blocks so far come to.
+    """The moments of all blocks so far, in multiples of `unit`.
 
-    `mean` is above `pivot`, the first value that was met, so that equal values have no spread at all; `squares` and `l1`
-    are of the values themselves. All are in units of `unit`.
+    `mean` is relative to `pivot`, the first value, so that equal values have a spread of exactly zero. `squares` and
+    `l1` refer to the values themselves.
     """
 
     unit: float = 1.0
@@ -49,7 +50,7 @@ class Moments:
     l1: float = 0.0
 
     def merge(self, size: int, mean: float, m2: float) -> None:
-        """Add a block of so many values by its mean above the pivot and its sum of squared deviations."""
+        """Add a block of `size` values, given its mean relative to the pivot and its sum of squared deviations."""
         delta, total = mean - self.mean, self.n + size
         self.mean += delta * size / total
         self.m2 += m2 + delta * delta * self.n * size / total
@@ -57,7 +58,7 @@ class Moments:
 
 
 class Scratch(threading.local):
-    """Room for one block, kept from call to call; each thread has its own."""
+    """Memory for one block, reused between calls. Each thread has its own."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
@@ -70,14 +71,14 @@ _SCRATCH = Scratch()
 
 
 def measure_blocks(flat: Tensor, names: Collection[str]) -> dict[str, float | None]:
-    """Statistics of a flat CPU tensor.
+    """Compute statistics of a flat CPU tensor.
 
     Args:
         flat: Any real dtype, shape [elements].
-        names: What is asked for; what costs a pass of its own is formed only then.
+        names: The requested statistics. Those that require an additional pass are only computed if requested.
 
     Returns:
-        All statistics; those that were not asked for may be left at 0.
+        All statistics. Those that were not requested may be 0.
     """
     narrow = flat.is_floating_point() and flat.dtype != torch.float64
     moments = Moments() if narrow else Moments(_unit(flat) if flat.dtype == torch.float64 else 1.0)
@@ -89,13 +90,16 @@ def measure_blocks(flat: Tensor, names: Collection[str]) -> dict[str, float | No
 
 
 def _add_as_it_is(moments: Moments, block: Tensor, names: Collection[str]) -> bool:
-    """Add a block of floats of up to 32 bits; False, and nothing added, where that would not be exact enough."""
+    """Add a block of floats of up to 32 bits in its own precision.
+
+    If that is not exact enough, return False and add nothing.
+    """
     size = block.numel()
     if block.dtype != torch.float32:
         block = _SCRATCH.values[:size].copy_(block)
     low, high = (bound.item() for bound in torch.aminmax(block))
     largest = max(-low, high)
-    if not (SMALLEST <= largest <= LARGEST or largest == 0.0):  # nor where it is not finite
+    if not (SMALLEST <= largest <= LARGEST or largest == 0.0):  # also rejects values that are not finite
         return False
     total, squares = 0.0, 0.0
     room = _SCRATCH.squares[:size]
@@ -120,7 +124,7 @@ def _add_as_it_is(moments: Moments, block: Tensor, names: Collection[str]) -> bo
 
 
 def _add_centred(moments: Moments, block: Tensor, *, with_l1: bool) -> None:
-    """Add a block in float64, in two passes: the mean, and then the deviations from it."""
+    """Add a block in float64, in two passes: the mean, then the deviations from it."""
     smallest, largest = (bound.item() for bound in torch.aminmax(block))
     if not (math.isfinite(smallest) and math.isfinite(largest)):
         moments.nan_count += int(block.isnan().sum())
@@ -142,7 +146,7 @@ def _add_centred(moments: Moments, block: Tensor, *, with_l1: bool) -> None:
     moved = block - moments.pivot
     mean = moved.sum().item() / size
     centred = moved.sub_(mean)
-    drift = centred.sum().item()  # what rounding left in the mean
+    drift = centred.sum().item()  # the rounding error of the mean
     moments.merge(size, mean, torch.dot(centred, centred).item() - drift * drift / size)
 
 
@@ -169,7 +173,7 @@ def _statistics(moments: Moments, numel: int) -> dict[str, float | None]:
 
 
 def _unit(flat: Tensor) -> float:
-    """A power of two to measure in, so that no square of a float64 overflows or vanishes; 1 where none would."""
+    """Return a power of two as the unit, so that squares of float64 neither overflow nor underflow; 1 if none is required."""
     finite = flat[flat.isfinite()]
     exponent = math.frexp(finite.abs().max().item())[1] if finite.numel() else 0
     return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MOST_EXPONENT, min(exponent, MOST_EXPONENT))

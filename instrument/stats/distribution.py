@@ -1,7 +1,8 @@
 """Quantiles and histograms of a tensor.
 
-Quantiles are of all elements up to twice `SAMPLE` of them, and of a sample beyond, whose rank is off by 0.4% at the median
-(one standard deviation, sqrt(q (1 - q) / SAMPLE)) and less towards the ends. A histogram counts every element.
+Quantiles use all elements up to twice `SAMPLE`, and a sample of larger tensors. The rank error of a sample is 0.4% at
+the median (one standard deviation, sqrt(q (1 - q) / SAMPLE)) and smaller towards the ends. A histogram counts every
+element.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ from .single_pass import add_to_bins
 from .vector import as_vector
 
 SAMPLE = 16_384  # sorted and gathered in about 0.2 ms
-GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # its multiples' fractions are spread evenly (Weyl)
-NARROW, WIDER = 2.0**-1000, 2.0**600  # a width whose inverse might be no number, and what it is multiplied with first
-BLOCK = 1 << 20  # elements that are counted at once where there is no compiled kernel
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples are evenly distributed (Weyl)
+# A width whose inverse might overflow, and the factor that is applied to it first.
+NARROW, WIDER = 2.0**-1000, 2.0**600
+BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
 Cells = tuple[int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None]
 
 
 def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Values:
-    """Quantiles and a histogram of the finite elements.
+    """Compute quantiles and a histogram of the finite elements.
 
-    A quantile lies between two elements where its rank does, in proportion ("linear", Hyndman & Fan 1996, type 7). The
-    bins are equally wide, from the smallest element to the largest; one on an edge belongs to the bin above it, the largest
-    to the last bin; where all are equal they are in the first.
+    Quantiles are interpolated linearly between elements ("linear", Hyndman & Fan 1996, type 7). The bins have equal
+    width from the minimum to the maximum. An element on an edge belongs to the bin above it, the maximum to the last
+    bin. If all elements are equal, they are in the first bin.
 
     Args:
-        tensor: Any shape, layout, dtype and device; it is read, never written.
-        levels: Of the quantiles, from 0 to 1; none for no quantiles.
-        bins: Of the histogram; 0 for none.
+        tensor: Any shape, layout, dtype and device. It is not modified.
+        levels: The levels of the quantiles, from 0 to 1; empty for no quantiles.
+        bins: The number of bins; 0 for no histogram.
 
     Returns:
-        How many elements the quantiles are of, the quantiles, the smallest and the largest element and the counts, each
-        only where it is asked for: numbers and None for a tensor on the CPU; a float64 tensor [numbers] on the tensor's
-        own device elsewhere, in which NaN stands for None.
+        The number of elements used for the quantiles, the quantiles, the minimum, the maximum and the counts, as
+        requested. For a CPU tensor: numbers and None. Otherwise: a float64 tensor [numbers] on the device of the
+        tensor, with NaN instead of None.
     """
     vector = as_vector(tensor)
     if not vector.is_cpu:
@@ -56,7 +58,7 @@ def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Values
 
 
 def cells(levels: tuple[float, ...], bins: int, values: Sequence[float | None]) -> Cells:
-    """The columns `sampled` to `counts` of the distributions table, from what `distribution` gave."""
+    """Convert the result of `distribution` to the columns `sampled` to `counts` of the `distributions` table."""
     numbers: Iterator[Any] = (None if number is None or math.isnan(number) else number for number in values)
     sampled = quantiles = low = high = counts = None
     if levels:
@@ -96,7 +98,7 @@ def _histogram(vector: Tensor, bins: int) -> list[float | None]:
 
 
 def _add_block(x: np.ndarray[Any, np.dtype[np.float64]], low: float, high: float, counts: np.ndarray[Any, Any]) -> None:
-    """As `histogram` in native.c."""
+    """Add a block to the counts. Same computation as `histogram` in native.c."""
     x = x[np.isfinite(x)]
     width = high - low
     unit = 0.5 if not math.isfinite(width) else WIDER if 0.0 < width < NARROW else 1.0
@@ -106,10 +108,10 @@ def _add_block(x: np.ndarray[Any, np.dtype[np.float64]], low: float, high: float
 
 
 def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
-    """The same of a vector on any device, with no branch on its values, and so with no wait for the device.
+    """Compute quantiles and a histogram without branches on values, so that the host never waits for the device.
 
     Returns:
-        float64, shape [numbers], on the vector's device; NaN where there is no number.
+        float64, shape [numbers], on the device of the vector; NaN for missing values.
     """
     found: list[Tensor] = []
     if levels:
@@ -154,7 +156,7 @@ def _histogram_on_device(x: Tensor, bins: int) -> list[Tensor]:
 
 @lru_cache(maxsize=128)
 def _places(numel: int, device: torch.device) -> Tensor:
-    """`SAMPLE` places in a vector: one in each of as many stretches, now here and now there, so that no channel is missed."""
+    """Return `SAMPLE` indices: one in each of as many equal intervals, at varying positions, so that every channel is sampled."""
     stretch = torch.arange(SAMPLE, dtype=torch.float64, device=device)
     at = (stretch + (stretch * GOLDEN) % 1.0) * (numel / SAMPLE)
     return at.long().clamp(max=numel - 1)

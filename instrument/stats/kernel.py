@@ -1,8 +1,8 @@
-"""The one function that measures a tensor, and the two ways it has of doing so.
+"""Measurement of a tensor, on the CPU or on another device.
 
-On the CPU the tensor is read once by a compiled kernel (`instrument.stats.single_pass`), or, where that is not the way,
-in blocks that fit a cache (`instrument.stats.blocks`). On any other device the same
-numbers are formed by whole-tensor operations that never wait for the device; they stay there until the step ends.
+On the CPU, a compiled kernel reads the tensor once (`instrument.stats.single_pass`); tensors that it does not support
+are measured in blocks (`instrument.stats.blocks`). On other devices, the same numbers are computed by operations on the
+complete tensor that never wait for the device. They stay on the device until the step ends.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .single_pass import measure_in_one_pass
 from .vector import as_vector
 
 Values = Sequence[float | None] | Tensor
-"""What `measure` gives: numbers, or a float64 tensor of shape [statistics] on the device, NaN where there is none."""
+"""The result of `measure`: numbers and None, or a float64 tensor [statistics] on the device, with NaN instead of None."""
 
 
 def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
-    """Statistics of a tensor of any shape, layout, dtype and device.
+    """Compute statistics of a tensor of any shape, layout, dtype and device.
 
     Args:
-        tensor: What is measured; it is read, never written.
+        tensor: The tensor. It is not modified.
         names: Names from `instrument.spec.statistics.OF_VALUES`.
 
     Returns:
-        The values in the order of `names`: numbers and None for a tensor on the CPU; a float64 tensor of shape
-        [len(names)] on the tensor's own device elsewhere, in which NaN stands for None.
+        The values in the order of `names`. For a CPU tensor: numbers and None. Otherwise: a float64 tensor [len(names)]
+        on the device of the tensor, with NaN instead of None.
     """
     if not _is_plain(tensor):
         tensor = as_vector(tensor)
@@ -48,7 +48,7 @@ def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in memory as they are, without a gap: nearly all do."""
+    """Return whether the elements of a tensor are a contiguous block in CPU memory, the most common case."""
     return (
         type(tensor) in (Tensor, Parameter)
         and tensor.is_cpu
@@ -62,15 +62,15 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @cache
 def positions(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Where statistics stand among all of them."""
+    """Return the indices of statistics in the list of all statistics."""
     return tuple(ALL.index(name) for name in names)
 
 
 def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
-    """All statistics of a flat tensor with no branch on its values, and so with no wait for its device.
+    """Compute statistics of a flat tensor without branches on values, so that the host never waits for the device.
 
     Returns:
-        float64, shape [len(names)], on the tensor's device; NaN where a statistic has no value.
+        float64, shape [len(names)], on the device of the tensor; NaN for missing values.
     """
     x = flat.to(torch.float64)
     finite = x.isfinite()
@@ -78,7 +78,7 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
     kept = torch.where(finite, x, 0.0)
     unit = _unit_on_device(kept) if flat.dtype == torch.float64 and x.numel() else torch.ones_like(n)
     kept = kept / unit
-    none = torch.where(n == 0, math.nan, 0.0)  # added to what has no value where nothing is finite
+    none = torch.where(n == 0, math.nan, 0.0)  # added to statistics that have no value if nothing is finite
     squares = kept.square().sum()
     if x.numel():
         low = torch.where(finite, x, math.inf).amin()
@@ -108,6 +108,6 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def _unit_on_device(kept: Tensor) -> Tensor:
-    """As `_unit`, of finite values and without a branch on them."""
+    """Return a unit for finite values, like `instrument.stats.blocks._unit`, without branches on values."""
     exponent = torch.frexp(kept.abs().amax()).exponent.clamp(-MOST_EXPONENT, MOST_EXPONENT)
     return torch.exp2(exponent.to(torch.float64))

@@ -1,14 +1,14 @@
-"""Statistics of one tensor from those of its parts, which several processes have measured.
+"""Statistics of a distributed tensor, computed from the statistics of its parts in several processes.
 
-Each process brings a row of numbers for each tensor. They are combined by a maximum and a sum, which is what processes can
-form together without any of them seeing the others' rows: first the extremes, then sums of values over the largest magnitude
-(so that no square overflows), and of their squares about the middle between the extremes. No element is further from the mean
-than sqrt(n - 1) standard deviations (Samuelson 1968, "How deviant can you be?"), so that the variance, from which the square of
-the middle's distance is taken, is off by at most some n * 1e-16 of itself: 1e-6 for a tensor of 1e10 elements.
+Each process contributes one row of numbers per tensor. The rows are combined by one maximum and one sum over all
+processes. The maximum gives the extremes. The sum then adds values divided by the largest magnitude, so that no square
+overflows, and squares about the midpoint of the extremes. No element is further from the mean than sqrt(n - 1) standard
+deviations (Samuelson 1968, "How deviant can you be?"). The relative error of the variance, from which the squared
+distance of the midpoint is subtracted, is therefore at most about n * 1e-16: 1e-6 for a tensor of 1e10 elements.
 
-Quantiles come from sketches: `LEVELS` quantiles of each part, at equal distances. The distribution of all is taken to have each
-part's elements spread evenly between its quantiles, so that a rank is off by at most 1 / (LEVELS - 1) = 0.4%, beside what a
-part's own sample is off.
+Quantiles are computed from sketches: `LEVELS` equally spaced quantiles of each part. The elements of a part are assumed
+to be evenly distributed between its quantiles. The rank error is therefore at most 1 / (LEVELS - 1) = 0.4%, in addition
+to that of the sample of the part.
 """
 
 from __future__ import annotations
@@ -26,35 +26,38 @@ from .distribution import distribution
 from .kernel import Values, measure
 
 MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
-"""What is measured of each part; `l1` beside it where it is asked for."""
+"""The statistics that are measured of each part; `l1` in addition if requested."""
 PART = (*MEASURED, "l1", "saturated", "weight", "dead", "units")
-"""The numbers of one part: those, the share of saturated elements, the norm of the parameter that an update belongs to, and how
-many units are dead of how many, where no two parts have the same ones."""
+"""The numbers of one part.
+
+`MEASURED` and `l1`; the fraction of saturated elements; the norm of the parameter of an update; the number of dead
+units and of all units, if no two parts have the same units.
+"""
 MERGED = ALL
-"""What becomes of the parts' numbers. Of units that all parts have, which ones are dead is gathered."""
+"""The statistics of all parts together. For units that all parts have, the dead units of each part are gathered."""
 LEVELS = 257
-PACKED = 48  # units in a number: a float64 holds integers up to 2^53
+PACKED = 48  # units per number: a float64 represents integers up to 2^53 exactly
 
 _SKETCHED = tuple(i / (LEVELS - 1) for i in range(LEVELS))
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Part = Sequence[float] | Tensor
-"""The numbers of one part, in the order of PART; a float64 tensor where they are on a device."""
+"""The numbers of one part, in the order of `PART`; a float64 tensor if they are on a device."""
 
 
 def part_of(
     values: Values, saturated: float | Tensor | None, weight: float | Tensor | None, dead: Tensor | None = None
 ) -> Part:
-    """The numbers of one part.
+    """Combine the numbers of one part.
 
     Args:
-        values: Of MEASURED, and `l1` where it is asked for, as `instrument.stats.kernel.measure` gives them.
-        saturated: The share of saturated elements; None where that has no meaning or is not asked for.
-        weight: The norm of the parameter that an update belongs to; None likewise.
-        dead: Which units are dead, bool [units], where these are in no other part; None likewise.
+        values: The statistics `MEASURED`, and `l1` if requested: the result of `instrument.stats.kernel.measure`.
+        saturated: The fraction of saturated elements; None if not defined or not requested.
+        weight: The norm of the parameter of an update; None if not defined or not requested.
+        dead: Which units are dead, bool [units], if no other part has them; None otherwise.
 
     Returns:
-        As many numbers as PART has, NaN where there is none; a float64 tensor where the values are on a device.
+        len(PART) numbers, NaN for missing ones; a float64 tensor if the values are on a device.
     """
     if not isinstance(values, Tensor):
         units = (None, None) if dead is None else (int(dead.sum()), len(dead))
@@ -70,15 +73,15 @@ def part_of(
 
 
 def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
-    """The distribution of one part, for `merge_distributions`.
+    """Compute the distribution of one part, for `merge_distributions`.
 
     Args:
         tensor: Any shape, layout, dtype and device.
-        quantiles: Whether quantiles are asked for.
-        bins: Of the histogram; 0 for none.
+        quantiles: Whether quantiles are requested.
+        bins: The number of bins; 0 for no histogram.
 
     Returns:
-        float64 [numbers] on the tensor's device.
+        float64 [numbers] on the device of the tensor.
     """
     counts = measure(tensor, ("numel", "nan_count", "inf_count"))
     found = distribution(tensor, _SKETCHED if quantiles else (), bins)
@@ -91,13 +94,13 @@ def _numbers(values: Sequence[float | None]) -> Tensor:
 
 
 def extremes(parts: Tensor) -> Tensor:
-    """What to form the maximum of.
+    """Return the numbers of which the maximum over all processes is computed.
 
     Args:
-        parts: float64 [rows, PART], NaN where there is no number.
+        parts: float64 [rows, PART], NaN for missing numbers.
 
     Returns:
-        float64 [rows, 5]: max, -min, weight, saturated, l1; minus infinity where there is none.
+        float64 [rows, 5]: max, -min, weight, saturated, l1; minus infinity for missing numbers.
     """
     of = _columns(parts)
     found = torch.stack([of["max"], -of["min"], of["weight"], of["saturated"], of["l1"]], dim=1)
@@ -105,16 +108,16 @@ def extremes(parts: Tensor) -> Tensor:
 
 
 def sums(parts: Tensor, most: Tensor) -> Tensor:
-    """What to form the sum of, once the extremes of all parts are known.
+    """Return the numbers of which the sum over all processes is computed, given the extremes of all parts.
 
     Args:
         parts: float64 [rows, PART].
         most: float64 [rows, 5], the maximum of all parts' `extremes`.
 
     Returns:
-        float64 [rows, 13]: numel, finite, sum, sum of squares, sum of magnitudes, zeros, NaN, infinite and saturated elements,
-        with values over the largest magnitude; the square of the parameter's norm over the largest; squares about the
-        middle; dead units, units.
+        float64 [rows, 13]. Divided by the largest magnitude: sum, sum of squares, sum of magnitudes, sum of squares
+        about the midpoint. Counts: elements, finite elements, zeros, NaN, infinities, saturated elements, dead units,
+        units. The squared norm of the parameter, divided by the largest. The order is that of the code.
     """
     of, unit, weight = _columns(parts), _unit(most), _norm_unit(most)
     n = _finite(of)
@@ -130,7 +133,7 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
 
 
 def merged(most: Tensor, total: Tensor) -> Tensor:
-    """The statistics of all parts together, float64 [rows, MERGED]; NaN where there is no value."""
+    """Compute the statistics of all parts together, float64 [rows, MERGED]; NaN for missing values."""
     unit = _unit(most)
     numel, n, summed, squared, magnitudes, zeros, nans, infinities, saturated, weights, squares, dead, units = (
         total.unbind(dim=1)
@@ -168,13 +171,13 @@ def _finite(of: dict[str, Tensor]) -> Tensor:
 
 
 def _unit(most: Tensor) -> Tensor:
-    """The largest magnitude of each row, 1 where that is no number to divide by."""
+    """Return the largest magnitude of each row; 1 if it is zero or not finite."""
     largest = most[:, :2].abs().amax(dim=1)
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
 def _middle(most: Tensor) -> Tensor:
-    """The middle between the smallest and the largest value, over the unit; 0 where there is none."""
+    """Return the midpoint of minimum and maximum, divided by the unit; 0 if it is not finite."""
     unit = _unit(most)
     middle = most[:, 0] / unit / 2.0 - most[:, 1] / unit / 2.0
     return torch.where(middle.isfinite(), middle, 0.0)
@@ -186,13 +189,13 @@ def _norm_unit(most: Tensor) -> Tensor:
 
 
 def pack_units(dead: Tensor) -> Tensor:
-    """Which units are dead, 48 to a number.
+    """Pack a mask of dead units, 48 units per number.
 
     Args:
         dead: bool [units].
 
     Returns:
-        float64 [ceil(units / 48)], each a whole number below 2^48.
+        float64 [ceil(units / 48)]: integers below 2^48.
     """
     padded = torch.zeros(-(-len(dead) // PACKED) * PACKED, dtype=torch.float64, device=dead.device)
     padded[: len(dead)] = dead.to(torch.float64)
@@ -201,11 +204,11 @@ def pack_units(dead: Tensor) -> Tensor:
 
 
 def merge_units(packed: Array, units: int) -> float:
-    """The share of units that are dead in all parts.
+    """Return the fraction of units that are dead in all parts.
 
     Args:
-        packed: float64 [parts, numbers], as `pack_units` gives them.
-        units: How many there are.
+        packed: float64 [parts, numbers], the results of `pack_units`.
+        units: The number of units.
     """
     dead = np.bitwise_and.reduce(packed.astype(np.int64), axis=0)
     return sum(int(number).bit_count() for number in dead) / units
@@ -214,18 +217,19 @@ def merge_units(packed: Array, units: int) -> float:
 def merge_distributions(
     parts: Array, levels: Sequence[float], bins: int
 ) -> tuple[int, list[float] | None, float | None, float | None, list[int] | None]:
-    """A distribution from those of its parts.
+    """Merge the distributions of all parts.
 
     Args:
-        parts: float64 [parts, numbers]: finite elements; how many the quantiles are of, and LEVELS quantiles, where quantiles
-            are asked for; the smallest and the largest element and the counts, where a histogram is. NaN is no number.
-        levels: Of the quantiles that are asked for, from 0 to 1; none for no quantiles.
-        bins: Of the histogram; 0 for none.
+        parts: float64 [parts, numbers]: the number of finite elements; if quantiles are requested, the number of
+            elements used for them and `LEVELS` quantiles; if a histogram is requested, the minimum, the maximum and the
+            counts. NaN for missing numbers.
+        levels: The levels of the requested quantiles, from 0 to 1; empty for no quantiles.
+        bins: The number of bins; 0 for no histogram.
 
     Returns:
-        How many elements the quantiles are of, the quantiles, the smallest and the largest element and the counts. A part's
-        counts are spread evenly over its own bins: where the parts' ranges differ, a count is off by some of what lies in the
-        bins at its edges.
+        The number of elements used for the quantiles, the quantiles, the minimum, the maximum and the counts. The
+        counts of a part are assumed to be evenly distributed within its bins. If the ranges of the parts differ, some
+        counts near the edges of a bin may be in the adjacent bin.
     """
     parts = parts[parts[:, 0] > 0]
     sampled, quantiles, low, high, counts = 0, None, None, None, None
@@ -242,7 +246,10 @@ def merge_distributions(
 
 
 def _quantiles(sketches: Array, sizes: Array, levels: Sequence[float]) -> list[float]:
-    """Quantiles of all parts, each of which has its elements spread evenly between those of its sketch."""
+    """Compute quantiles of all parts.
+
+    The elements of a part are assumed to be evenly distributed between its quantiles.
+    """
     each = np.ones(sketches.shape[1])
     each[[0, -1]] = 0.5
     weights = (sizes[:, None] * each).ravel()
@@ -268,7 +275,7 @@ def _histogram(lows: Array, highs: Array, counted: Array, low: float, high: floa
 
 
 def _whole_numbers(shares: Array, total: int) -> list[int]:
-    """Whole numbers of this total that are nearest to the shares (largest remainders)."""
+    """Round to integers with a given total (largest remainders)."""
     floors = np.floor(shares)
     missing = total - int(floors.sum())
     for place in np.argsort(floors - shares, kind="stable")[:missing]:

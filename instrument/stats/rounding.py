@@ -1,4 +1,7 @@
-"""Numbers of a narrower type that lie on the right side of a bound, which rounding to the nearest does not promise."""
+"""Rounding to a narrower dtype in a given direction.
+
+The default rounding, to the nearest number, may exceed a bound.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from torch import Tensor
 
 
 def round_down(bound: float, dtype: torch.dtype) -> float:
-    """The largest number of a floating type that is not above a bound.
+    """Return the largest number of a floating-point dtype that is not above a bound.
 
-    A tensor of the type may be compared with it, or clamped to it, as if it were the bound itself.
+    Comparing or clamping a tensor of this dtype with the result is equivalent to using the bound.
 
     Args:
         bound: Any finite number.
         dtype: float16, bfloat16, float32 or float64.
 
     Returns:
-        The number; minus infinity where the bound lies below all finite ones.
+        The number; minus infinity if the bound is below all finite numbers.
     """
     info = torch.finfo(dtype)
     if dtype == torch.float64:
@@ -30,21 +33,24 @@ def round_down(bound: float, dtype: torch.dtype) -> float:
 
 
 def round_up(bound: float, dtype: torch.dtype) -> float:
-    """The smallest number of a floating type that is not below a bound; see `round_down`."""
+    """Return the smallest number of a floating-point dtype that is not below a bound; see `round_down`."""
     return -round_down(-bound, dtype)
 
 
 def toward_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in a narrower type, none of larger magnitude than before; the gradient passes through.
+    """Convert values to a narrower dtype without increasing any magnitude. The gradient passes through.
 
     Args:
-        values: Any shape; float32, or of the type itself.
-        dtype: float16, bfloat16, or the type of the values.
+        values: Any shape; float32, or the target dtype.
+        dtype: float16, bfloat16, or the dtype of the values.
+
+    Returns:
+        The values in `dtype`.
     """
     narrow = values.to(dtype)
     if dtype == values.dtype:
         return narrow
     excess = narrow.detach().to(values.dtype).abs() > values.detach().abs()
-    # Sign and magnitude: the number before it in magnitude has the bits before it.
+    # In sign-magnitude representation, decrementing the bits gives the next smaller magnitude.
     before = (narrow.detach().view(torch.int16) - 1).view(dtype)
     return narrow - torch.where(excess, narrow.detach() - before, 0.0)

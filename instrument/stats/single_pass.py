@@ -1,7 +1,7 @@
 """Statistics of a tensor on the CPU in one pass over its memory, by `native.c`.
 
-Sums are formed in double, so that a mean far from zero costs the variance nothing that float32 would notice; beyond that
-a second pass is made, with the mean taken away first.
+Sums are computed in double precision. A second pass, with the mean subtracted first, is only required if the mean is so
+far from zero that the variance loses precision.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 
 try:
     from . import native
-except ImportError:  # installed where there was no C compiler: instrument.stats.blocks does it all
+# Installed without a C compiler: `instrument.stats.blocks` measures all tensors.
+except ImportError:
     native = None  # type: ignore[assignment]
 
 KERNEL = "portable" if native is None else "native"
-"""Which kernel measures tensors on the CPU, for run.json."""
+"""The kernel that measures CPU tensors, for run.json."""
 
-CANCELLATION = 1e6  # squared mean over variance, up to which the variance is a difference of two sums
+# The limit of squared mean over variance up to which the variance is computed as the difference of two sums.
+CANCELLATION = 1e6
 SMALLEST, LARGEST = (
     1e-140,
     1e140,
@@ -35,15 +37,15 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: _FLOAT64}
 
 
 def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
-    """Statistics of a CPU tensor that lies in memory without gaps, in whatever order.
+    """Compute statistics of a CPU tensor whose elements are a contiguous block in any order.
 
     Args:
         tensor: Any shape and dtype.
-        with_l1: Whether l1 is asked for; it costs a second look at each piece of the tensor.
+        with_l1: Whether l1 is requested. It requires a second read of each chunk.
 
     Returns:
-        All statistics, in their order, of which l1 is right only where it was asked for; None where this is not the
-        way: the type is another one, squares overflow or vanish, or there is no compiled kernel.
+        All statistics in their order; l1 is only valid if requested. None if the kernel is missing, does not support
+        the dtype, or squares overflow or underflow.
     """
     kind = _KINDS.get(tensor.dtype)
     if native is None or kind is None:
@@ -69,16 +71,16 @@ def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
 
 
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
-    """Count a CPU vector's elements between low and high in equal bins.
+    """Count the elements of a CPU vector between `low` and `high` in equal-width bins.
 
     Args:
         vector: Shape [elements], contiguous.
         low: The lower end of the first bin.
-        high: The upper end of the last.
-        counts: Shape [bins], contiguous; they are added to.
+        high: The upper end of the last bin.
+        counts: Shape [bins], contiguous. The counts are added to it.
 
     Returns:
-        Whether that was done; not where the type is another one, or there is no compiled kernel.
+        Whether the elements were counted. False if the kernel is missing or does not support the dtype.
     """
     kind = _KINDS.get(vector.dtype)
     if native is None or kind is None:

@@ -1,4 +1,4 @@
-"""What a tensor says of its module's units: which of them are dead, how much of it is saturated."""
+"""Statistics of a module's units: dead units, saturated elements, and relative updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .kernel import measure
 from .rounding import round_down, round_up
 
-NEAR = 0.015  # of the range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3)
+# Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
+NEAR = 0.015
 
 
 CHANNELS_FIRST = (
@@ -19,13 +20,13 @@ FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
 def unit_dim(tensor: Tensor, module: nn.Module, *, of_parameter: bool) -> int | None:
-    """The dimension that units are along, where nobody has said it; None for scalars, and vectors that are no parameter.
+    """Return the default dimension of the units; None for scalars, and for vectors that are no parameter.
 
     Args:
-        tensor: Any shape: [out, ...] of a parameter, else [N, C], [N, T, C], [N, C, H, W] or [N, C, D, H, W]; of modules that
-            say so [N, C, L] and [N, ..., C].
-        module: Whose tensor it is.
-        of_parameter: Whether it is a parameter, its gradient, its update or the like.
+        tensor: Any shape. A parameter: [out, ...]. Otherwise: [N, C], [N, T, C], [N, C, H, W] or [N, C, D, H, W]; for
+            modules in `CHANNELS_FIRST` [N, C, L], for modules in `FEATURES_LAST` [N, ..., C].
+        module: The module of the tensor.
+        of_parameter: Whether the tensor is a parameter, its gradient, its update or similar.
     """
     if of_parameter:
         return 0 if tensor.dim() else None
@@ -37,14 +38,14 @@ def unit_dim(tensor: Tensor, module: nn.Module, *, of_parameter: bool) -> int | 
 
 
 def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
-    """The share of units all of whose elements are zero; NaN is not zero.
+    """Return the fraction of units whose elements are all zero. NaN is not zero.
 
     Args:
-        tensor: Any dtype with at least one dimension, strided. On the CPU no more of it is looked at than it takes.
-        dim: The dimension that the units are along.
+        tensor: Any dtype with at least one dimension, strided. On the CPU, no more of it is read than required.
+        dim: The dimension of the units.
 
     Returns:
-        A number from 0 to 1 on the CPU, None without a unit or an element; a float64 scalar on any other device.
+        On the CPU: a number from 0 to 1, or None for an empty tensor. Otherwise: a float64 scalar on the device.
 
     Raises:
         IndexError: The tensor has no such dimension.
@@ -58,16 +59,16 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
 
 
 def dead_fraction_on_device(tensor: Tensor, dim: int) -> Tensor:
-    """The same with no branch on the values: a float64 scalar on the tensor's device."""
+    """Compute the same without branches on values: a float64 scalar on the device of the tensor."""
     return _zero_throughout(tensor, _all_but(tensor, dim)).to(torch.float64).mean()
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
-    """Which units are zero throughout, bool [units] on the tensor's device; of a tensor without elements all of them.
+    """Return which units are zero everywhere, bool [units] on the device of the tensor. All units of an empty tensor are.
 
     Args:
-        tensor: Any dtype with at least one dimension, strided. On the CPU no more of it is looked at than it takes.
-        dim: The dimension that the units are along.
+        tensor: Any dtype with at least one dimension, strided. On the CPU, no more of it is read than required.
+        dim: The dimension of the units.
 
     Raises:
         IndexError: The tensor has no such dimension.
@@ -85,7 +86,10 @@ def _all_but(tensor: Tensor, dim: int) -> list[int]:
 
 
 def _dead(tensor: Tensor, others: list[int]) -> Tensor:
-    """Which units are zero throughout, shape [units]; of few samples first, since one that is not zero is enough."""
+    """Return which units are zero everywhere, shape [units].
+
+    A few samples are tested first, since one nonzero value is sufficient to stop.
+    """
     along = others[0]
     begin, size = 0, 1
     dead = torch.ones((), dtype=torch.bool)
@@ -97,14 +101,14 @@ def _dead(tensor: Tensor, others: list[int]) -> Tensor:
 
 
 def _zero_throughout(tensor: Tensor, others: list[int]) -> Tensor:
-    """Which units are zero along all other dimensions, shape [units]."""
+    """Return which units are zero along all other dimensions, shape [units]."""
     tensor = _comparable(tensor)
     magnitudes = tensor.abs() if tensor.is_floating_point() or tensor.is_complex() else tensor != 0
     return (magnitudes.amax(others) if others else magnitudes) == 0
 
 
 def range_of(module: nn.Module) -> tuple[float | None, float] | None:
-    """The ends of what an activation can give at which its gradient vanishes; None where it has none that we know."""
+    """Return the limits of an activation at which its gradient vanishes; None for modules without known limits."""
     match module:
         case nn.ReLU6():
             return None, 6.0
@@ -118,14 +122,16 @@ def range_of(module: nn.Module) -> tuple[float | None, float] | None:
 
 
 def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> float | Tensor | None:
-    """The share of the finite elements that lie within 1.5% of the range of an end of it.
+    """Return the fraction of the finite elements within 1.5% of the output range from one of its ends.
 
     Args:
         tensor: Any shape, floating point.
-        ends: The lower and the upper end; a lower end of None counts as 0, and is not looked at.
+        ends: The lower and the upper end. A lower end of None counts as 0 for the range, but elements near it do not
+            count.
 
     Returns:
-        A number from 0 to 1 on the CPU, None where nothing is finite; a float64 scalar on any other device, NaN for None.
+        On the CPU: a number from 0 to 1, or None if nothing is finite. Otherwise: a float64 scalar on the device, with
+        NaN instead of None.
     """
     x = _comparable(tensor.detach())
     if not x.is_cpu:
@@ -137,28 +143,31 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
 
 
 def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
-    """The same with no branch on the values: a float64 scalar on the tensor's device."""
+    """Compute the same without branches on values: a float64 scalar on the device of the tensor."""
     tensor = _comparable(tensor)
     finite = tensor.isfinite()
     return (_near(tensor, ends) & finite).sum(dtype=torch.float64) / finite.sum(dtype=torch.float64)
 
 
 def _near(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
-    """Which elements are at an end or beyond it, of the tensor's shape; NaN is not."""
+    """Return which elements are near an end or beyond it, with the shape of the tensor. NaN is not."""
     low, high = ends
     margin = NEAR * (high - (low or 0.0))
-    # PyTorch rounds what a tensor is compared with to the tensor's type: the bounds are such numbers already.
+    # PyTorch rounds the bound of a comparison to the dtype of the tensor. These bounds are representable already.
     near = tensor >= round_up(high - margin, tensor.dtype)
     return near if low is None else near | (tensor <= round_down(low + margin, tensor.dtype))
 
 
 def _comparable(tensor: Tensor) -> Tensor:
-    """The tensor; float8, which has few operations of its own, as float32."""
+    """Return the tensor; float8, which supports few operations, as float32."""
     return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | Tensor | None:
-    """The norm of an update over that of its parameter after it; None, or NaN on a device, where that is zero."""
+    """Return the norm of an update divided by the norm of the updated parameter.
+
+    None (NaN on a device) if that is zero.
+    """
     found, of = (measure(tensor, ("l2",)) for tensor in (update, parameter))
     if isinstance(found, Tensor) and isinstance(of, Tensor):
         return torch.where(of > 0, found / of, torch.nan)[0]

@@ -1,4 +1,4 @@
-"""Any tensor as one vector of real numbers, and which tensors have none."""
+"""Conversion of any tensor to a vector of real numbers, and detection of tensors without readable values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..sharded import own_part
 
 
 def as_vector(tensor: Tensor) -> Tensor:
-    """The elements of a tensor of any kind as one real vector, in no particular order.
+    """Return the elements of any tensor as one real vector, in unspecified order.
 
     Args:
-        tensor: Any shape, layout, dtype and device. Complex values are taken by their magnitude, in float64.
+        tensor: Any shape, layout, dtype and device. Complex values are replaced by their magnitude, in float64.
 
     Returns:
-        Shape [elements], contiguous, detached; a view where the layout lets us.
+        Shape [elements], contiguous, detached; a view if the layout allows it.
     """
     tensor = tensor.detach().resolve_neg()
     if tensor.is_nested:
@@ -26,20 +26,22 @@ def as_vector(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        tensor = tensor.to(torch.complex128).abs()  # a magnitude may be larger than its parts' type can hold
+        # In double precision, since a magnitude may overflow the dtype of its parts.
+        tensor = tensor.to(torch.complex128).abs()
     if tensor.is_contiguous():
         return tensor.view(-1)
-    if tensor.dim() > 1:  # channels_last, transposed: statistics do not ask for an order, memory's own is the fastest
+    # channels_last or transposed: statistics do not depend on the order, and the order in memory is the fastest.
+    if tensor.dim() > 1:
         by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(by_stride)
     return tensor.reshape(-1).contiguous()
 
 
 def unreadable(tensor: Tensor) -> str | None:
-    """Why the elements of a tensor cannot be read, in words for coverage; None where they can.
+    """Return why the values of a tensor cannot be read, as a cause for coverage; None if they can.
 
     Args:
-        tensor: Any tensor. Of one that several processes have shards of, this process's shard is meant.
+        tensor: Any tensor. Of a sharded tensor, the shard of this process is tested.
     """
     part = own_part(tensor)
     if is_lazy(part):
@@ -63,18 +65,18 @@ def _name(dtype: torch.dtype) -> str:
 
 @cache
 def _is_numeric(dtype: torch.dtype) -> bool:
-    """Whether PyTorch converts elements of a type to float64, or to complex128."""
+    """Return whether PyTorch converts elements of a dtype to float64, or to complex128."""
     try:
         torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128 if dtype.is_complex else torch.float64)
-    except RuntimeError:  # NotImplementedError among them
+    except RuntimeError:  # includes NotImplementedError
         return False
     return True
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor of a class derived from Tensor becomes a vector at an address; a fake tensor does not."""
+    """Return whether a tensor subclass converts to a vector with a memory address. A fake tensor does not."""
     try:
         vector = as_vector(tensor)
         return not vector.numel() or vector.data_ptr() != 0
-    except Exception:  # of whatever kind: it is the class's own code
+    except Exception:  # code of the subclass, which can raise anything
         return False
