@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import new_class
 from typing import Any
@@ -24,7 +24,6 @@ from ..spec.record import RecordSpec
 from .device import process_state
 from .experiment import Experiment, prepare
 from .loop import Progress, train
-from .tasks import Outcome
 
 UNCOMPARED = ("seconds", "samples_per_second", "grad_norm")  # times differ always; gradients are compared one by one
 
@@ -154,24 +153,41 @@ def trace(
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config.model_copy(update={"hooks": dict(hooks)}))
         sink = MemorySink()
-        outputs: list[dict[str, str]] = []  # by call in an evaluation, of each tensor of the output
-
-        def evaluate(model: nn.Module, batch: Any) -> Outcome:
-            with _watched(model, outputs):
-                return experiment.task(model, batch)
+        probe = _WatchingProbe(experiment, sink)
 
         def take(progress: Progress) -> None:
-            taken.append(_fingerprint(experiment, progress, outputs))
-            outputs.clear()
+            taken.append(_fingerprint(experiment, progress, probe.outputs))
+            probe.outputs.clear()
             if len(taken) == most:
                 raise _EnoughError
 
-        probe = Probe(
-            experiment.plan, sink, optimizer=experiment.optimizers, scaler=experiment.scaler, seed=config.seed
-        )
         with suppress(_EnoughError), probe:
-            train(replace(experiment, task=evaluate), probe, take)  # training steps go through `experiment.trained`
+            train(experiment, probe, take)
     return taken, len(experiment.plan.sites), sum(len(sink.rows[table]) for table in ("stats", "tensors"))
+
+
+class _WatchingProbe(Probe):
+    """The probe of an experiment, which digests the outputs of the model in evaluations.
+
+    Attributes:
+        outputs: By call, the digests of each tensor of the output.
+    """
+
+    def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
+        self.model = experiment.callable
+        self.outputs: list[dict[str, str]] = []
+        super().__init__(
+            experiment.plan,
+            sink,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=experiment.config.seed,
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with _watched(self.model, self.outputs), super().evaluating():
+            yield
 
 
 class _Watched:

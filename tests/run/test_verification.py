@@ -20,7 +20,7 @@ from tiers import tiered
 from torch import Tensor, nn
 
 from instrument.actions.record import Record
-from instrument.run.tasks import Outcome
+from instrument.run.tasks import NextToken, Outcome
 from instrument.run.verification import _watched, digest, trace, verify
 from instrument.spec.parse import parse_config
 
@@ -215,6 +215,15 @@ def test_a_task_has_the_model_itself_in_evaluation(compiles: bool) -> None:
     certificate = verify(parse_config(config))
     assert certificate.holds, str(certificate.difference or certificate.unrepeated)
     assert certificate.evaluations == 1
+
+
+def test_the_trainings_weight_batches_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    count = NextToken.number_of_terms
+    monkeypatch.setattr(NextToken, "number_of_terms", lambda task, batch: counted.append(1) or count(task, batch))
+    config = config_of(MODELS["transformers GPT2LMHeadModel"](), {}, steps=1)
+    trace(parse_config(config), {})
+    assert len(counted) == 2, "one batch of the training, and one of the evaluation"
 
 
 def test_the_model_has_its_own_class_after_an_evaluation() -> None:
