@@ -8,8 +8,8 @@ gradient, and is none. A row with this share of NaN and infinities, or more, is 
 | gradients, parameters, updates and the like, none of which may have any | 1% |
 | other tensors, in which infinities may be a mask | 50% |
 
-Where `numel` was not recorded the share is not known, and any NaN or infinity is too much. Where they were not counted, none is
-known of.
+The counts are recorded with every other statistic. Runs of earlier versions may lack them: without `numel` the share is not known,
+and any NaN or infinity is too much; where they were not counted, none is known of.
 """
 
 from __future__ import annotations

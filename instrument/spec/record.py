@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, fie
 
 from .base import HookBase, SliceText, UnknownNameError
 from .fields import Count, Dimension
-from .statistics import ALL, DEFAULT, STATISTICS
+from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
 Statistics = Annotated[
     Literal["default", "all", "none"] | tuple[str, ...],
@@ -56,7 +56,9 @@ class RecordSpec(HookBase):
     """Write down statistics of the tensor, its distribution, the tensor itself, or several of these. Changes nothing."""
 
     action: Literal["record"]
-    stats: Statistics = Field("default", description="Which statistics; in a list, 'default' stands for those.")
+    stats: Statistics = Field(
+        "default", description="Which statistics; in a list, 'default' stands for those. Any of them brings the counts."
+    )
     unit_dim: Dimension | None = Field(
         None, description="The dimension that the units of dead_fraction are along, where it is not the usual one."
     )
@@ -109,9 +111,9 @@ class RecordSpec(HookBase):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The names asked for, in the order of the columns; of `all` those that the kind and role have."""
+        """The names asked for and the counts, in the order of the columns; of `all` those that the kind and role have."""
         asked = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        return tuple(name for name in ALL if name in asked and self._has(name))
+        return tuple(name for name in ALL if (name in asked and self._has(name)) or (asked and name in COUNTS))
 
     def _has(self, statistic: str) -> bool:
         only = STATISTICS[statistic].only

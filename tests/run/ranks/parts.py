@@ -75,7 +75,7 @@ class Distance(nn.Module):
         return Outcome((self.seen_as(model(images)) - wanted).square().mean(), len(images))
 
 
-def partly_ignored(split: str) -> list[tuple[Tensor, Tensor]]:  # noqa: ARG001
+def partly_ignored(split: str) -> list[tuple[Tensor, Tensor]]:
     """Tokens and targets, of which samples have 1, 0, 5 and 5 that count, over and over."""
     tokens, targets = torch.randint(7, (2, 48, 5), generator=torch.Generator().manual_seed(0))
     targets[::4, 1:] = targets[1::4] = -100
