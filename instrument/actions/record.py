@@ -14,7 +14,7 @@ from ..errors import HookError
 from ..spec.base import parse_slice
 from ..spec.kinds import KINDS
 from ..spec.record import RecordSpec
-from ..spec.statistics import OF_VALUES
+from ..spec.statistics import COUNTS, OF_VALUES
 from ..stats.distribution import distribution
 from ..stats.kernel import Values, measure
 from ..stats.merge import MEASURED, Part, part_of, sketch
@@ -125,9 +125,9 @@ class Record:
             lighter.levels = ()
             return lighter, "quantiles"
         for dear in (*self.more, *(name for name in self.statistics if name == "l1")):
-            if self.statistics == (dear,):
-                break  # a record hook has to record something
             lighter.statistics = tuple(name for name in self.statistics if name != dear)
+            if set(lighter.statistics) <= set(COUNTS):
+                break  # nothing of what was asked for would be left
             lighter.more = tuple(name for name in self.more if name != dear)
             return lighter, dear
         return None

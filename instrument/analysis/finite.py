@@ -9,8 +9,8 @@ threshold; only the counts of such a row are shown.
 | gradients, parameters, updates and similar tensors, which should have no such elements | 1% |
 | other tensors, in which infinities may be a mask | 50% |
 
-If `numel` was not recorded, the fraction is unknown, and any NaN or infinity makes the row non-finite. If NaN and
-infinities were not counted, the row counts as finite.
+The counts are recorded with every other statistic. Runs of earlier versions may not have them: without `numel` the
+fraction is unknown, and any NaN or infinity makes the row non-finite. Without the other counts the row counts as finite.
 """
 
 from __future__ import annotations

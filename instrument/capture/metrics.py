@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,25 @@ from .sink import Row
 from .transfer import LateMetrics, Transfer
 from .watch import StepWatch
 
-METRICS = ("loss", "accuracy", "lr", "grad_norm", "seconds", "samples_per_second")
+GIVEN = ("loss", "accuracy", "lr", "grad_norm")
+METRICS = (*GIVEN, "seconds", "samples_per_second")
+
+
+def refuse_unknown(names: Iterable[str], *internal: str) -> None:
+    """Refuse metrics that no column of the table holds.
+
+    Args:
+        names: The names of the metrics.
+        internal: Names that are allowed in addition, for calls by this package.
+
+    Raises:
+        TypeError: The table has no such column.
+    """
+    for name in names:
+        if name not in (*GIVEN, *internal):
+            raise TypeError(
+                f"the metrics table has no column {name!r} to fill: allowed are {', '.join(GIVEN)} and samples"
+            )
 
 
 class Metrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
-    """One optimizer, several or none as a tuple, without those that a library wrapped around them.
+    """One optimizer, several or none as a tuple of those that make the steps, without what a library wrapped around them.
 
     Raises:
         ConfigError: One of them is something else.
@@ -28,7 +28,15 @@ def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
             problem = "is not an optimizer"
             allowed = "a torch.optim.Optimizer, or a list of them"
             raise ConfigError(Mistake("optimizer", problem, type(optimizer).__name__, allowed))
-    return tuple(dict.fromkeys(plain))
+    return tuple(dict.fromkeys(part for optimizer in plain for part in parts_of(optimizer)))
+
+
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers that make the steps: those in `parts`, as `PerModule` has them, or the one that is given."""
+    parts = getattr(optimizer, "parts", None)
+    if not (isinstance(parts, Mapping) and parts and all(isinstance(part, Optimizer) for part in parts.values())):
+        return (optimizer,)
+    return tuple(each for part in parts.values() for each in parts_of(part))
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:

@@ -29,7 +29,7 @@ from .alerts import Alerts
 from .budget import Budget
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .interrupts import held_back
-from .metrics import Metrics
+from .metrics import Metrics, refuse_unknown
 from .optimized import Optimizers, optimizers_of, require_optimizer, stale_optimizer
 from .overhead import Overhead
 from .ranks import Ranks, own_rank
@@ -302,7 +302,7 @@ class Probe:
                 probe.
         """
         plain = self.optimizers if optimizer is None else optimizers_of(optimizer)
-        if len(plain) > 1 or not set(plain) <= set(self.optimizers):
+        if (optimizer is None and len(plain) > 1) or not set(plain) <= set(self.optimizers):
             problem = (
                 "is not one that the probe was given"
                 if optimizer is not None
@@ -345,7 +345,11 @@ class Probe:
         Returns:
             The row of the `metrics` table: `loss`, `accuracy`, `lr`, `grad_norm`, `seconds`, `samples_per_second`,
             `skipped`. Values on a GPU are awaited when the row is first read.
+
+        Raises:
+            TypeError: The metrics table has no such column.
         """
+        refuse_unknown(metrics)
         with self.clock.meter or nullcontext(), held_back():
             due = (*self._due, "rows of the step before") if self.recorder.is_owing else self._due
             row = self._end_step(loss, samples, metrics)
@@ -405,7 +409,11 @@ class Probe:
 
         Returns:
             The row. Values on a GPU are awaited when the row is first read.
+
+        Raises:
+            TypeError: The metrics table has no such column.
         """
+        refuse_unknown(metrics, "skipped")
         return self._metrics.write(seconds=seconds, samples=samples, **metrics)
 
     def _retime(self, **moment: Any) -> None:

@@ -19,6 +19,7 @@ NOT_CALLED_COPIED = (
 AT_OTHER_STEPS = "the module was not called at steps at which the hook was due; it was called at others"
 RAISED = "the module was called, but an exception ended its forward pass, and was caught"
 REPLACED = "the module was replaced by another one during the run, which has no hooks"
+REMOVED = "the parameter was removed from its module during the run (set to None)"
 PROJECTION = (
     "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
     "itself, or the parameters"

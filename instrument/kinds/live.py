@@ -23,7 +23,7 @@ from ..spec.functions import FunctionSpec, PenaltySpec
 from ..spec.globs import matches
 from ..spec.record import RecordSpec
 from ..stats.vector import unreadable
-from .causes import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, absent
+from .causes import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, absent
 from .meter import Meter
 from .scope import Parallel, scope_of
 
@@ -199,13 +199,17 @@ class LiveSite:
         self._excuses.clear()
 
     def _unknown(self, cause: str) -> str:
-        """The cause where nothing was noted: the usual one, unless the module's forward pass was seen to break off."""
+        """The cause where nothing was noted: the usual one, unless the parameter is gone or the module's forward pass was seen
+        to break off."""
+        if self.site.parameter is not None and self.current_parameter() is None:
+            return REMOVED
         return RAISED if self.module_calls is not None and self.module_calls.broke_off else cause
 
     @property
     def is_frozen(self) -> bool:
         """Whether its parameter needs no gradient, or needed none when the step began."""
-        return self.site.parameter is not None and not (self.trained and self.current_parameter().requires_grad)
+        parameter = None if self.site.parameter is None else self.current_parameter()
+        return parameter is not None and not (self.trained and parameter.requires_grad)
 
     @property
     def busy(self) -> bool:
@@ -260,11 +264,9 @@ class LiveSite:
         definition = self.site.spec.definition
         return definition.gradient and definition.rhythm == "micro_step"
 
-    def current_parameter(self) -> Parameter:
-        """The parameter that stands at the site now."""
-        parameter = self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
-        assert parameter is not None, "a site at a parameter was resolved from one"
-        return parameter
+    def current_parameter(self) -> Parameter | None:
+        """The parameter that stands at the site now; None where the module's was set to None."""
+        return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
 
     def fire(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .causes import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED
+from .causes import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 from .closure import Arguments, when_gradients_are_there
 from .live import Clock, Firing, LiveSite
 from .owners import Owners, held_by
@@ -66,7 +66,7 @@ class StepHooks:
         for live in self._due(self.post):
             if live.site.spec.tensor_role == "update":
                 parameter, room = live.current_parameter(), self.before.get(live)
-                if is_lazy(parameter):
+                if parameter is None or is_lazy(parameter):
                     continue
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 if room is None or (room.shape, room.dtype, room.device) != (parameter.shape, wide, parameter.device):
@@ -104,7 +104,7 @@ class StepHooks:
             return tensor
         if held is None:
             live.called()
-            live.miss(NO_TENSOR)
+            live.miss(NO_TENSOR if role == "buffer" else REMOVED)
         elif not held.requires_grad:
             live.excuse(FROZEN)
         elif id(held) not in held_by(self.optimizer):

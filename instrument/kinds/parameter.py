@@ -14,7 +14,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .causes import FROZEN, NO_PARAMETER_GRADIENT, NOT_OPTIMIZED
+from .causes import FROZEN, NO_PARAMETER_GRADIENT, NOT_OPTIMIZED, REMOVED
 from .closure import Arguments, when_gradients_are_there
 from .live import Clock, Firing, LiveSite, fire_all, unscaled
 from .owners import Owners, held_by
@@ -46,13 +46,14 @@ class GradientHooks:
         Called between two steps, it also notes whether the parameter trains.
         """
         parameter = self.site.current_parameter()
-        trains = parameter.requires_grad
         for live in self.lives:
-            live.trained = trains
+            live.trained = parameter is not None and parameter.requires_grad
         if parameter is self.parameter:
             return False
         self.detach()
         is_new, self.parameter = self.parameter is not None, parameter
+        if parameter is None:
+            return False
         if _can_train(parameter):
             with _as_trained(parameter):
                 if self.micro:
@@ -155,6 +156,10 @@ class BoundaryHooks:
 def _ready(live: LiveSite, held: Set[int]) -> tuple[LiveSite, Parameter, Tensor] | None:
     """A site with the gradient that the optimizer is about to use; None where it cannot fire, and the cause is noted."""
     parameter = live.current_parameter()
+    if parameter is None:
+        live.called()
+        live.miss(REMOVED)
+        return None
     if id(parameter) in held and parameter.grad is not None:
         return (live, parameter, parameter.grad) if live.meet(parameter.grad) else None
     if not parameter.requires_grad:

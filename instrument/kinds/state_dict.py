@@ -121,7 +121,8 @@ class OptimizerStateDictHooks:
 
     def _see(self, kind: str, optimizer: Optimizer) -> None:
         for live in self._due(kind, optimizer):
-            self._fire(live, optimizer.state.get(live.current_parameter(), {}))
+            parameter = live.current_parameter()
+            self._fire(live, {} if parameter is None else optimizer.state.get(parameter, {}))
 
     def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

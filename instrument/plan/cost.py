@@ -27,9 +27,14 @@ class Length:
     evaluations: Evaluations
     eval_batches: int
 
+    @property
+    def epoch_steps(self) -> int:
+        """Steps in an epoch."""
+        return -(-self.epoch_batches // self.accumulate)
+
     def micro_steps(self, steps: Sequence[int]) -> int:
         """Micro-batches in these steps together."""
-        per_epoch = -(-self.epoch_batches // self.accumulate)
+        per_epoch = self.epoch_steps
         missing = per_epoch * self.accumulate - self.epoch_batches
         ends = range(per_epoch - 1, self.steps, per_epoch)
         shorter = len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)

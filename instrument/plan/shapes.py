@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from ..spec.interventions import ScaleSpec
 from ..spec.record import RecordSpec
 from .sites import HookPlan, Site
 from .trial import TensorInfo, Trial, calls_of
+
+IN_SMALLER = "what fits that batch too; a schedule (steps, every, start, stop) without it; or as many samples as the batch size divides"
 
 
 def refuse_misfits(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
@@ -38,6 +40,50 @@ def refuse_misfits(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
         raise ConfigError(*mistakes.values())
 
 
+def misfits_in_smaller(
+    plan: HookPlan, trials: Mapping[str, Trial], samples: Mapping[str, int], smallest: Callable[[HookSpec], int]
+) -> list[Mistake]:
+    """Check slices and lists of factors along the samples against the smallest batch that their hooks will see.
+
+    The dimension of the samples is dimension 0 where its size is the number of samples, or the same multiple of it in the
+    trials of both phases.
+
+    Args:
+        plan: The sites.
+        trials: What a trial forward pass saw, for each phase.
+        samples: The samples in the batch of each trial.
+        smallest: Gives the samples in the smallest batch that a spec will see.
+
+    Returns:
+        The first tensor of each spec that does not fit. Parts of slices that end beyond a smaller batch are cut there.
+    """
+    mistakes: dict[str, Mistake] = {}
+    for spec in plan.specs.values():
+        is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
+        is_part = isinstance(spec, RecordSpec) and spec.slice is not None
+        if spec.definition.family != "module" or not (is_list or is_part):
+            continue
+        size, whole = smallest(spec), samples[spec.phase]
+        (other,) = trials.keys() - {spec.phase}
+        for site in plan.of(spec.name) if size < whole else ():
+            elsewhere = {(call, info.path): info.shape for call, info in tensors_at(site, trials[other])}
+            for call, info in tensors_at(site, trials[spec.phase]):
+                if _follows(info.shape, whole, elsewhere.get((call, info.path)), samples[other]):
+                    smaller = info._replace(shape=(info.shape[0] // whole * size, *info.shape[1:]))
+                    if (problem := _misfit(site, smaller, smallest=size)) is not None:
+                        mistakes.setdefault(spec.name, problem)
+    return [*mistakes.values()]
+
+
+def _follows(shape: Sequence[int], samples: int, elsewhere: Sequence[int] | None, samples_there: int) -> bool:
+    """Whether dimension 0 of a tensor is the samples of a batch, as far as two batches tell."""
+    if not shape:
+        return False
+    if elsewhere and samples_there != samples:
+        return shape[0] % samples == 0 and elsewhere[0] * samples == shape[0] * samples_there
+    return shape[0] == samples
+
+
 def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
     """Check a spec against the first tensor that one of its sites sees, where no trial forward pass has done so.
 
@@ -51,30 +97,46 @@ def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
         raise ConfigError(problem)
 
 
-def _misfit(site: Site, info: TensorInfo) -> Mistake | None:
-    """The first field of a site's spec that does not fit a tensor there; None where all fit."""
+def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Mistake | None:
+    """The first field of a site's spec that does not fit a tensor there; None where all fit.
+
+    Args:
+        site: The site.
+        info: The tensor.
+        smallest: The samples of its batch, where that is smaller than the batch of the trial.
+    """
     spec = site.spec
-    for field, problem, allowed in _problems(spec, info.shape, info.dtype):
+    in_batch = "" if smallest is None else f" in the smallest batch, of {smallest} samples"
+    for field, problem, allowed in _problems(spec, info.shape, info.dtype, cuts=smallest is not None):
         path = f" at path {info.path!r}" if info.path and spec.definition.family == "module" else ""
         what = "loss" if spec.kind == "loss" else f"{spec.tensor_role} of {site.label!r}{path}"
         return Mistake(
             f"hooks.{spec.name}.{field}",
-            f"{problem} the {what}, which has shape {list(info.shape)}",
+            f"{problem} the {what}, which has shape {list(info.shape)}{in_batch}",
             written=getattr(spec, field),
-            allowed=allowed,
+            allowed=allowed if smallest is None else IN_SMALLER,
         )
     return None
 
 
-def _problems(spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
-    """For each field that does not fit: the field, the problem up to the tensor's name, and what is allowed."""
+def _problems(
+    spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype, *, cuts: bool
+) -> Iterator[tuple[str, str, str]]:
+    """For each field that does not fit: the field, the problem up to the tensor's name, and what is allowed.
+
+    Args:
+        spec: The spec.
+        shape: The tensor's shape.
+        dtype: Its type.
+        cuts: Whether a recorded slice may end beyond a dimension.
+    """
     match spec:
         case RecordSpec():
             if spec.unit_dim is not None:
                 yield from _no_dimension("unit_dim", [spec.unit_dim], len(shape))
             if spec.slice is not None:
                 first = tuple(min(spec.samples or size, size) for size in shape[:1])  # a scalar has no samples
-                yield from _no_part(spec.slice, first + shape[1:])
+                yield from _no_part(spec.slice, first + shape[1:], cuts=cuts)
             if spec.dtype is not None and dtype.is_complex:
                 yield "dtype", f"{spec.dtype} has no imaginary part for", f"no 'dtype': {dtype} is kept as it is"
         case ScaleSpec(factor=tuple()):
@@ -83,7 +145,7 @@ def _problems(spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Ite
             dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
             yield from _no_dimension("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
         case RecordedSpec() if spec.slice is not None:
-            yield from _no_part(spec.slice, shape)
+            yield from _no_part(spec.slice, shape, cuts=False)
 
 
 def _no_dimension(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
@@ -106,14 +168,14 @@ def _no_factors(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, 
         yield "factor", f"{given} factors do not fit dimension {spec.dim} of", allowed
 
 
-def _no_part(written: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
+def _no_part(written: str, shape: tuple[int, ...], *, cuts: bool) -> Iterator[tuple[str, str, str]]:
     parts = parse_slice(written)
     if len(parts) > len(shape):
         allowed = f"at most {len(shape)} parts between commas" if shape else "no 'slice': a scalar has no parts"
         yield "slice", f"{len(parts)} dimensions are sliced of", allowed
         return
     for dim, (part, size) in enumerate(zip(parts, shape, strict=False)):
-        bounds = (part,) if isinstance(part, int) else (part.start, part.stop)
+        bounds = (part,) if isinstance(part, int) else () if cuts else (part.start, part.stop)
         last = size - 1 if isinstance(part, int) else size
         if any(bound is not None and not -size <= bound <= last for bound in bounds):
             allowed = f"{-size} to {last} there; ':' for all of a dimension, 'samples: N' for at most N samples"

@@ -36,7 +36,7 @@ from .ranks.torchrun import agreed
 if TYPE_CHECKING:
     from .ranks.processes import Processes
 
-VERSION = 2
+VERSION = 3
 ASIDE = ".tmp"
 
 
@@ -182,8 +182,8 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any], experiment: Experiment) -> None:
-    """Put an experiment, made from the same configuration, into the state of a checkpoint; random numbers aside.
+def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None:
+    """Put an experiment and its probe, made from the same configuration, into the state of a checkpoint; random numbers aside.
 
     Raises:
         ConfigError: It does not fit.
@@ -195,9 +195,10 @@ def restore(state: dict[str, Any], experiment: Experiment) -> None:
         for name, buffer in _unsaved_buffers(experiment.model, state["model"]):
             buffer.copy_(state["buffers"][name])
         experiment.batches.load_state_dict(state["batches"])
+        probe.load_state_dict(state["probe"])
     except (KeyError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(Mistake("resume", "the checkpoint does not fit the model", written=reason)) from None
+        raise ConfigError(Mistake("resume", "the checkpoint does not fit this experiment", written=reason)) from None
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:

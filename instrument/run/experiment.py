@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ..analysis.archive import RunArchive
-from ..capture.optimized import require_optimizer
+from ..capture.optimized import parts_of, require_optimizer
 from ..errors import ConfigError, Mistake
 from ..nested import number_of_samples, to_device
 from ..plan.cost import Length
@@ -31,7 +31,6 @@ from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device import choose_device
 from .forward import Forward
 from .function_trial import FunctionTrial
-from .optimizers import parts_of
 from .ranks.idle import has_idle
 from .ranks.shares import in_order, refuse_small_batches
 from .ranks.strategies import Strategy

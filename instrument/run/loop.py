@@ -16,7 +16,7 @@ from ..sharded import whole
 from ..spec.schedule import Evaluations
 from .experiment import Experiment
 from .ranks.shares import Group
-from .tasks import Outcome, accuracy, mean_loss
+from .tasks import CountsTerms, Outcome, accuracy, mean_loss
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,13 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     strategy, trained = experiment.strategy, experiment.trained
     outcomes: list[Outcome] = []
+    weights, total = _weights(experiment, micro_batches)
     optimizer.zero_grad()
-    for number, batch in enumerate(micro_batches, 1):
+    for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with strategy.micro_step(trained, last=number == len(micro_batches)):
             outcome, loss = trained(to_device(batch, experiment.device), watcher.loss)
-            # The loss is the mean over all samples of the step.
-            scaler.scale(loss * (number_of_samples(batch) / micro_batches.samples)).backward()
+            # The loss is the mean over all samples of the step, or over all terms.
+            scaler.scale(loss * (weight / total)).backward()
         outcomes.append(outcome)
         watcher.end_micro_step()
     scaler.unscale_(optimizer)
@@ -121,14 +122,24 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
     scaler.update()
     if scheduler is not None:
         scheduler.step()
-    mean, right = _means(experiment, outcomes)
+    mean, right = _means(experiment, outcomes, weights)
     return watcher.end_step(loss=mean, accuracy=right, lr=lr, grad_norm=norm, samples=micro_batches.samples)
 
 
-def _means(experiment: Experiment, outcomes: list[Outcome]) -> tuple[Tensor | None, Tensor | None]:
-    """Loss and accuracy over the samples of all processes."""
-    samples = sum(outcome.samples for outcome in outcomes)
-    loss, right = experiment.strategy.mean([mean_loss(outcomes), accuracy(outcomes)], samples)
+def _weights(experiment: Experiment, micro_batches: Group) -> tuple[list[int], int]:
+    """What each micro-batch counts in the mean of a step, and the sum over all processes."""
+    if not isinstance(experiment.task, CountsTerms):
+        return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
+    weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
+    return weights, max(1, experiment.strategy.total(sum(weights)))
+
+
+def _means(
+    experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Loss and accuracy over the batches of all processes, each with its weight."""
+    own = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
+    loss, right = experiment.strategy.mean(own, sum(weights))
     return loss, right
 
 
@@ -143,11 +154,14 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
     try:
         with probe.evaluating():
             outcomes: list[Outcome] = []
+            weights: list[int] = []
+            task = experiment.task
             for batch in experiment.evaluation:
                 with experiment.autocast():
-                    outcomes.append(experiment.task(experiment.callable, to_device(batch, experiment.device)))
+                    outcomes.append(task(experiment.callable, to_device(batch, experiment.device)))
+                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
                 probe.end_micro_step()
-            loss, right = _means(experiment, outcomes)
+            loss, right = _means(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=loss,
                 accuracy=right,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ class PerModule(Optimizer):
         parts: The optimizers, by the name of their module.
 
     Raises:
-        ValueError: A parameter that trains is in none of the modules, or in two of them.
+        ValueError: A parameter that trains is in none of the modules, or in two of them; or an optimizer's `step` requires
+            a closure, which calls backward for all modules at once.
         AttributeError: The model has no such module.
     """
 
@@ -40,6 +42,10 @@ class PerModule(Optimizer):
                 raise ValueError(f"{problem} the parameter {name!r}: {', '.join(optimizers)}")
         super().__init__(list(trained.values()), {})
         self.parts = {name: make(own[name]) for name, make in optimizers.items()}
+        for name, part in self.parts.items():
+            if _requires_closure(part):
+                problem = f"the step of {type(part).__name__} requires a closure"
+                raise ValueError(f"{problem}, and PerModule calls the step of each module without one: {name}")
         self._share_groups()
 
     def _share_groups(self) -> None:
@@ -67,6 +73,12 @@ class PerModule(Optimizer):
         self._share_groups()
 
 
-def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that make the steps: several, or the one that is given."""
-    return tuple(optimizer.parts.values()) if isinstance(optimizer, PerModule) else (optimizer,)
+def _requires_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step cannot be called without an argument, as that of LBFGS."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # compiled code may have no signature
+        return False
+    return False

@@ -1,9 +1,9 @@
-"""Whether the tensors of other runs, which replace and patch put into this one, fit its batches."""
+"""Whether specs fit all batches of a run: their slices and factors, and the tensors of other runs that replace and patch use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,12 @@ from ..analysis.archive import RunArchive
 from ..errors import ConfigError, Mistake
 from ..plan.cost import Length, firings_of
 from ..plan.select import some
-from ..plan.shapes import tensors_at
+from ..plan.shapes import misfits_in_smaller, tensors_at
 from ..plan.sites import HookPlan
 from ..plan.trial import Trial
 from ..spec.base import parse_slice
 from ..spec.functions import RecordedSpec
+from ..spec.hooks import HookSpec
 
 Shape = tuple[int, ...]
 ONCE = 0  # stands for the number of a batch where a kind acts once a step
@@ -58,12 +59,24 @@ class Kept(NamedTuple):
 
 
 def refuse_unfit_recordings(plan: HookPlan, archive: RunArchive, tried: Mapping[str, Tried], length: Length) -> None:
-    """Every replace and patch has to find tensors of all batches that it will see, in shapes that fit.
+    """Every slice has to fit all batches, and every replace and patch has to find tensors of them, in shapes that fit.
 
     Raises:
         ConfigError: With the first problem of every spec, and what would fit.
     """
-    mistakes = []
+
+    def smallest(spec: HookSpec) -> int:
+        """The samples in the smallest batch that a process gets at the steps at which a spec is due."""
+        steps = firings_of(spec, length).steps
+        if spec.phase == "train":  # every epoch has the same sizes
+            steps = sorted({step % length.epoch_steps for step in steps})
+        batches = tried[spec.phase]
+        sizes = [size for step in steps for size in batches.sizes(step)]
+        return min(sizes) // archive.ranks if sizes else batches.samples
+
+    trials = {phase: batches.trial for phase, batches in tried.items()}
+    samples = {phase: batches.samples for phase, batches in tried.items()}
+    mistakes = misfits_in_smaller(plan, trials, samples, smallest)
     for name, spec in plan.specs.items():
         if isinstance(spec, RecordedSpec) and spec.definition.rhythm != "occasion":
             archive.open(spec.run, spec.hook, f"hooks.{name}")
@@ -112,12 +125,14 @@ class _Check:
         shapes: The tensors that it will change, with their shapes in the trial.
         tried: The batches of its phase.
         kept: The tensors that it can mean.
+        fitting: Places, sizes of a batch and shapes of a tensor that were found to fit.
     """
 
     spec: RecordedSpec
     shapes: Mapping[Place, Shape]
     tried: Tried
     kept: Mapping[Place, Mapping[tuple[int, int], list[Kept]]]
+    fitting: set[tuple[Place, int, Shape]] = field(default_factory=set)
 
     def problems(self, due: Collection[int]) -> Iterator[Mistake]:
         """What of the tensors is missing at the steps at which the spec is due, is there twice, or does not fit."""
@@ -137,25 +152,32 @@ class _Check:
             )
             yield self._mistake("step", problem, self.spec.step, allowed)
             return
+        per_batch = self.spec.definition.rhythm == "micro_step"
+        checked: set[tuple[int, tuple[int, ...]]] = set()  # steps of that run, and sizes of batches of this one
         for step in due:
-            for place in self.shapes:
-                if place in self.kept:
-                    yield from self._problems_at(place, step)
+            sizes = tuple(self.tried.sizes(step)) if per_batch else (0,)
+            if (self._from(step), sizes) not in checked:
+                checked.add((self._from(step), sizes))
+                for place in self.shapes:
+                    if place in self.kept:
+                        yield from self._problems_at(place, step, sizes)
 
     def _from(self, step: int) -> int:
         return step if self.spec.step is None else self.spec.step
 
-    def _problems_at(self, place: Place, step: int) -> Iterator[Mistake]:
-        per_batch = self.spec.definition.rhythm == "micro_step"
-        for batch, size in enumerate(self.tried.sizes(step)) if per_batch else [(ONCE, 0)]:
+    def _problems_at(self, place: Place, step: int, sizes: Sequence[int]) -> Iterator[Mistake]:
+        for batch, size in enumerate(sizes):
             kept = self.kept[place].get((self._from(step), batch), [])
             if not kept:
                 yield self._other_batches(place, step)
             elif len(kept) > 1:
                 problem = f"several hooks of that run kept {place} at step {self._from(step)}"
                 yield self._mistake("hook", problem, self.spec.hook, [each.hook for each in kept])
-            elif kept[0].shape is not None:
-                yield from self._misfits(place, step, kept[0], size)
+            elif (shape := kept[0].shape) is not None and (place, size, shape) not in self.fitting:
+                if problems := [*self._misfits(place, step, kept[0], size)]:
+                    yield from problems
+                else:
+                    self.fitting.add((place, size, shape))
 
     def _misfits(self, place: Place, step: int, kept: Kept, size: int) -> Iterator[Mistake]:
         """Whether the tensor fits into a batch of `size` samples; those at parameters are the same for all."""
@@ -181,21 +203,37 @@ class _Check:
 
     def _other_batches(self, place: Place, step: int) -> Mistake:
         """That the batches of a step are others there than here, and what would make them the same."""
-        at = sorted((batch, kept[0].source) for (s, batch), kept in self.kept[place].items() if s == self._from(step))
-        here, evaluates = list(self.tried.sizes(step)), self.spec.phase == "eval"
+        evaluates = self.spec.phase == "eval"
         follows = self.spec.definition.family == "module" and self.shapes[place][:1] == (self.tried.samples,)
-        there = [source[0] if source and follows else None for _, source in at]
+        by_step: dict[int, list[int | None]] = {}
+        for (source, _), kept in sorted(self.kept[place].items()):
+            shape = kept[0].source
+            by_step.setdefault(source, []).append(shape[0] if shape and follows else None)
+        there, here = by_step.get(self._from(step), []), list(self.tried.sizes(step))
         problem = (
             f"{place} was recorded in {_batches(there)} at step {self._from(step)}, and this run has {_batches(here)}"
         )
+        usual = list(self.tried.sizes(0))
+        usual_there = max(by_step.values(), key=lambda sizes: (len(sizes), sum(filter(None, sizes))))
         settings = []
-        if there and there[0] is not None:
-            settings.append(f"train.{'eval_batch_size' if evaluates else 'batch_size'}={there[0]}")
-        if not evaluates and len(there) != len(here):
-            settings.append(f"train.accumulate={len(there)}")
+        if usual_there[0] not in (None, usual[0]):
+            settings.append(f"train.{'eval_batch_size' if evaluates else 'batch_size'}={usual_there[0]}")
+        if not evaluates and len(usual_there) != len(usual):
+            settings.append(f"train.accumulate={len(usual_there)}")
         if evaluates and None not in there and (total := sum(filter(None, there))) != sum(here):
             settings.append(f"a data.eval_slice of {total} samples")
-        allowed = " and ".join(settings) or f"batches of the same samples: {_batches(there)}"
+        if settings:
+            allowed = " and ".join(settings)
+        elif evaluates or None in there:
+            allowed = f"batches of the same samples: {_batches(there)}"
+        elif there == usual:
+            allowed = (
+                "a schedule (steps, every, start, stop) without the steps that have smaller batches; "
+                f"or a data.slice of a multiple of {sum(usual)} samples"
+            )
+        else:
+            allowed = f"a schedule (steps, every, start, stop) of steps that have {_batches(there)}"
+            allowed += "; or another 'step'" if self.spec.step is not None else ""
         return self._mistake("run", problem, self.spec.run, allowed)
 
     def _mistake(self, key: str, problem: str, written: object, allowed: Sequence[str] | str) -> Mistake:

@@ -166,8 +166,7 @@ class _Training:
             ranks=experiment.strategy.ranks,
         )
         if self.state is not None:
-            restore(self.state, experiment)
-            self.probe.load_state_dict(self.state["probe"])
+            restore(self.state, experiment, self.probe)
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Train to the end; gives the metrics of the last evaluation, and why recording stopped where it did."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import zip_longest
+from types import new_class
 from typing import Any
 
 import numpy as np
@@ -152,37 +153,81 @@ def trace(
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config.model_copy(update={"hooks": dict(hooks)}))
         sink = MemorySink()
-        watched = _Watched(experiment.callable)
+        probe = _WatchingProbe(experiment, sink)
 
         def take(progress: Progress) -> None:
-            taken.append(_fingerprint(experiment, progress, watched.digests))
-            watched.digests.clear()
+            taken.append(_fingerprint(experiment, progress, probe.outputs))
+            probe.outputs.clear()
             if len(taken) == most:
                 raise _EnoughError
 
-        probe = Probe(
-            experiment.plan, sink, optimizer=experiment.optimizers, scaler=experiment.scaler, seed=config.seed
-        )
-        evaluated: Any = watched  # training steps go through `experiment.trained`
         with suppress(_EnoughError), probe:
-            train(replace(experiment, callable=evaluated), probe, take)
+            train(experiment, probe, take)
     return taken, len(experiment.plan.sites), sum(len(sink.rows[table]) for table in ("stats", "tensors"))
 
 
-class _Watched:
-    """A model whose outputs are digested, by no hook: where a module has hooks, PyTorch may compute it another way."""
+class _WatchingProbe(Probe):
+    """The probe of an experiment, which digests the outputs of the model in evaluations.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.digests: list[dict[str, str]] = []  # by call, of each tensor of its output
+    Attributes:
+        outputs: By call, the digests of each tensor of the output.
+    """
+
+    def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
+        self.model = experiment.callable
+        self.outputs: list[dict[str, str]] = []
+        super().__init__(
+            experiment.plan,
+            sink,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=experiment.config.seed,
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with _watched(self.model, self.outputs), super().evaluating():
+            yield
+
+
+class _Watched:
+    """Digests the outputs of a model; put in front of the model's own class, of which the model stays an instance.
+
+    A hook would not do: where a module has hooks, PyTorch may compute it another way.
+    """
+
+    own_class: type[nn.Module]
+    outputs: list[dict[str, str]]
+
+    def __init_subclass__(cls) -> None:
+        """Keep the model's own class from registering the new one."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        output = self.model(*arguments, **named)
-        self.digests.append({path: digest(tensor) for path, tensor in leaves(output)})
+        output = super().__call__(*arguments, **named)  # type: ignore[misc]
+        self.outputs.append({path: digest(tensor) for path, tensor in leaves(output)})
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy the model as an instance of its own class."""
+        watched = type(self)
+        object.__setattr__(self, "__class__", self.own_class)
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            object.__setattr__(self, "__class__", watched)
+
+
+@contextmanager
+def _watched(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
+    """Inside, the digests of the model's outputs are added to `outputs`, one entry a call."""
+    own = type(model)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
+    watched = new_class(own.__name__, (_Watched, own), exec_body=lambda body: body.update(names))
+    object.__setattr__(model, "__class__", watched)  # a compiled model would pass it on to the model inside
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "__class__", own)
 
 
 def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
@@ -207,9 +252,10 @@ def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
         yield ("the parameter", name), parameter
     for name, buffer in experiment.model.named_buffers():
         yield ("the buffer", name), buffer
-    for name, parameter in parameters.items():
-        for path, tensor in leaves(experiment.optimizer.state.get(parameter, {})):
-            yield ("the optimizer's state", f"{name}, {path}"), tensor
+    for optimizer in experiment.optimizers:
+        for name, parameter in parameters.items():
+            for path, tensor in leaves(optimizer.state.get(parameter, {})):
+                yield ("the optimizer's state", f"{name}, {path}"), tensor
 
 
 def _random_state() -> str:

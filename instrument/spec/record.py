@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, fie
 
 from .base import HookBase, SliceText, UnknownNameError
 from .fields import Count, Dimension
-from .statistics import ALL, DEFAULT, STATISTICS
+from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
 Statistics = Annotated[
     Literal["default", "all", "none"] | tuple[str, ...],
@@ -56,7 +56,11 @@ class RecordSpec(HookBase):
     """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
 
     action: Literal["record"]
-    stats: Statistics = Field("default", description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list.")
+    stats: Statistics = Field(
+        "default",
+        description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list. "
+        "numel, nan_count and inf_count are always added.",
+    )
     unit_dim: Dimension | None = Field(
         None, description="The dimension of the units for dead_fraction. The default depends on the layer."
     )
@@ -109,9 +113,9 @@ class RecordSpec(HookBase):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The requested statistics in the order of the columns. `all` selects those that the kind and role have."""
+        """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
         asked = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        return tuple(name for name in ALL if name in asked and self._has(name))
+        return tuple(name for name in ALL if (name in asked and self._has(name)) or (asked and name in COUNTS))
 
     def _has(self, statistic: str) -> bool:
         only = STATISTICS[statistic].only

@@ -15,7 +15,7 @@ import instrument
 from instrument.actions.record import Record, cut
 from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, DEFAULT, OF_VALUES
+from instrument.spec.statistics import ALL, COUNTS, DEFAULT, OF_VALUES
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
     ],
     ids=str,
 )
-def test_the_statistics_asked_for_are_there_and_no_other(asked: Any, names: tuple[str, ...]) -> None:
+def test_the_statistics_asked_for_are_there_with_the_counts_and_no_other(asked: Any, names: tuple[str, ...]) -> None:
     (row,) = recorded(torch.tensor([1.0, -2.0, 0.0]), stats=asked).records("stats")
-    assert [name for name in ALL if row[name] is not None] == [name for name in ALL if name in names]
+    assert [name for name in ALL if row[name] is not None] == [name for name in ALL if name in (*COUNTS, *names)]
     wanted = {"mean": -1 / 3, "l1": 3.0, "l2": math.sqrt(5), "min": -2.0, "zero_fraction": 1 / 3, "numel": 3}
     for name in set(wanted) & set(names):
         assert row[name] == pytest.approx(wanted[name])
@@ -88,7 +88,8 @@ def test_what_is_dear_is_left_out_the_dearest_first() -> None:
         action, left_out = lighter
         told.append(left_out)
     assert told == ["tensors", "histogram", "quantiles", "l1"]
-    assert (action.keeps_tensors, action.bins, action.levels, action.statistics) == (False, 0, (), ("mean",))
+    assert (action.keeps_tensors, action.bins, action.levels) == (False, 0, ())
+    assert action.statistics == ("numel", "mean", "nan_count", "inf_count")
 
 
 def test_tensors_only_statistics_only_or_both() -> None:

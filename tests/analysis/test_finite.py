@@ -55,13 +55,11 @@ def test_a_row_with_many_values_that_are_not_finite_is_lost(one: dict[str, Any],
     assert kept["nan_count"].equals(frame["nan_count"])
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+def train_broken(folder: Path, stats: str | list[str]) -> instrument.Run:
     """A run whose gradient is NaN but for two zeros from step 2 on."""
-    folder: Path = tmp_path_factory.mktemp("finite") / "run"
     model = torch.nn.Linear(100, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hook = {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "all"}
+    hook = {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": stats}
     with (
         pytest.warns(instrument.errors.InstrumentWarning),
         instrument.attach(model, {"g": hook}, optimizer=optimizer, out=folder) as probe,
@@ -74,6 +72,11 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     info = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**info, "overrides": {}}))
     return instrument.load(folder)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    return train_broken(tmp_path_factory.mktemp("finite") / "run", "all")
 
 
 NORM = 2.0 * math.sqrt(98)
@@ -111,3 +114,12 @@ def test_a_broken_gradient_is_not_small_in_findings_and_means(broken: instrument
     means = means_of(broken, "stats")
     assert math.isnan(means.values[0, NUMBERS["stats"].index("l2")])
     assert means.values[0, NUMBERS["stats"].index("nan_count")] == 49.0
+
+
+@pytest.mark.parametrize("stats", [["l2"], ["zero_fraction", "dead_fraction"], "l1"])
+def test_a_broken_gradient_is_reported_by_hooks_of_any_statistics(tmp_path: Path, stats: str | list[str]) -> None:
+    run = train_broken(tmp_path / "run", stats)
+    asked = [stats] if isinstance(stats, str) else stats
+    assert run.stats[asked].notna().all(axis=None)
+    assert finite_only(run.stats)[asked].isna().all(axis=1).tolist() == [False, False, True, True]
+    assert {finding.what: finding.value for finding in findings(run)}["first recorded non-finite value"]

@@ -256,7 +256,7 @@ def test_what_can_be_thinned_no_more_does_without_tensors_and_then_without_l1_an
     assert first.budget is not None
     assert second.budget.state_dict() == first.budget.state_dict()
     assert second.lives[0].thin == SELDOM
-    assert second.lives[0].action.statistics == ("mean",)
+    assert second.lives[0].action.statistics == ("numel", "mean", "nan_count", "inf_count")
     assert not second.lives[0].action.keeps_tensors
 
 

@@ -144,6 +144,19 @@ def test_rows_reach_the_sink_when_the_step_ends_and_not_before(model: nn.Module)
         assert probe.sink.steps == 1
 
 
+@pytest.mark.parametrize("name", ["perplexity", "samples_per_second", "skipped"])
+def test_a_metric_without_a_column_is_refused(model: nn.Module, name: str) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        with pytest.raises(TypeError, match=rf"no column '{name}' to fill: allowed are loss, accuracy, lr, grad_norm"):
+            probe.end_step(loss=1.0, **{name: 2.0})
+        assert probe.step == 0
+        with probe.evaluating(), pytest.raises(TypeError, match="no column 'perplexity'"):
+            probe.write_metrics(seconds=1.0, perplexity=2.0)
+        model(X)
+        probe.end_step(loss=1.0)
+    assert [row["loss"] for row in probe.sink.records("metrics")] == [1.0]
+
+
 def test_an_evaluation_has_its_own_phase_and_micro_steps_and_leaves_the_step_as_it_was(model: nn.Module) -> None:
     with probe_of(model, train=RECORD, eval={**RECORD, "phase": "eval"}) as probe:
         for _ in range(2):

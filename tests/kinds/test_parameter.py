@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.kinds.causes import NO_STEP
+from instrument.kinds.causes import NO_STATE, NO_STEP, REMOVED
 
 RECORD = {"action": "record", "stats": "none", "tensors": True}
 
@@ -216,6 +216,54 @@ def test_a_step_that_the_optimizer_does_not_make_is_told() -> None:
             probe.end_step()
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(2, 1), (2, 1)]
     assert {row["cause"] for row in probe.coverage()} == {NO_STEP}
+
+
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [
+        ("parameter_grad_micro", None),
+        ("post_accumulate_grad", None),
+        ("parameter_grad", None),
+        ("step_pre", "param"),
+        ("step_post", "update"),
+        ("step_post", "state.momentum_buffer"),
+    ],
+)
+def test_a_parameter_that_is_set_to_none_is_named_as_the_cause(kind: str, role: str | None) -> None:
+    model = net()
+    specs = {
+        "h": {"layers": "0", "params": "bias", "kind": kind, "action": "record"} | ({"role": role} if role else {})
+    }
+    optimizers = [torch.optim.SGD(model[part].parameters(), lr=0.1, momentum=0.9) for part in (0, 2)]
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="set to None"),
+        instrument.attach(model, specs, optimizer=optimizers) as probe,
+    ):
+        for step in range(3):
+            if step == 1:
+                model[0].bias = None
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(batches()[0]).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            probe.end_step()
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(3, 1, REMOVED)]
+
+
+def test_an_optimizers_state_of_a_parameter_set_to_none_is_missed() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    specs = {"h": {"layers": "0", "params": "bias", "kind": "state_dict_pre", "role": "state.momentum_buffer"}}
+    specs["h"]["action"] = "record"
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="no such state"),
+        instrument.attach(model, specs, optimizer=optimizer) as probe,
+    ):
+        model[0].bias = None
+        optimizer.state_dict()
+        probe.end_step()
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(1, 0, NO_STATE)]
 
 
 @pytest.mark.parametrize("kind", ["parameter_grad", "step_post"])

@@ -16,7 +16,7 @@ from instrument import ConfigError, MemorySink
 from instrument.capture.probe import Probe
 from instrument.run.data import first_batch
 from instrument.run.experiment import Experiment, prepare
-from instrument.run.loop import Progress, evaluate, gradient_norm, train
+from instrument.run.loop import Progress, evaluate, gradient_norm, make_step, train
 from instrument.run.tasks import Outcome
 from instrument.spec.parse import parse_config
 from instrument.spec.schedule import Evaluations
@@ -87,6 +87,44 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_big_batch(batch_size
         assert b.grad is not None
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def partly_ignored(split: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and targets, of which samples have 1, 0, 5 and 5 that count, over and over."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(7, (2, 48, 5), generator=generator)
+    targets[::4, 1:] = targets[1::4] = -100
+    return list(zip(tokens, targets, strict=True))
+
+
+LANGUAGE: dict[str, Any] = {
+    "model": {"_target_": "torch.nn.Embedding", "num_embeddings": 7, "embedding_dim": 7},
+    "data": {"dataset": {"_target_": f"{__name__}.partly_ignored"}},
+    "task": {"_target_": "instrument.run.tasks.NextToken"},
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 12, 20])
+def test_accumulated_tokens_weigh_alike_where_targets_are_ignored(batch_size: int) -> None:
+    parts = made(**LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1})
+    whole = made(**LANGUAGE, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
+    found, wanted = (trained(experiment)[0].frame("metrics") for experiment in (parts, whole))
+    for column in ("loss", "accuracy", "grad_norm"):
+        assert list(found[column]) == pytest.approx(list(wanted[column]), rel=1e-5, nan_ok=True)
+    gradients = [next(experiment.model.parameters()).grad for experiment in (parts, whole)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_without_targets_that_count_changes_nothing() -> None:
+    experiment = made(**LANGUAGE, train={"steps": 1, "batch_size": 1})
+    before = weights(experiment)
+    task, (_, group) = experiment.task, next(iter(experiment.batches))
+    group[0][1].fill_(-100)
+    assert task.number_of_terms(group[0]) == 0
+    with Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer) as probe:
+        metrics = make_step(experiment, probe, group)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["accuracy"]) == (0.0, 0.0, 0.0)
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(experiment), strict=True))
 
 
 def named_rows(split: str) -> list[UserDict[str, Any]]:

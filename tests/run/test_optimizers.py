@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from instrument import ConfigError, MemorySink
+from instrument import ConfigError, MemorySink, attach
 from instrument.capture.probe import Probe
 from instrument.run.experiment import Experiment, prepare
 from instrument.run.loop import train
@@ -118,3 +118,29 @@ def test_a_closure_is_evaluated_once_for_all() -> None:
 def test_parameters_that_belong_to_no_optimizer_or_to_two_are_refused(names: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         experiment_of(EACH | {"optimizers": dict.fromkeys(names, PART)})
+
+
+def test_an_optimizer_whose_step_requires_a_closure_is_refused() -> None:
+    lbfgs = {"_target_": "torch.optim.LBFGS", "_partial_": True}
+    with pytest.raises(ConfigError, match=r"optimizer: .*the step of LBFGS requires a closure.*critic"):
+        experiment_of(EACH | {"optimizers": {"generator": PART, "critic": lbfgs}})
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_hooks_of_a_loop_act_at_the_steps_of_each_optimizer(by_loop: bool) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 1)})
+    optimizer = PerModule(model, dict.fromkeys("ab", Adam))
+    specs = {
+        "state": {"layers": "*", "kind": "step_post", "role": "state.exp_avg", "action": "record"},
+        "used": {"layers": "*", "kind": "parameter_grad", "action": "record"},
+    }
+    with attach(model, specs, optimizer=optimizer, steps_by_loop=by_loop) as probe:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model["b"](model["a"](torch.ones(4, 2))).sum().backward()
+            if by_loop:
+                probe.before_optimizer_step(optimizer)
+            optimizer.step()
+            probe.end_step()
+    assert {(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()} == {(3, 3, "")}
+    assert len(probe.coverage()) == 8

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instrument import ConfigError, MemorySink
 from instrument.capture.probe import Probe
-from instrument.run import visits
+from instrument.run import recordings, visits
 from instrument.run.experiment import prepare
 from instrument.run.loop import train
 from instrument.run.rehearsal import rehearse
@@ -125,13 +125,25 @@ def test_a_rehearsal_puts_tensors_into_batches_of_their_size(clean: str, monkeyp
             {"phase": "eval"},
             {"data": {"eval_slice": {"split": "test", "stop": 36}}},
             r"3 batches of 20, 20, 10 samples at step 2, and this run has 2 batches of 20, 16 samples(.|\n)*"
-            r"allowed  train.eval_batch_size=20 and a data.eval_slice of 50 samples$",
+            r"allowed  a data.eval_slice of 50 samples$",
         ),
         (
             {},
             {"accumulate": 3},
             r"2 batches of 16, 16 samples at step 0, and this run has 3 batches of 16, 16, 16 samples(.|\n)*"
-            r"allowed  train.batch_size=16 and train.accumulate=2$",
+            r"allowed  train.accumulate=2$",
+        ),
+        (
+            {"step": 0},
+            {},
+            r"in 2 batches of 16, 16 samples at step 0, and this run has 2 batches of 16, 2 samples(.|\n)*allowed  a schedule "
+            r"\(steps, every, start, stop\) without the steps that have smaller batches; or a data.slice of a multiple of 32 samples$",
+        ),
+        (
+            {"step": 1},
+            {},
+            r"in 2 batches of 16, 2 samples at step 1, and this run has 2 batches of 16, 16 samples(.|\n)*allowed  a schedule "
+            r"\(steps, every, start, stop\) of steps that have 2 batches of 16, 2 samples; or another 'step'$",
         ),
         ({}, {"batch_size": 10}, r"this run has 2 batches of 10, 10 samples(.|\n)*allowed  train.batch_size=16$"),
         (
@@ -173,6 +185,78 @@ def prepare_only(hooks: dict[str, Any], **over: Any) -> None:
     changed = {name: over.pop(name) for name in ("model",) if name in over}
     data = CONFIG["data"] | over.pop("data", {})
     prepare(parse_config({**CONFIG, **changed, "hooks": hooks, "data": data, "train": CONFIG["train"] | over}))
+
+
+PART = {**KEEP, "layers": "layers.0", "slice": "10"}
+FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0, "factor": [1.0] * 16}
+
+
+@pytest.mark.parametrize(
+    ("spec", "over", "said"),
+    [
+        (PART, {}, r"s.slice: 10 is out of range for dimension 0 of the output of 'layers.0', which has shape \[2, 16\] in "),
+        ({**PART, "slice": "5:9"}, {}, r"s.slice: 5:9 selects nothing along dimension 0 .* in the smallest batch, of 2 samples"),
+        ({**PART, "slice": "-9:-3"}, {}, r"s.slice: -9:-3 selects nothing"),
+        ({**PART, "slice": "1:9"}, {}, None),  # cut in the last batch
+        ({**PART, "stop": 1}, {}, None),
+        ({**PART, "steps": [0, 2]}, {"steps": 3}, None),
+        ({**PART, "steps": [0, 3]}, {"steps": 4}, r"\[2, 16\] in the smallest batch, of 2 samples(.|\n)*allowed  .*a schedule"),
+        (PART, {"data": {"slice": {"stop": 48}}}, None),
+        ({**PART, "layers": "layers.1", "kind": "full_backward"}, {}, r"s.slice: 10 is out of range"),
+        ({**PART, "phase": "eval"}, {}, r"s.slice: 10 is out of range .* which has shape \[10, 16\]"),
+        ({**PART, "phase": "eval", "slice": "9"}, {}, None),
+        (FACTORS, {}, r"s.factor: 16 factors do not fit dimension 0 of the output of 'layers.0', which has shape \[2, 16\] in "),
+        ({**FACTORS, "stop": 1}, {}, None),
+        ({**FACTORS, "dim": 1}, {}, None),
+        ({**PART, "layers": "layers.0.0", "kind": "parameter_grad"}, {}, None),  # no samples in any dimension
+    ],
+)  # fmt: skip
+def test_slices_and_factors_have_to_fit_the_smallest_batch(
+    spec: dict[str, Any], over: dict[str, Any], said: str | None
+) -> None:
+    """50 samples in batches of 16 and two a step: the batches of the second step are 16 and 2. An evaluation's are 20, 20, 10."""
+    over = {"data": {}, **over}
+    if said is None:
+        trained({"s": spec}, **over)
+        return
+    with pytest.raises(ConfigError) as refused:
+        prepare_only({"s": spec}, **over)
+    assert re.search(said, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(16, True), (20, False)])
+def test_a_dimension_that_is_as_long_as_a_batch_by_chance_is_not_the_samples(size: int, is_refused: bool) -> None:
+    """The output of `table` is [16, 4] for every batch; where both phases have batches of 16, nothing tells."""
+    model = {"_target_": f"{__name__}.Positions"}
+    hooks = {"s": {**KEEP, "layers": "table", "slice": "10"}}
+    if is_refused:
+        with pytest.raises(ConfigError, match="smallest batch"):
+            prepare_only(hooks, model=model, eval_batch_size=size)
+    else:
+        prepare_only(hooks, model=model, eval_batch_size=size)
+
+
+class Positions(nn.Module):
+    """A layer whose output does not depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(16, 4), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        bias: Tensor = self.table(torch.arange(16)).mean()
+        logits: Tensor = self.last(images.flatten(1)) + bias
+        return logits
+
+
+def test_checks_of_a_long_run_take_no_time(clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked for each step of a run is its sizes of batches; tensors are, for each of those once."""
+    checked = []
+    plain = recordings._Check._misfits
+    monkeypatch.setattr(recordings._Check, "_misfits", lambda *given: checked.append(given) or plain(*given))
+    put = {**PUT, "layers": "layers.*", "fn": "patch", "slice": ":, 0:10", "run": clean, "hook": "train", "step": 0}
+    prepare_only({"put": put}, steps=3000, data={"slice": {"stop": 32}})
+    assert len(checked) == 2  # one for each layer, since both batches have one size
 
 
 def test_several_hooks_that_kept_a_tensor_are_refused_before_step_0(tmp_path: Path) -> None:

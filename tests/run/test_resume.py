@@ -193,6 +193,29 @@ def test_a_checkpoint_that_is_none_is_refused_and_no_pickle_is_run(cli: Cli, out
     assert len(instrument.load("out").metrics) == 8
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda state: state.update(version=2), "this is no checkpoint of this version"),
+        (lambda state: state["probe"].pop("phases"), "the checkpoint does not fit this experiment"),
+        (lambda state: state["probe"]["ledger"].pop(), "the checkpoint does not fit this experiment"),
+    ],
+    ids=["version", "phases", "ledger"],
+)
+def test_a_checkpoint_of_another_version_is_refused(
+    cli: Cli, out: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    (path,) = Path("out/checkpoints").iterdir()
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    record = Path("out/run.json").read_text()
+    answer = cli("resume=out")
+    assert answer.code == 2, answer.err
+    assert told in answer.err
+    assert Path("out/run.json").read_text() == record
+
+
 def test_the_plan_of_a_run_to_be_resumed_is_its_own(cli: Cli, out: Path) -> None:
     answer = cli("resume=out", "plan=true")
     assert answer.code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -19,7 +20,8 @@ from tiers import tiered
 from torch import Tensor, nn
 
 from instrument.actions.record import Record
-from instrument.run.verification import verify
+from instrument.run.tasks import NextToken, Outcome
+from instrument.run.verification import _watched, digest, trace, verify
 from instrument.spec.parse import parse_config
 
 HOOKS = {
@@ -190,6 +192,65 @@ def test_an_evaluation_that_a_hook_changes_is_found(monkeypatch: pytest.MonkeyPa
     config = config_of(drifting("nothing"), hooks) | {"train": {"steps": 4, "batch_size": 4, "eval_every": 2}}
     difference = verify(parse_config(config)).difference
     assert str(difference) == "evaluation after 2 steps: the output differs at call 0, with hook 'seen'"
+
+
+def takes_the_model_apart(model: nn.Module, batch: Any) -> Outcome:
+    """A task that uses the model in every way that its class allows."""
+    images, targets = batch
+    assert isinstance(model, Drifting)
+    assert type(model).__name__ == "Drifting"
+    direct = model(images)
+    names = dict(model.named_parameters())
+    assert torch.equal(torch.func.functional_call(model, names, (images,)), direct)
+    assert type(copy.deepcopy(model)) is Drifting
+    return Outcome(nn.functional.cross_entropy(direct, targets), len(images))
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_task_has_the_model_itself_in_evaluation(compiles: bool) -> None:
+    config = config_of(drifting("nothing"), {"seen": {"layers": "fc", "kind": "forward", "action": "record"}})
+    config["train"] |= {"steps": 2, "compile": compiles}
+    if not compiles:
+        config["task"] = {"_target_": f"{__name__}.takes_the_model_apart", "_partial_": True}
+    certificate = verify(parse_config(config))
+    assert certificate.holds, str(certificate.difference or certificate.unrepeated)
+    assert certificate.evaluations == 1
+
+
+def test_the_trainings_weight_batches_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    count = NextToken.number_of_terms
+    monkeypatch.setattr(NextToken, "number_of_terms", lambda task, batch: counted.append(1) or count(task, batch))
+    config = config_of(MODELS["transformers GPT2LMHeadModel"](), {}, steps=1)
+    trace(parse_config(config), {})
+    assert len(counted) == 2, "one batch of the training, and one of the evaluation"
+
+
+def test_the_model_has_its_own_class_after_an_evaluation() -> None:
+    model, outputs = nn.Linear(3, 2), []  # type: tuple[nn.Module, list[dict[str, str]]]
+    with _watched(model, outputs):
+        output = model(torch.ones(1, 3))
+        copied = copy.deepcopy(model)
+    assert type(copied) is nn.Linear
+    assert torch.equal(copied(torch.ones(1, 3)), output)
+    assert type(model) is nn.Linear
+    assert outputs == [{"": digest(output)}]
+
+
+def test_the_state_of_each_optimizer_is_compared() -> None:
+    part = {"_target_": "torch.optim.Adam", "_partial_": True}
+    config = config_of(MLP, {}, steps=1)
+    sizes = []
+    for optimizer in (
+        {"_target_": "torch.optim.Adam"},
+        {
+            "_target_": "instrument.run.optimizers.PerModule",
+            "optimizers": {"layers.0": part, "layers.1": part},
+        },
+    ):
+        fingerprints, _, _ = trace(parse_config(config | {"optimizer": optimizer}), {}, 1)
+        sizes.append([what for what, _ in fingerprints[0].digests].count("the optimizer's state"))
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_a_buffer_that_no_state_dict_has_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

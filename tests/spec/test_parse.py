@@ -101,12 +101,14 @@ def test_a_kind_lets_interventions_change_just_the_roles_that_it_says(kind: str)
     [
         ("default", DEFAULT),
         ("all", tuple(name for name in ALL if name != "update_ratio")),
-        (["max", "l1", "numel"], ("numel", "max", "l1")),
-        ("rms", ("rms",)),
+        (["max", "l1", "numel"], ("numel", "max", "l1", "nan_count", "inf_count")),
+        ("rms", ("numel", "rms", "nan_count", "inf_count")),
+        ("nan_count", ("numel", "nan_count", "inf_count")),
+        ("none", ()),
     ],
 )
 def test_statistics_are_given_in_the_order_of_the_columns(asked: Any, given: tuple[str, ...]) -> None:
-    spec = parse_hooks({"x": {**RECORD, "stats": asked}})["x"]
+    spec = parse_hooks({"x": {**RECORD, "tensors": True, "stats": asked}})["x"]
     assert isinstance(spec, hook_specs.RecordSpec)
     assert spec.statistics == given
 

@@ -84,8 +84,8 @@ class Strategy:
         """A forward and backward pass, of which the last one of a step brings the gradients of all processes together."""
         yield
 
-    def mean(self, values: Sequence[Tensor | None], samples: int) -> list[Tensor | None]:  # noqa: ARG002
-        """Means over the samples of all processes, from those over this one's; None where there is none."""
+    def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:  # noqa: ARG002
+        """Means over the samples or terms of all processes, from those over this one's; None where there is none."""
         return list(values)
 
     def total(self, samples: int) -> int:
@@ -152,15 +152,15 @@ class DataParallel(Strategy):
         if not self.processes.leads:
             torch.manual_seed(seed + self.processes.rank)
 
-    def mean(self, values: Sequence[Tensor | None], samples: int) -> list[Tensor | None]:
-        """Weighted by the samples of each process; in float64, on the device of the values."""
+    def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:
+        """Weighted by the samples or terms of each process; in float64, on the device of the values."""
         present = [value for value in values if value is not None]
         if not present:
             return list(values)
-        numbers = [value.detach().to(torch.float64) * samples for value in present]
-        sums = torch.stack([*numbers, torch.full_like(numbers[0], samples)])
+        numbers = [value.detach().to(torch.float64) * weight for value in present]
+        sums = torch.stack([*numbers, torch.full_like(numbers[0], weight)])
         dist.all_reduce(sums)
-        means = iter(sums[:-1] / sums[-1])
+        means = iter(sums[:-1] / sums[-1].clamp(min=1))
         return [None if value is None else next(means) for value in values]
 
     def total(self, samples: int) -> int:

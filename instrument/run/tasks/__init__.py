@@ -1,13 +1,14 @@
 """Tasks: what a model and a batch make a loss of. Another one is another class with the same `__call__`."""
 
 from .autoencoder import Autoencoder
-from .base import Outcome, Task, accuracy, check_outcome, mean_loss
+from .base import CountsTerms, Outcome, Task, accuracy, check_outcome, mean_loss
 from .gan import WassersteinGAN
 from .language import NextToken
 from .supervised import KLDivergence, Supervised, main_output, soft_targets
 
 __all__ = [
     "Autoencoder",
+    "CountsTerms",
     "KLDivergence",
     "NextToken",
     "Outcome",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class Outcome:
     """What came of one batch.
 
     Attributes:
-        loss: Mean over the samples; a scalar that can be differentiated.
+        loss: Mean over the samples, or over the terms of a task that is `CountsTerms`; a scalar that can be differentiated.
         samples: Number of samples.
         correct: How many of them were classified right, as a scalar tensor; None where that has no meaning.
     """
@@ -30,6 +30,17 @@ class Task(Protocol):
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """The loss of one batch, as the data loader gives it."""
+
+
+@runtime_checkable
+class CountsTerms(Protocol):
+    """A task whose loss is the mean of other terms than the samples, such as the tokens that count.
+
+    Micro-batches, processes and batches of an evaluation are weighted by their terms in place of their samples.
+    """
+
+    def number_of_terms(self, batch: Any) -> int:
+        """The number of terms in the mean; may be 0, where the loss has to be finite."""
 
 
 def inputs_of(batch: Any) -> Tensor:
@@ -76,16 +87,33 @@ def check_outcome(outcome: object) -> None:
 
 
 @torch.no_grad()
-def accuracy(outcomes: list[Outcome]) -> Tensor | None:
-    """The share of samples classified right over several batches; None where one of them does not say."""
+def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
+    """The share of samples classified right over several batches; None where one of them does not say.
+
+    Args:
+        outcomes: One for each batch.
+        weights: What each batch counts; its samples where they are not given.
+    """
     counts = [outcome.correct for outcome in outcomes if outcome.correct is not None]
     if len(counts) < len(outcomes) or not counts:
         return None
-    return torch.stack(counts).sum() / sum(outcome.samples for outcome in outcomes)
+    if weights is None:
+        weights = [outcome.samples for outcome in outcomes]
+    parts = [
+        count * (weight / outcome.samples) for count, weight, outcome in zip(counts, weights, outcomes, strict=True)
+    ]
+    return torch.stack(parts).sum() / max(1, sum(weights))
 
 
 @torch.no_grad()
-def mean_loss(outcomes: list[Outcome]) -> Tensor:
-    """The mean loss over the samples of several batches."""
-    total = torch.stack([outcome.loss.detach() * outcome.samples for outcome in outcomes]).sum()
-    return total / sum(outcome.samples for outcome in outcomes)
+def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor:
+    """The mean loss over several batches.
+
+    Args:
+        outcomes: One for each batch.
+        weights: What each batch counts; its samples where they are not given.
+    """
+    if weights is None:
+        weights = [outcome.samples for outcome in outcomes]
+    parts = [outcome.loss.detach() * weight for outcome, weight in zip(outcomes, weights, strict=True)]
+    return torch.stack(parts).sum() / max(1, sum(weights))

@@ -17,21 +17,33 @@ class NextToken:
     """Cross entropy of the model's logits [N, T, vocabulary] and the next token at each place.
 
     A batch is tokens [N, T], whose targets are the same tokens one place later; or a pair of tokens and targets, both
-    [N, T]: the targets are then used as they are, and those of -100 are left out.
+    [N, T]: the targets are then used as they are, and those of -100 are left out. Every target that counts has the same
+    weight, whichever batch it is in.
     """
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """The mean loss over all predicted tokens; `correct` is in samples, so that it is a share of tokens."""
-        is_pair = isinstance(batch, list | tuple) and len(batch) != 1
-        tokens, targets = pair_of(batch) if is_pair else (inputs_of(batch), None)
+        tokens, targets = _tokens_and_targets(batch)
         logits = main_output(model(tokens))  # [N, T, vocabulary]
         if targets is None:
             logits, targets = logits[:, :-1], tokens[:, 1:]  # the last place predicts nothing we know
         _check_shapes(logits, targets)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         counted = targets != IGNORED
         hits = (logits.detach().argmax(-1) == targets) & counted
-        return Outcome(loss, len(targets), hits.sum() / counted.sum() * len(targets))
+        count = counted.sum().clamp(min=1)  # a batch in which no target counts has a loss of 0
+        return Outcome(total / count, len(targets), hits.sum() / count * len(targets))
+
+    def number_of_terms(self, batch: Any) -> int:
+        """The number of targets that count."""
+        tokens, targets = _tokens_and_targets(batch)
+        return int(((tokens[:, 1:] if targets is None else targets) != IGNORED).sum())
+
+
+def _tokens_and_targets(batch: Any) -> tuple[Any, Any]:
+    """The two parts of a pair; of tokens alone, None as targets."""
+    is_pair = isinstance(batch, list | tuple) and len(batch) != 1
+    return pair_of(batch) if is_pair else (inputs_of(batch), None)
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,3 +73,10 @@ class Distance(nn.Module):
         images, targets = batch
         wanted = self.seen_as(nn.functional.one_hot(targets, 10).float())
         return Outcome((self.seen_as(model(images)) - wanted).square().mean(), len(images))
+
+
+def partly_ignored(split: str) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets, of which samples have 1, 0, 5 and 5 that count, over and over."""
+    tokens, targets = torch.randint(7, (2, 48, 5), generator=torch.Generator().manual_seed(0))
+    targets[::4, 1:] = targets[1::4] = -100
+    return list(zip(tokens, targets, strict=True))

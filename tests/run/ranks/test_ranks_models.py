@@ -119,3 +119,19 @@ def test_a_task_that_is_a_module_is_no_part_of_what_trains(tmp_path: Path) -> No
     both = here.merge(there, on=KEYS, suffixes=("", "_there"), validate="1:1")
     assert len(both) == len(here) == len(there)
     assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"]).all()
+
+
+def test_tokens_of_all_processes_weigh_alike_where_targets_are_ignored(tmp_path: Path) -> None:
+    language = [
+        "device=cpu",
+        "model={_target_: torch.nn.Embedding, num_embeddings: 7, embedding_dim: 7}",
+        "data={dataset: {_target_: parts.partly_ignored}}",
+        "task=next_token",
+        "train={steps: 3, batch_size: 4, accumulate: 2, eval_batch_size: 6}",
+    ]
+    for place, more, processes in (("one", [], 1), ("two", ["train.parallel=ddp", "reduce=global"], 2)):
+        done = start(tmp_path, *language, *more, f"hydra.run.dir={place}", processes=processes)
+        assert done.returncode == 0, done.stderr
+    one, two = (instrument.load(tmp_path / place).metrics for place in ("one", "two"))
+    columns = ["loss", "accuracy", "grad_norm"]
+    pd.testing.assert_frame_equal(one[columns], two[columns], rtol=1e-5)
