@@ -25,7 +25,7 @@ from .sinks.remote import refuse_address
 from .sinks.tracking import PLACES, Outcome, Tracked, open_tracker, require
 from .spec.config import TRACKERS
 
-FOLDERS = {"tensorboard": PLACES["tensorboard"], "csv": "csv", "zarr": "tensors.zarr"}  # without --out, in the run's folder
+FOLDERS = {"tensorboard": PLACES["tensorboard"], "csv": "csv", "zarr": "tensors.zarr"}  # without --out
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 

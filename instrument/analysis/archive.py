@@ -58,7 +58,7 @@ class RunArchive:
             raise ConfigError(Mistake(f"{where}.hook", problem, hook, hooks, nearest(hook, hooks)))
 
     def index(self, run: str) -> pd.DataFrame:
-        """Return the index of the tensors of an opened run: step, micro_step, rank, hook, location, scope and shapes."""
+        """Return the index of an opened run's tensors: step, micro_step, rank, hook, location, scope and shapes."""
         return self._runs[run].read("tensors", [*_INDEX])
 
     def ranks_of(self, run: str) -> int:

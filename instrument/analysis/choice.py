@@ -90,12 +90,15 @@ def at_place(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def choose_place(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[Series, str, pd.DataFrame]:
-    """Return the one series that matches and has rows at a location, the name of the location, and these rows.
+    """Return the one series that matches and has rows at a location.
 
     Args:
         frame: Rows of a table.
         name: A location, or a layer with a single location.
         wanted: Arguments of `choose`.
+
+    Returns:
+        The series, the name of the location, and the rows of both.
 
     Raises:
         InstrumentError: The location has no rows, several series match, or the layer has several locations.

@@ -76,7 +76,7 @@ def _means_at(run: Run, place: int, steps: Steps) -> dict[str, Means]:
 
 
 def _warn_of(run: Run, matching: Matching) -> None:
-    """Warn about unpaired runs, with the most important reasons."""
+    """Warn about the number of unpaired runs, with some of the reasons."""
     if not matching.left_out:
         return
     whys = Counter(matching.left_out.values())

@@ -93,9 +93,10 @@ class RunFiles:
         return content.decode()
 
     def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
-        """Return the Parquet files of a table without known damaged ones, and the rows that are not in Parquet files yet."""
+        """Return the Parquet files of a table, without known damaged ones, and the rows that are not in Parquet files."""
         self._look_for_others(name)
-        journals = self._unwritten(name)  # read first: a journal that is converted to Parquet meanwhile is then found as a Parquet file
+        # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
+        journals = self._unwritten(name)
         parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._unsound}
         rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
         return list(parts.values()), [piece for pieces in rows for piece in pieces]
@@ -123,7 +124,10 @@ class RunFiles:
                 self._sound.add(file)
 
     def lacks_columns(self, file: Path, name: str) -> bool:
-        """Return whether a file was written by an earlier version with fewer columns; other problems are found when it is read."""
+        """Return whether a file has the columns of an earlier version.
+
+        False if the file cannot be read; other problems are found when it is read.
+        """
         try:
             return not ADDED.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
         except UNREADABLE:
@@ -159,7 +163,8 @@ class RunFiles:
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of a table in batches, for tables that are larger than memory.
 
-        Within about 100,000 rows, steps may be ordered by layer.
+        Rows of a step are in the order in which they were written, but steps of more than about 100,000 rows may be
+        ordered by layer.
 
         Args:
             name: Name of the table.

@@ -247,7 +247,7 @@ def _largest(run: Run, column: str, condition: ds.Expression) -> dict[str, Any] 
 
 
 def _first(run: Run, columns: list[str], condition: ds.Expression) -> dict[str, Any] | None:
-    """Return the statistics row with the lowest step that fulfills a condition; ties are resolved by the order of writing."""
+    """Return the statistics row with the lowest step that fulfills a condition; of several, the first one written."""
     first: dict[str, Any] | None = None
     for batch in run.scan("stats", [*_IDENTITY, *columns], condition):
         if batch.num_rows:

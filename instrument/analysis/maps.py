@@ -1,4 +1,4 @@
-"""Recorded tensors as pictures: the channels of an image, the filters of a convolution, the image that they are of."""
+"""Recorded tensors as images: channels of feature maps, filters of convolutions, and input images."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .load import Run
 from .series import KEYS, Series, place_of
 
 IDENTITY = (*KEYS, "layer", "path", "step", "micro_step", "call", "backward")
-GREY, COLOURED = 1, 3  # channels of an image that a person can look at
+GREY, COLOURED = 1, 3  # numbers of channels of an image
 
 
 @dataclass(frozen=True)
 class Maps:
-    """Where a stack of maps stands in the tensors table.
+    """The identity of a stack of maps in the tensors table.
 
     Attributes:
-        series: What recorded it.
-        layer: The module.
-        path: Which tensor of it.
-        step: When.
-        micro_step: In which micro-batch.
-        call: At which call of the module.
-        backward: In which backward pass.
-        shape: Of what was kept: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
+        series: The series that recorded it.
+        layer: Name of the module.
+        path: Path of the tensor in the value of the module, or name of the parameter.
+        step: Training step.
+        micro_step: Index of the micro-batch.
+        call: Index of the call of the module.
+        backward: Index of the backward pass.
+        shape: Recorded shape: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
     """
 
     series: Series
@@ -43,7 +43,7 @@ class Maps:
 
     @property
     def place(self) -> str:
-        """The name of the place, as in other pictures."""
+        """The name of the location, as in other plots."""
         return place_of(self.layer, self.path, self.series.kind)
 
     @property
@@ -57,21 +57,21 @@ class Maps:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is something that a person can look at: the input of a module, grey or coloured."""
+        """Whether the maps are an image: the input of a module, with one or three channels."""
         return self.what == "inputs" and self.shape[-3] in (GREY, COLOURED)
 
     def values(self, run: Run | pd.DataFrame, sample: int = 0) -> np.ndarray:
-        """The maps of one sample, or all filters.
+        """Return the maps of one sample, or all filters.
 
         Args:
-            run: What they are in, or rows of its `tensors()`.
-            sample: Of those that were recorded, from 0.
+            run: The run, or rows of its `tensors()`.
+            sample: Index of the recorded sample, starting at 0.
 
         Returns:
-            [C, H, W], or [out, in, H, W] of filters; as they were recorded, of complex values the magnitudes.
+            Array of shape [C, H, W], or [out, in, H, W] of filters, as recorded; the magnitudes of complex values.
 
         Raises:
-            IndexError: There are not so many samples.
+            IndexError: The sample was not recorded.
         """
         where = {"layer": self.layer, "path": self.path, "step": self.step, "call": self.call}
         where |= {"micro_step": self.micro_step, "backward": self.backward, "recompute": False}
@@ -83,7 +83,7 @@ class Maps:
 
 
 def _where(frame: pd.DataFrame, where: dict[str, Any]) -> pd.DataFrame:
-    """The rows whose columns have these values."""
+    """Return the rows whose columns have these values."""
     mine = pd.Series(True, index=frame.index)
     for name, value in where.items():
         mine &= frame[name] == value
@@ -91,10 +91,12 @@ def _where(frame: pd.DataFrame, where: dict[str, Any]) -> pd.DataFrame:
 
 
 def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
-    """All recorded tensors that can be shown as maps: those with four dimensions in the model, of which two are left to see.
+    """Return all recorded tensors that can be shown as maps.
+
+    These are tensors with four dimensions in the model, of which at least height and width were recorded.
 
     Args:
-        run: A run, of which no values are read here, or rows of its `tensors()`.
+        run: A run, whose values are not read here, or rows of its `tensors()`.
     """
     columns = [*IDENTITY, "recompute", "shape", "source_shape"]
     if isinstance(run, Run):
@@ -114,7 +116,7 @@ def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
 
 
 def image_of(maps: Maps, others: list[Maps]) -> Maps | None:
-    """The image that maps are of: what the first module with an image for its input was given at the same moment."""
+    """Return the input image of the maps: the recorded image input of the first module in the same micro-step; None if missing."""
     if maps.series.is_of_parameters:
         return None
     moment = (maps.series.phase, maps.step, maps.micro_step)
@@ -123,16 +125,16 @@ def image_of(maps: Maps, others: list[Maps]) -> Maps | None:
 
 
 def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:
-    """Maps side by side, NaN between them.
+    """Arrange maps in a grid, separated by NaN.
 
     Args:
-        values: [C, H, W], or [out, in, H, W], of which a row has all inputs of one output, or of several.
-        columns: Maps in a row; without it as many as make the whole about square.
+        values: [C, H, W], or [out, in, H, W]; a row of the grid has all inputs of one or several outputs.
+        columns: Maps per row. Default: as many as make the grid about square.
 
     Returns:
         float64, shape [rows * (H + 1) - 1, columns * (W + 1) - 1].
     """
-    together = values.shape[1] if values.ndim == 4 else 1  # maps that stay in one row
+    together = values.shape[1] if values.ndim == 4 else 1  # maps that must be in the same row
     values = values.reshape(-1, *values.shape[-2:])
     count, height, width = values.shape
     square = (count * (height + 1) / (width + 1)) ** 0.5
@@ -145,10 +147,11 @@ def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:
 
 
 def limits(values: np.ndarray) -> tuple[float, float]:
-    """The ends of a colour scale: symmetric around zero where there are negative values, from zero on where there are none.
+    """Return the limits of a color scale: symmetric around zero if there are negative values, otherwise starting at
+    zero.
 
     Args:
-        values: Any shape; what is not finite does not count.
+        values: Any shape; non-finite values are ignored.
     """
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
@@ -157,11 +160,11 @@ def limits(values: np.ndarray) -> tuple[float, float]:
 
 
 def smaller(values: np.ndarray, most: int) -> np.ndarray:
-    """Maps of at most so many pixels a side: means over squares, the last of which may be narrower.
+    """Downsample maps to at most `most` pixels per side by averaging square blocks; the last block may be narrower.
 
     Args:
         values: [..., H, W].
-        most: Pixels.
+        most: Maximum height and width in pixels.
     """
     factor = -(-max(values.shape[-2:]) // most)
     if factor <= 1:

@@ -1,4 +1,4 @@
-"""Runs of a sweep that have the same seed and the same everything else, and differ in one key of the configuration."""
+"""Matching of runs that have the same seed and configuration and differ in one configuration key."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from ..errors import InstrumentError, Mistake, nearest
 from .load import Run
 from .trainings import DONE, HOOKS, INERT, Training, differing_overrides, in_yaml, trainings, word_of
 
-MOST_NAMES = 12  # of keys or values, in an error
+MOST_NAMES = 12  # maximum number of keys or values in an error message
 
 
 @dataclass(frozen=True)
 class Match:
-    """Two runs that differ in the key alone.
+    """Two runs that differ only in the key.
 
     Attributes:
-        value: What the one has there: a number, a word, None; YAML of what has parts; the group's option where it is one.
-        place: Its place among the runs.
-        baseline: The place of the one that it is compared with.
-        seed: Of both.
-        by: What it has at the keys that comparisons are told apart by; what its partner has, where it is without the hook.
+        value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
+            text for other lists and mappings.
+        place: Index of the run.
+        baseline: Index of the baseline run.
+        seed: Seed of both runs.
+        by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
     """
 
     value: Any
@@ -34,18 +35,18 @@ class Match:
 
     @property
     def comparison(self) -> str:
-        """A word for what is compared with the baseline, and where."""
+        """A string that identifies the compared value and the values of the `by` keys."""
         return word_of([self.value, *self.by])
 
 
 @dataclass(frozen=True)
 class Matching:
-    """All that can be compared.
+    """All matches for a key.
 
     Attributes:
-        baseline: The value that the others are compared with, as in `Match`.
-        matches: In the order of the values, numbers first.
-        left_out: By the run's place, why it is in no match.
+        baseline: The baseline value, as in `Match.value`.
+        matches: The matches ordered by value, numbers first.
+        left_out: The reason for each unmatched run, by index of the run.
     """
 
     baseline: Any
@@ -53,7 +54,7 @@ class Matching:
     left_out: dict[int, str]
 
     def by_seed(self) -> list[dict[int, list[Match]]]:
-        """The matches of each seed, by the baseline's run that they share: so that each run is looked at once."""
+        """Return the matches of each seed by baseline run, so that each run is read only once."""
         seeds: dict[int, dict[int, list[Match]]] = {}
         for found in self.matches:
             seeds.setdefault(found.seed, {}).setdefault(found.baseline, []).append(found)
@@ -61,19 +62,19 @@ class Matching:
 
 
 def match(run: Run, key: str, baseline: Any = None, by: Sequence[str] = ()) -> Matching:
-    """The runs that differ in one key, value by value against a baseline.
+    """Match the runs that differ in one key, comparing each value with a baseline.
 
-    A run without the hook that the key is in is matched with those that have it and differ in nothing else.
+    A run without the hook that contains the key is matched with the runs that have the hook and differ in nothing else.
 
     Args:
         run: Several runs.
-        key: Of the configuration: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`.
-        baseline: One of the values. Without it: null, or none at all, where there is such; else the smallest number
-            (false before true); else the first.
-        by: Other keys, whose values tell comparisons apart.
+        key: Configuration key: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`.
+        baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
+            before true); else the first value.
+        by: Other keys whose values separate comparisons.
 
     Raises:
-        InstrumentError: The runs do not differ there, there is no such key or value, or no two runs match.
+        InstrumentError: The runs do not differ in the key, the key or the value does not exist, or no two runs match.
     """
     known, left_out = trainings(run)
     path = key.split(".")
@@ -105,7 +106,7 @@ def match(run: Run, key: str, baseline: Any = None, by: Sequence[str] = ()) -> M
 
 @dataclass
 class _Group:
-    """The runs with one value."""
+    """The runs with the same value of the key."""
 
     value: Any
     told: Any
@@ -113,13 +114,15 @@ class _Group:
 
     @property
     def in_words(self) -> str:
-        """The value as it stands on a command line."""
+        """The value as it is written on a command line."""
         return self.told if isinstance(self.told, str) else in_yaml(self.told)
 
 
 class _Partners:
-    """Finds a run's partners among those with the baseline's value: several of a run without the hook, where more than the
-    key differs in it."""
+    """Finds the baseline runs that match a run.
+
+    A run without the hook can have several matches, if the hook differs in more than the key.
+    """
 
     def __init__(self, controls: Sequence[Training], path: Sequence[str]) -> None:
         self.path = path
@@ -132,7 +135,7 @@ class _Partners:
         self.bare = {control.without(self.outer): control for control in reversed(bare)}
 
     def of(self, training: Training) -> list[Training]:
-        """Those that are the same but for the key, or else but for the hook, where one of the two has none."""
+        """Return the runs that are equal except for the key, or except for the hook if one of the two does not have it."""
         if training.at(self.outer) is None:
             return self.around.get(training.without(self.outer), [])
         found = self.alike.get(training.without(self.path)) or self.bare.get(training.without(self.outer))
@@ -140,7 +143,7 @@ class _Partners:
 
 
 def outer_of(path: Sequence[str]) -> Sequence[str]:
-    """The whole hook that a path leads into; of anything else the path itself."""
+    """Return the path of the hook that contains a path; other paths are returned unchanged."""
     return path[:2] if path[0] == HOOKS else path
 
 
@@ -149,7 +152,7 @@ def _first_known(one: Any, other: Any) -> Any:
 
 
 def _newest(run: Run, known: Sequence[Training], path: Sequence[str], left_out: dict[int, str]) -> list[Training]:
-    """The trainings, each once: of those that were run again the last."""
+    """Return each training once; if a training was repeated, the last run of it."""
     last: dict[tuple[str, str], Training] = {}
     for training in known:
         identity = (training.without(path), word_of(training.at(path)))
@@ -160,7 +163,7 @@ def _newest(run: Run, known: Sequence[Training], path: Sequence[str], left_out: 
 
 
 def _groups(run: Run, key: str, known: Sequence[Training]) -> list[_Group]:
-    """The runs by their values, in the order in which they first appear."""
+    """Return the runs grouped by value, in order of first appearance."""
     found: dict[str, _Group] = {}
     for training in known:
         value = training.at(key.split("."))
@@ -178,7 +181,7 @@ def _groups(run: Run, key: str, known: Sequence[Training]) -> list[_Group]:
 
 
 def _told_at(run: Run, key: str, known: Sequence[Training], newest: Sequence[Training]) -> dict[int, Any]:
-    """What each run has at another key, by its place."""
+    """Return the value of another key for each run, by index of the run."""
     groups = _groups(run, key, newest)
     _refuse_unless_differing(run, "by", key, known, groups)
     return {training.place: group.told for group in groups for training in group.members}
@@ -210,7 +213,7 @@ def _refuse_unless_differing(
 
 
 def _not_done(run: Run, key: str) -> Iterator[str]:
-    """How many runs are not done, by what the command line said of a key, in one line; none where all are."""
+    """Yield a line with the number of unfinished runs by override of the key; nothing if all runs are done."""
     left = Counter(
         (in_yaml(info["overrides"][key]) if key in info["overrides"] else None, info["status"])
         for info in run.infos
@@ -223,7 +226,7 @@ def _not_done(run: Run, key: str) -> Iterator[str]:
 
 
 def nodes_of(training: Training) -> list[str]:
-    """All keys of a configuration, those of mappings included: `optimizer`, `optimizer.lr`."""
+    """Return all keys of a configuration, including those of mappings: `optimizer`, `optimizer.lr`."""
     return list(_nodes({**training.rest, HOOKS: training.hooks}, ""))
 
 
@@ -240,7 +243,7 @@ def _differing_leaves(known: Sequence[Training]) -> list[str]:
 
 
 def _baseline(key: str, groups: Sequence[_Group], asked: Any) -> int:
-    """Which of the groups is the baseline."""
+    """Return the index of the baseline group."""
     if asked is not None:
         word = word_of(asked)
         found = [i for i, group in enumerate(groups) if word in (word_of(group.value), word_of(group.told))]
@@ -257,7 +260,7 @@ def _baseline(key: str, groups: Sequence[_Group], asked: Any) -> int:
 
 
 def _order(group: _Group) -> tuple[bool, float]:
-    """Numbers first, by size."""
+    """Return a sort key that orders numbers by size, before other values."""
     is_number = isinstance(group.value, int | float)
     return not is_number, float(group.value) if is_number else 0.0
 
@@ -272,7 +275,7 @@ def _why_alone(training: Training, controls: Sequence[Training], key: str, told:
 
 
 def _differences(one: Training, other: Training, key: str) -> list[str]:
-    """The keys in which two trainings differ, but for the one."""
+    """Return the keys in which two trainings differ, except for `key`."""
     path = key.split(".")
     outer = outer_of(path)
     cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
@@ -285,5 +288,5 @@ def _differences(one: Training, other: Training, key: str) -> list[str]:
 
 
 def run_name(run: Run, place: int) -> str:
-    """What a run is called among several: its folder below the one that was opened."""
+    """Return the path of a run relative to the opened folder."""
     return str(run.folders[place].relative_to(run.path))

@@ -1,4 +1,4 @@
-"""One number of a run for each place and statistic: the mean over its steps, read batch by batch."""
+"""Means over the steps of a run, one per location and statistic, computed in batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .load import Run
 
 Steps = tuple[int | None, int | None]
 PLACE = tuple(c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name != "module_type")
-MEASURED = ("metrics", "stats", "effects")  # the tables that have numbers to be averaged
+MEASURED = ("metrics", "stats", "effects")  # the tables with numbers that can be averaged
 NUMBERS: dict[str, tuple[str, ...]] = {
     table: tuple(
         column.name
@@ -28,17 +28,17 @@ NUMBERS: dict[str, tuple[str, ...]] = {
     )
     for table in MEASURED
 }
-"""The columns of each table that are averaged."""
+"""Names of the columns that are averaged, by table."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """The means of one table of one run.
+    """Means of one table of one run.
 
     Attributes:
-        places: What is averaged over, each once; of the columns in PLACE those that the table has.
-        values: float64, shape [places, columns]; not finite where any of the numbers is not; 0 where there is none.
-        counts: How many numbers each is the mean of, shape [places, columns].
+        places: The locations, as tuples of those columns in PLACE that the table has.
+        values: float64, shape [places, columns]; not finite if any of the numbers is not finite, 0 if there are none.
+        counts: Number of averaged numbers, shape [places, columns].
     """
 
     places: list[tuple[str, ...]]
@@ -47,14 +47,14 @@ class Means:
 
 
 def means_of(run: Run, table: str, steps: Steps = (None, None)) -> Means:
-    """The mean of every column of numbers at every place; of the evaluations' metrics the last one's.
+    """Return the mean of every numeric column at every location; for evaluation metrics, the last value.
 
-    Rows of a repeated forward pass are left out.
+    Rows of recomputed forward passes are ignored.
 
     Args:
         run: One run.
         table: `metrics`, `stats` or `effects`.
-        steps: The first step, and the first that is out again.
+        steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys = keys_of(table)
     condition = _within(steps)
@@ -69,7 +69,7 @@ def means_of(run: Run, table: str, steps: Steps = (None, None)) -> Means:
 
 
 def keys_of(table: str) -> list[str]:
-    """The columns of a table that tell its places apart."""
+    """Return the columns of a table that identify a location."""
     return [name for name in PLACE if name in TABLES[table].names]
 
 
@@ -84,7 +84,7 @@ def _all(conditions: Sequence[ds.Expression]) -> ds.Expression:
 
 
 def _last_evaluation(run: Run, condition: ds.Expression) -> int | None:
-    """The step of the last evaluation; None where there was none."""
+    """Return the step of the last evaluation; None if there was no evaluation."""
     there = run.scan("metrics", ["step"], condition & (ds.field("phase") == "eval"))
     return max((pc.max(batch["step"]).as_py() for batch in there if len(batch)), default=None)
 
@@ -97,7 +97,7 @@ def _batches(
 
 
 def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows of statistics, with NaN for what is not finite."""
+    """Replace statistics of non-finite rows by NaN."""
     lost = pa.array(not_finite_in(batch))
     if not pc.any(lost).as_py():
         return batch
@@ -107,7 +107,7 @@ def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _averaged(batches: Iterable[pa.RecordBatch], table: str) -> Means:
-    """The means of all rows; what is in memory is a batch, and one row a place."""
+    """Return the means of all rows; memory holds one batch and one row per location."""
     keys, names = keys_of(table), NUMBERS[table]
     sums: pa.Table | None = None
     for batch in batches:
@@ -122,7 +122,7 @@ def _averaged(batches: Iterable[pa.RecordBatch], table: str) -> Means:
 
 
 def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> pa.Table:
-    """The sum and the count of each column, a row a place; labels as plain strings."""
+    """Return the sum and the count of each column with one row per location; labels are converted to plain strings."""
     numbers = [batch[name].cast(pa.float64()) for name in names]
     rows = pa.table([*(batch[key] for key in keys), *numbers], names=[*keys, *names])
     ways = [(name, way) for name in names for way in ("sum", "count")]
@@ -132,7 +132,7 @@ def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> p
 
 
 def _together(known: pa.Table, part: pa.Table, keys: Sequence[str]) -> pa.Table:
-    """Two tables of sums as one."""
+    """Add two tables of sums."""
     names = known.schema.names
     totals = [name for name in names if name not in keys]
     found = pa.concat_tables([known, part]).group_by(list(keys), use_threads=False)

@@ -1,4 +1,4 @@
-"""Long names of layers made short enough for an axis, each still unlike every other."""
+"""Abbreviation of layer names for axis labels; the short names stay unique."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ ELLIPSIS = "…"
 
 
 def short_names(names: Sequence[str], most: int) -> dict[str, str]:
-    """A short name for each, as unlike as the names themselves.
+    """Return a unique short name for each name.
 
-    What all have in common at their beginning is left out first; then words lose letters from their ends, numbers none; then
-    the beginning is cut. A name that would be like another one is kept longer than `most` instead.
+    First the common prefix is removed. Then words are abbreviated, but numbers are kept. Then the beginning is cut. A
+    name whose short form is not unique stays longer than `most`.
 
     Args:
-        names: Any; each once.
-        most: Letters.
+        names: Distinct names.
+        most: Maximum length in characters.
     """
     shared = _shared_segments(names)
     rests = {name: ".".join(name.split(".")[shared:]) for name in names}
@@ -34,7 +34,7 @@ def short_names(names: Sequence[str], most: int) -> dict[str, str]:
 
 
 def _shared_segments(names: Sequence[str]) -> int:
-    """How many segments all names with several of them begin with; the last of each is never one."""
+    """Return how many leading segments all dotted names share, not counting the last segment of a name."""
     split = [name.split(".")[:-1] for name in names if "." in name.strip(".")]
     shared = 0
     while (
@@ -45,7 +45,7 @@ def _shared_segments(names: Sequence[str]) -> int:
 
 
 def _abbreviated(name: str, letters: int) -> str:
-    """All words but those of the last segment, with so many letters: `enc.lay_11.self_att.in_proj_weight`."""
+    """Abbreviate the words of all segments except the last: `enc.lay_11.self_att.in_proj_weight`."""
     *above, last = name.split(".")
     return ".".join([*(re.sub(r"[^\W\d_]+", lambda word: word[0][:letters], part) for part in above), last])
 

@@ -1,4 +1,4 @@
-"""A run, or a sweep, as a notebook shows it: plain HTML that takes its colours from the page, light or dark."""
+"""HTML representation of a run or sweep in notebooks; the colors are those of the page, light or dark."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from ..capture.tables import TABLES
 from .findings import findings
 from .load import Run
 
-MOST_RUNS = 50  # of a sweep, that are shown
-MARKS = {"warning": "color: #c77700", "error": "color: #d9363e; font-weight: bold"}  # readable on white and on black
+MOST_RUNS = 50  # maximum number of runs of a sweep that are shown
+MARKS = {
+    "warning": "color: #c77700",
+    "error": "color: #d9363e; font-weight: bold",
+}  # readable on light and dark backgrounds
 LINE = "1px solid rgba(128, 128, 128, 0.35)"
 RIGHT = "text-align: right"
 
 
 def html_of(run: Run) -> str:
-    """The whole of it; no table is read that may be large."""
+    """Return the HTML; large tables are not read completely."""
     return _one(run) if run.folders == [run.path] else _several(run)
 
 
@@ -87,13 +90,13 @@ def _problems(run: Run) -> str:
 
 
 def _steps(run: Run) -> int:
-    """Training steps that ended."""
+    """Return the number of finished training steps."""
     batches = run.scan("metrics", ["step"], ds.field("phase") == "train")
     return max((int(batch["step"].to_numpy().max()) + 1 for batch in batches if batch.num_rows), default=0)
 
 
 def _when(info: dict[str, Any]) -> str | None:
-    """`2026-11-21 09:00:00, took 0:01:30`."""
+    """Return the start and the duration, such as `2026-11-21 09:00:00, took 0:01:30`."""
     try:
         began = datetime.fromisoformat(info["started"])
         took = "" if info.get("ended") is None else f", took {datetime.fromisoformat(info['ended']) - began}"
@@ -103,7 +106,7 @@ def _when(info: dict[str, Any]) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """A number in four digits; anything else as it is."""
+    """Format a float with four digits; other values are returned unchanged."""
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
@@ -112,7 +115,7 @@ def _cell(value: Any) -> str:
 
 
 def _table(names: Iterable[str], rows: Sequence[tuple[Sequence[Any], str]], right: Iterable[int] = ()) -> str:
-    """A table; each row is its cells and the style of all of them."""
+    """Return an HTML table; each row consists of its cells and their common style."""
     aligned = set(right)
 
     def line(tag: str, cells: Iterable[Any], style: str = "") -> str:
@@ -124,7 +127,7 @@ def _table(names: Iterable[str], rows: Sequence[tuple[Sequence[Any], str]], righ
         return f'<tr style="background: none; border-bottom: {LINE}">{told}</tr>'
 
     body = "".join(line("td", cells, style) for cells, style in rows)
-    # Outside of a notebook's page a table may not take its colour from around it.
+    # Outside of notebooks, tables do not always inherit the text color of the page.
     return f'<table style="border-collapse: collapse; margin: 6px 0; color: inherit; font-size: inherit">{line("th", names)}{body}</table>'
 
 

@@ -1,4 +1,4 @@
-"""Runs that differ in one intervention alone: the same seed and configuration, with it and without."""
+"""Pairs of runs that differ in one intervention: same seed and configuration, with and without it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .trainings import HOOKS, trainings
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs that are done, and differ in one intervention.
+    """Two finished runs that differ in one intervention.
 
     Attributes:
-        hook: The name of the intervention.
-        settings: What it says, as in the configuration.
-        treated: The place among the runs of the one with it.
-        control: The place of the one without.
-        seed: Of both.
+        hook: Name of the intervention.
+        settings: Its settings, as in the configuration.
+        treated: Index of the run with the intervention.
+        control: Index of the run without it.
+        seed: Seed of both runs.
     """
 
     hook: str
@@ -31,7 +31,7 @@ class Pair:
 
 
 def pairs(run: Run) -> list[Pair]:
-    """All pairs among several runs; hooks that record change nothing, and are left out of the comparison."""
+    """Return all pairs among several runs; record hooks do not change training and are ignored."""
     known, _ = trainings(run)
     alike: dict[str, list[int]] = {}
     for training in known:

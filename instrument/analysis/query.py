@@ -1,4 +1,4 @@
-"""What is asked by `run.sql` and `run.lazy`: the files of the runs, and the columns that are one value a run."""
+"""Input of `run.sql` and `run.lazy`: the files of the runs, and columns with one value per run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..capture.tables import TABLES
 from .files import RunFiles
 
 Columns = dict[str, pa.Array]
-"""One value a run, by the name of the column."""
+"""Arrays with one value per run, by column name."""
 _KINDS = (
     (pd.api.types.is_bool_dtype, pa.bool_()),
     (pd.api.types.is_integer_dtype, pa.int64()),
@@ -25,12 +25,12 @@ _KINDS = (
 
 
 class Listed(NamedTuple):
-    """What a table of several runs is read from.
+    """The files and rows of a table of several runs.
 
     Attributes:
-        paths: Its Parquet files.
-        owners: The run of each, by its number.
-        unwritten: The rows that are in none yet, with all columns.
+        paths: The Parquet files.
+        owners: The index of the run of each file.
+        unwritten: The rows that are not in Parquet files yet, with all columns.
     """
 
     paths: list[Path]
@@ -40,14 +40,14 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class Queried:
-    """The runs that are asked.
+    """The runs that are queried.
 
     Attributes:
-        files: Of each run.
-        names: Of each run: its folder below the one that was opened; None where there is one only, whose tables then have
-            no further columns.
+        files: The files of each run.
+        names: The folder of each run relative to the opened folder; None for a single run, whose tables have no
+            additional columns.
         given: The seed and the overrides of each run.
-        runs: What is known of each run, these included.
+        runs: The table `runs`, which includes these columns.
     """
 
     files: Sequence[RunFiles]
@@ -56,7 +56,7 @@ class Queried:
     runs: pd.DataFrame
 
     def columns(self, table: str) -> tuple[Columns, Columns]:
-        """What a table has beside its own columns, before them and behind them."""
+        """Return the additional columns of a table: those in front of its own columns, and those after them."""
         if self.names is None:
             return {}, {}
         return {"run": pa.array(self.names, pa.string())}, columns_of_runs(
@@ -64,11 +64,11 @@ class Queried:
         )
 
     def listed(self, table: str, runs: Iterable[int] | None = None) -> Listed:
-        """The files of a table.
+        """Return the files of a table.
 
         Args:
-            table: Its name.
-            runs: The runs that are asked, by their numbers; None: all.
+            table: Name of the table.
+            runs: Indices of the runs; None for all.
         """
         paths: list[Path] = []
         owners: list[int] = []
@@ -94,11 +94,11 @@ class Queried:
 
 
 def columns_of_runs(of_runs: pd.DataFrame, taken: Collection[str] = ()) -> Columns:
-    """Columns of one value a run as SQL has them: text where values are of several types, JSON of what has parts.
+    """Convert columns with one value per run to SQL types: text for mixed types, JSON for lists and mappings.
 
     Args:
-        of_runs: A row a run.
-        taken: Names that none of them can have, whatever the case of the letters: one that has is `override.<name>`.
+        of_runs: One row per run.
+        taken: Reserved names, compared without case; a column with such a name is renamed to `override.<name>`.
     """
     names = {"", *(name.lower() for name in taken)}
     found = {}

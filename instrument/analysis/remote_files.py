@@ -1,4 +1,4 @@
-"""Files behind an address, as Arrow reads them."""
+"""Arrow file systems for remote folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..sinks.remote import is_address
 
 
 def arrow_files(folder: Path) -> FileSystem | None:
-    """What Arrow reads a folder's files with; None for those of this machine."""
+    """Return the Arrow file system of a remote folder; None for a local folder."""
     if not is_address(folder):
         return None
     return PyFileSystem(_Handler(cast(Any, folder).fs))
@@ -24,31 +24,31 @@ def arrow_files(folder: Path) -> FileSystem | None:
 
 @contextmanager
 def reached(place: object) -> Iterator[None]:
-    """Asks of a file behind an address; where nobody answers, or not any more, the file is not taken for a damaged one.
+    """Convert errors of a remote request, so that a connection problem is not mistaken for a damaged file.
 
     Raises:
-        FileNotFoundError: It is not there.
-        InstrumentError: It cannot be reached.
+        FileNotFoundError: The file does not exist.
+        InstrumentError: The remote folder cannot be reached.
     """
     try:
         yield
     except FileNotFoundError:
         raise
-    except Exception as error:  # of many kinds: whatever a client raises
+    except Exception as error:  # storage clients raise many types of errors
         raise InstrumentError(f"{place} cannot be reached: {told(error)}") from None
 
 
 class _Handler(FSSpecHandler):  # type: ignore[misc]
-    """Reads what Arrow asks for and nothing ahead: Arrow knows which columns it needs, and asks for what lies together at once."""
+    """Reads exactly the requested byte ranges, without read-ahead: Arrow requests the needed columns in large ranges."""
 
     def open_input_file(self, path: str) -> PythonFile:
-        """Open a file to read from any place in it."""
+        """Open a file for random access."""
         with reached(path):
             return PythonFile(_File(self.fs.open(path, mode="rb", cache_type="none"), path), mode="r")
 
 
 class _File:
-    """A file that says so where it cannot be reached any more."""
+    """A remote file whose reads raise `InstrumentError` if the connection fails."""
 
     def __init__(self, file: Any, path: str) -> None:
         self._file = file
@@ -58,6 +58,6 @@ class _File:
         return getattr(self._file, name)
 
     def read(self, size: int = -1) -> bytes:
-        """The bytes that come next."""
+        """Read the next bytes."""
         with reached(self._path):
             return cast(bytes, self._file.read(size))

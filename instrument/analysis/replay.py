@@ -1,4 +1,4 @@
-"""A run's rows once more, in the order of the steps, as a sink was given them."""
+"""Replay of the rows of a run to a sink, ordered by step."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .arrays import array_of
 from .files import RunFiles
 
 ASTRAY = (
-    64  # rows by which one may come before rows of earlier steps: an evaluation's, where a step's is late from a GPU
+    64  # maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later
 )
 
 Entry = tuple[int, str, Row]
-"""A row with its step and its table."""
+"""A step, the name of a table, and a row of this table."""
 
 
 def replay(
     files: RunFiles, sink: Sink, *, tables: Sequence[str], since: int | None = None, rank: int | None = None
 ) -> None:
-    """Give a sink the rows of some tables, step by step; no more than a few batches of them are in memory.
+    """Write the rows of some tables to a sink, step by step; only a few batches are in memory at a time.
 
     Args:
-        files: The run's.
-        sink: It is not closed.
-        tables: Which rows; those of a table that have steps.
-        since: The first step; all without it.
-        rank: Which of several processes' rows; all of them without it.
+        files: The files of the run.
+        sink: The sink. It is not closed.
+        tables: Names of the tables; each must have a column `step`.
+        since: The first step; None for all.
+        rank: The rank whose rows are written; None for all ranks.
     """
     streams = [
         _entries(files, table, one, since)
@@ -52,7 +52,7 @@ def replay(
 
 
 def _keep(files: RunFiles, sink: Sink, row: Row) -> None:
-    import torch  # what reads tables does not need it
+    import torch  # imported here, because reading tables does not need torch
 
     *key, dtype, shape, source_shape, values, data = row
     try:
@@ -64,7 +64,7 @@ def _keep(files: RunFiles, sink: Sink, row: Row) -> None:
 
 
 def _ranks(files: RunFiles, table: str) -> list[int | None]:
-    """The processes that wrote rows; one None stands for all where there was only one."""
+    """Return the ranks that wrote rows; a single None if there was only one process."""
     parts = [*parts_of(files.folder, table), *(part for _, part in journals_of(files.folder, table))]
     ranks = sorted({part.rank for part in parts})
     return [*ranks] if len(ranks) > 1 else [None]
@@ -83,7 +83,7 @@ def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -
 
 
 def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Entries by their steps, and in their own order within a step, where none is further astray than `ASTRAY`."""
+    """Sort entries by step with a heap, keeping their order within a step; entries are displaced by at most `ASTRAY`."""
     heap: list[tuple[int, int, Entry]] = []
     numbers = count()
     for entry in entries:
@@ -95,7 +95,7 @@ def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
-    """Rows as tuples; of recorded tensors the elements as arrays and buffers that are views of the batch."""
+    """Yield rows as tuples; the elements of recorded tensors are arrays and buffers that are views of the batch."""
     columns = [_cells(name, batch.column(name)) for name in batch.schema.names]
     return zip(*columns, strict=True)
 

@@ -1,6 +1,6 @@
-"""Statistics as pictures need them: places in forward order, steps in groups, one number for each.
+"""Preparation of statistics for plots: locations in forward order, groups of steps, and matrices of values.
 
-Everything here takes plain DataFrames with the columns of the tables, so that it works on a run, a part of one, or several.
+All functions take DataFrames with the columns of the tables, so they work on a run, a part of a run, or several runs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .load import Run
 
 KEYS = ("hook", "kind", "role", "phase")
 AT = ("layer", "path")
-UNPLACED = 1 << 30  # the rank of a layer of which nothing is known
+UNPLACED = 1 << 30  # sort position of layers without a known order
 
 
 @dataclass(frozen=True, order=True)
 class Series:
-    """What one record hook saw in one phase.
+    """The data that one record hook recorded in one phase.
 
     Attributes:
-        hook: The name of the spec.
-        kind: As in `kind:`.
-        role: Which of the kind's tensors.
+        hook: Name of the hook.
+        kind: Kind of the hook.
+        role: Role of the tensor.
         phase: `train` or `eval`.
     """
 
@@ -39,21 +39,21 @@ class Series:
 
     @property
     def label(self) -> str:
-        """`activations: forward output`, and the phase where it is not train."""
+        """A label such as `activations: forward output`, with the phase unless it is train."""
         return f"{self.hook}: {self.kind} {self.role}" + (f" ({self.phase})" if self.phase != "train" else "")
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it saw gradients."""
+        """Whether the recorded tensors are gradients."""
         return is_gradient(self.kind, self.role)
 
     @property
     def is_of_parameters(self) -> bool:
-        """Whether its places are parameters, or what belongs to them."""
+        """Whether the locations are parameters rather than modules."""
         return KINDS[self.kind].family != "module"
 
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The rows of a table that are its own, those of repeated forward passes left out."""
+        """Return the rows of a table that belong to the series, without recomputed forward passes."""
         mine = ~frame["recompute"].astype(bool)
         for key in KEYS:
             mine &= frame[key] == getattr(self, key)
@@ -62,13 +62,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One number for each place and group of steps.
+    """One number for each location and group of steps.
 
     Attributes:
-        places: Their names, in forward order; shape [places].
-        first: The first step of each group; shape [groups].
-        last: The last one.
-        values: float64, shape [places, groups]; NaN where there is none.
+        places: Names of the locations in forward order; shape [places].
+        first: First step of each group; shape [groups].
+        last: Last step of each group; shape [groups].
+        values: float64, shape [places, groups]; NaN for missing values.
     """
 
     places: list[str]
@@ -83,18 +83,21 @@ class Matrix:
 
 
 def series_in(frame: pd.DataFrame) -> list[Series]:
-    """The series that a table with the columns of identity has, in the order in which they first appear."""
+    """Return the series of a table in order of first appearance."""
     found = frame.loc[:, list(KEYS)].drop_duplicates()
     return [Series(*row) for row in found.itertuples(index=False)]
 
 
 def statistics_in(frame: pd.DataFrame) -> list[str]:
-    """The statistics of which a table has any value, in the order of the columns."""
+    """Return the statistics with at least one value in a table, in the order of the columns."""
     return [name for name in ALL if name in frame and frame[name].notna().any()]
 
 
 def place_of(layer: str, path: str, kind: str) -> str:
-    """What a place is called: `encoder.0.weight` for a parameter, `lstm[1]` for a part of a module's value, `.` for the root."""
+    """Return the name of a location.
+
+    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
+    """
     name = layer or "."
     if not path:
         return name
@@ -104,11 +107,11 @@ def place_of(layer: str, path: str, kind: str) -> str:
 
 
 def places_in(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
-    """The place of each row, as an ordered category.
+    """Return the location of each row as an ordered categorical.
 
     Args:
         frame: Rows of one series.
-        order: Names of layers, as `forward_order` gives them; what is not among them comes last, as it appears.
+        order: Layer names from `forward_order`; other layers come last, in order of first appearance.
     """
     ranks = {layer: rank for rank, layer in enumerate(order)}
     known = frame.loc[:, ["layer", "path", "kind"]].drop_duplicates()
@@ -121,11 +124,11 @@ def places_in(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
 
 
 def forward_order(run: Run | pd.DataFrame) -> list[str]:
-    """The names of a model's modules in the order in which their outputs come.
+    """Return the names of a model's modules in the order in which they return their outputs.
 
-    It is read off the first step at which most layers' outputs were recorded; a module without any stands behind the ones
-    that are written before it. Without outputs it is the order in which the model is written. Of a DataFrame nothing but its
-    outputs is known.
+    The order is taken from the first step at which outputs of the most layers were recorded. A module without recorded
+    outputs follows the modules that are defined before it. Without any outputs, the order of definition is used. For a
+    DataFrame, only modules with recorded outputs are returned.
     """
     if isinstance(run, pd.DataFrame):
         return _first_outputs(run)
@@ -135,9 +138,9 @@ def forward_order(run: Run | pd.DataFrame) -> list[str]:
 
 
 def _in_order(written: Sequence[str], fired: Sequence[str]) -> list[str]:
-    """All names: those that fired in that order, each of the others behind what is written just before it and is over then."""
+    """Return all names: recorded ones in their order, each other one after the modules that are defined before it."""
     ranks = {layer: (rank, 0) for rank, layer in enumerate(fired)}
-    entered = {"": -1}  # for each module the rank of what is over when it begins
+    entered = {"": -1}  # sort position of the last module that ends before a module begins
     before: tuple[str, ...] = ()
     for place, layer in enumerate(written):
         above = _with_those_above(layer)
@@ -149,7 +152,7 @@ def _in_order(written: Sequence[str], fired: Sequence[str]) -> list[str]:
 
 
 def _with_those_above(layer: str) -> tuple[str, ...]:
-    """A module's name, and those of the modules that it is in."""
+    """Return the name of a module and the names of its parents."""
     parts = layer.split(".")
     return (*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), "")
 
@@ -159,18 +162,18 @@ def _first_outputs(stats: pd.DataFrame) -> list[str]:
     if outputs.empty:
         return []
     moments = [list(dict.fromkeys(rows["layer"])) for _, rows in outputs.groupby(["phase", "step"], sort=False)]
-    fullest = max(moments, key=len)  # the first of those at which most layers were seen
+    fullest = max(moments, key=len)  # max returns the first step with the most layers
     return list(dict.fromkeys([*fullest, *outputs["layer"]]))
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Steps in groups of neighbours.
+    """Groups of consecutive steps.
 
     Attributes:
-        first: The first step of each group; shape [groups].
-        last: The last one.
-        number: The group of each step, from 0, by step.
+        first: First step of each group; shape [groups].
+        last: Last step of each group; shape [groups].
+        number: Index of the group of each step, indexed by step.
     """
 
     first: np.ndarray
@@ -182,7 +185,7 @@ class Groups:
 
 
 def groups_of(steps: Iterable[int], most: int) -> Groups:
-    """Steps in at most so many groups, of nearly equal numbers."""
+    """Split steps into at most `most` groups of nearly equal size."""
     known = np.unique(np.fromiter(steps, np.int64))
     bounds = np.linspace(0, len(known), min(most, len(known)) + 1).round().astype(np.int64)
     numbers = np.searchsorted(bounds[:-1], np.arange(len(known)), side="right") - 1
@@ -190,16 +193,16 @@ def groups_of(steps: Iterable[int], most: int) -> Groups:
 
 
 def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], most: int) -> dict[str, Matrix]:
-    """Statistics, or what interventions came to, by place and group of steps.
+    """Return columns of a table as matrices by location and group of steps.
 
-    Several tensors of one place and group, of several calls or steps, come to one number: the largest of the maxima and
-    counts, the smallest of the minima, the mean of the others. Rows that are not finite (`finite`) have their counts alone.
+    Several values of a location and group are merged by the rule of the statistic: the largest for maxima and counts,
+    the smallest for minima, the mean for the others. Non-finite rows (see `finite`) contribute only their counts.
 
     Args:
         frame: Rows of one series.
-        columns: Their names.
-        order: As `forward_order` gives it.
-        most: Groups of steps.
+        columns: Names of the columns.
+        order: Layer names from `forward_order`.
+        most: Maximum number of groups of steps.
     """
     groups = groups_of(frame["step"], most)
     keyed = finite_only(frame).assign(place=places_in(frame, order), group=frame["step"].map(groups.number))

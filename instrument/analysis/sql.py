@@ -1,8 +1,8 @@
-"""`run.sql`: DuckDB on the files themselves, with what the runs were started with.
+"""`run.sql`: DuckDB on the files of the runs, with columns for seed and overrides.
 
-A column that is one value a run costs nothing: DuckDB knows it for each file before the file is opened, from the file's
-place in the list (`file_index`), and leaves out files that a condition on it rules out. Of two such conditions DuckDB uses
-none to leave out files; the rows are the right ones all the same.
+Columns with one value per run are computed from the index of the file in the list (`file_index`). DuckDB knows them
+before it opens a file and skips files that a condition on such a column excludes. If a query has two such conditions,
+DuckDB skips no files; the result is correct nevertheless.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", p
 
 
 def ask(queried: Queried, query: str) -> pd.DataFrame:
-    """Ask DuckDB; only files of the tables that the query names are opened.
+    """Run a query with DuckDB; only files of the tables that the query names are opened.
 
     Raises:
-        ConfigError: The query is none, or has no answer.
-        InstrumentError: DuckDB is not installed, or cannot go on: no memory, a file of the query's own that is not there.
+        ConfigError: The query is invalid.
+        InstrumentError: DuckDB is not installed, or the query fails, for example because memory is insufficient or a
+            file that the query names is missing.
     """
     try:
         import duckdb
@@ -65,7 +66,7 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
             if isinstance(error, duckdb.DataError | duckdb.ProgrammingError | duckdb.NotSupportedError):
                 raise views.mistake(error) from None
             raise InstrumentError(f"{ASKED}: {told(error)}") from None
-        except Exception as error:  # of many kinds: whatever the client of a remote folder raises
+        except Exception as error:  # storage clients raise many types of errors
             if isinstance(error, InstrumentError) or not views.remote:
                 raise
             raise InstrumentError(f"{ASKED}: {told(error)}") from None
@@ -74,8 +75,8 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
 class _Views:
     """The tables that a query names, as views of their files.
 
-    Files are trusted until a query fails: then what went is listed again, the heads of all files are looked into, and in the
-    end all that is in them.
+    Files are assumed to be valid until a query fails. Then deleted files are listed again, the footers of all files are
+    checked, and finally all files are read.
     """
 
     def __init__(self, queried: Queried, query: str) -> None:
@@ -90,12 +91,12 @@ class _Views:
         self._remedies = [RunFiles.check, RunFiles.read_through]
 
     def make(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Make them."""
+        """Create the views."""
         import duckdb
 
         try:
             named = {name.lower() for name in connection.get_table_names(self.query)}
-        except duckdb.Error:  # several statements, or a mistake that is told when the query is made
+        except duckdb.Error:  # several statements, or an error that is reported when the query runs
             named = {RUNS, *TABLES}
         self.names = [name for name in TABLES if name in named]
         self._asks_runs = RUNS in named
@@ -114,10 +115,10 @@ class _Views:
             connection.execute(f"create view {name} as {' union all by name '.join(selections)}")
 
     def mended(self, *, only_heads: bool) -> bool:
-        """Whether there is something to be done about a query that failed, and it was done.
+        """Return whether a cause of a failed query was found and removed, so that the query can be repeated.
 
         Args:
-            only_heads: All of the files is not read: what failed is a value, as in a cast.
+            only_heads: Only check footers, because the error is about a value, such as a failed cast.
         """
         gone, self._gone = self._gone, [path for path in self._listed if not path.exists()]
         if self._gone and self._gone != gone:
@@ -128,12 +129,12 @@ class _Views:
         self._union_by_name = True
         for files in self.queried.files:
             for name in self.names:
-                with suppress(FileNotFoundError):  # it is in a merged one by now, and listed so the next time
+                with suppress(FileNotFoundError):  # the file was merged and will be listed under its new name
                     remedy(files, name)
         return True
 
     def mistake(self, error: Exception) -> ConfigError:
-        """What DuckDB says of a query, and what is nearest to a name that it does not know."""
+        """Convert an error of DuckDB, and add the nearest existing name for an unknown table or column."""
         problem = told(error).partition(": ")[2]
         unknown = _UNKNOWN.search(problem)
         if unknown is None:
@@ -162,10 +163,11 @@ class _Views:
 
 
 def _looked_up(values: pa.Array, owners: Sequence[int]) -> str:
-    """A column as an expression: the value of the file's run, from its place among those of all files.
+    """Return the SQL expression of a column: the value of the file's run, looked up by `file_index`.
 
-    They are in one text, in which each has the same room, or in a list where that cannot be. What is done for each file, before
-    it is opened, and for some thousand rows, takes as long as a list is, and no time with a text.
+    The values are stored in one string with fields of equal width, or in a list if that is not possible. DuckDB
+    evaluates the expression for each file and for each vector of rows; the cost is proportional to the length of a
+    list, but small for a string.
     """
     known = values.to_pylist()
     words = ["" if value is None else _written(value) for value in known]
@@ -194,5 +196,5 @@ def _name(text: str) -> str:
 
 
 def _without_glob(path: str) -> str:
-    """A path in which nothing stands for anything else."""
+    """Escape the glob characters of a path."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)

@@ -1,4 +1,4 @@
-"""A run in a few numbers a hook. Only the columns that are needed are read, and tables that may be large in batches."""
+"""Summary of a run in a few numbers per hook, read in batches and with the needed columns only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .load import Run
 
 
 def recorded(run: Run) -> pd.DataFrame:
-    """What record hooks left.
+    """Return what each record hook recorded.
 
     Returns:
-        Indexed by hook: `firings`, `rows` of statistics and distributions, `tensors` kept.
+        A DataFrame indexed by hook with `firings`, `rows` (of statistics and distributions) and `tensors`.
     """
     firings = run.coverage.groupby("hook").fired.sum()
     rows = pd.Series(_count(run, "stats") + _count(run, "distributions"), dtype="int64")
@@ -27,16 +27,16 @@ def recorded(run: Run) -> pd.DataFrame:
 
 @dataclass
 class Reach:
-    """What one intervention did.
+    """The effect of one intervention.
 
     Attributes:
-        firings: How often it acted.
-        elements: Of all tensors that it acted on.
-        changed: How many of them it changed.
-        before: The sum of the L2 norms before, of the firings that have one.
-        after: Likewise after.
-        normed: How many those are.
-        at: The layers, with the paths in them.
+        firings: Number of firings.
+        elements: Number of elements of all modified tensors.
+        changed: Number of changed elements.
+        before: Sum of the L2 norms before, over firings with a norm.
+        after: Sum of the L2 norms after, over the same firings.
+        normed: Number of firings with a norm.
+        at: The locations, as pairs of layer and path.
     """
 
     firings: int = 0
@@ -49,21 +49,21 @@ class Reach:
 
     @property
     def places(self) -> int:
-        """At how many places it acted."""
+        """Number of locations."""
         return len(self.at)
 
     @property
     def share(self) -> float:
-        """Of the elements, those that were changed."""
+        """Fraction of the elements that were changed."""
         return self.changed / max(1, self.elements)
 
     @property
     def norms(self) -> tuple[float, float] | None:
-        """The mean norm before and after; None where no tensor had one."""
+        """Mean norm before and after; None if no firing has a norm."""
         return (self.before / self.normed, self.after / self.normed) if self.normed else None
 
     def add(self, rows: pa.RecordBatch) -> None:
-        """Take rows of effects."""
+        """Add rows of effects."""
         normed = rows.filter(pc.and_(pc.is_valid(rows["norm_before"]), pc.is_valid(rows["norm_after"])))
         self.firings += rows.num_rows
         self.elements += pc.sum(rows["numel"]).as_py() or 0
@@ -76,7 +76,7 @@ class Reach:
 
 
 def changed(run: Run) -> dict[str, Reach]:
-    """What interventions did, by hook, in the order in which they first acted."""
+    """Return the effect of each intervention by hook, in the order in which they first fired."""
     found: dict[str, Reach] = {}
     columns = ["hook", "layer", "path", "numel", "changed", "norm_before", "norm_after"]
     for batch in run.scan("effects", columns):
@@ -87,7 +87,7 @@ def changed(run: Run) -> dict[str, Reach]:
 
 
 def _count(run: Run, table: str) -> Counter[str]:
-    """Rows of a table by hook."""
+    """Count the rows of a table by hook."""
     counts: Counter[str] = Counter()
     for batch in run.scan(table, ["hook"]):
         for cell in batch["hook"].cast(pa.string()).value_counts().to_pylist():

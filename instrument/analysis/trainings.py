@@ -1,4 +1,4 @@
-"""What makes a run's training, as far as its configuration says: what two runs have to share to be compared."""
+"""Comparison of configurations: the parts of a run's configuration that determine its training."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ INERT = (
     "name",
     "report",
     "objective",
-)  # root keys that do not change a training
+)  # root keys that do not affect training
 DONE = "done"
 HOOKS = "hooks"
-EXACT_BELOW = 2**53  # a float that is a whole number below this is that number
+EXACT_BELOW = 2**53  # integers below this are exact as float
 
 
 @dataclass(frozen=True)
 class Training:
-    """The configuration of a run that is done.
+    """The configuration of a finished run.
 
     Attributes:
-        place: Of the run, among the runs.
-        seed: The run's.
-        rest: The configuration without its hooks, its seed, and what does not change a training; the device, the number of
-            processes (`ranks`) and the dataset are those that were used.
-        hooks: All hooks that are not null by name, in the order in which they act.
-        interventions: The same without those that record, which change nothing.
+        place: Index of the run.
+        seed: Seed of the run.
+        rest: The configuration without hooks, seed and keys that do not affect training. Device, number of processes
+            (`ranks`) and dataset are those that were used.
+        hooks: All hooks that are not null by name, in the order in which they run.
+        interventions: The hooks that do not only record.
     """
 
     place: int
@@ -49,7 +49,7 @@ class Training:
     interventions: dict[str, dict[str, Any]]
 
     def at(self, path: Sequence[str]) -> Any:
-        """What the configuration has at a path, such as `hooks`, `tame`, `norm`; None where it has nothing."""
+        """Return the value at a path such as `["hooks", "tame", "norm"]`; None if the path does not exist."""
         found: Any = {**self.rest, HOOKS: self.hooks}
         for name in path:
             found = found.get(name) if isinstance(found, Mapping) else None
@@ -57,23 +57,23 @@ class Training:
 
     @property
     def word(self) -> str:
-        """A word for all that makes the training: equal where, and only where, that is equal."""
+        """A string that is equal for two runs if and only if everything that determines the training is equal."""
         return word_of([self.seed, self.rest, list(self.interventions.values())])
 
     def without(self, path: Sequence[str]) -> str:
-        """The same of all but what is at a path."""
+        """Return such a string that ignores the value at a path."""
         if path[:1] == [HOOKS]:
             return word_of([self.seed, self.rest, list(_less(self.interventions, path[1:]).values())])
         return word_of([self.seed, _less(self.rest, path), list(self.interventions.values())])
 
     @cached_property
     def leaves(self) -> dict[str, str]:
-        """All that makes the training but its seed: each value, as a word, by its key, such as `optimizer.lr`."""
+        """The values that determine the training, except the seed, as strings by key, such as `optimizer.lr`."""
         return leaves_of({**self.rest, HOOKS: self.interventions})
 
 
 def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
-    """The trainings of several runs, and of the runs that have none to be compared why not, by their places."""
+    """Return the trainings of several runs, and for each run that cannot be compared the reason, by index of the run."""
     found, left_out = [], {}
     for place, info in enumerate(run.infos):
         config = info.get("config")
@@ -95,11 +95,11 @@ def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
 
 
 def differing_overrides(run: Run, places: Collection[int] | None = None) -> list[str]:
-    """The overrides in which several runs differ, without those that do not change a training.
+    """Return the overrides in which several runs differ, without those that do not affect training.
 
     Args:
-        run: All of them.
-        places: Of those that are asked about; None: all.
+        run: Several runs.
+        places: Indices of the runs to compare; None for all.
     """
     infos = [info for place, info in enumerate(run.infos) if places is None or place in places]
     keys = dict.fromkeys(key for info in infos for key in info["overrides"])
@@ -108,28 +108,28 @@ def differing_overrides(run: Run, places: Collection[int] | None = None) -> list
 
 
 def word_of(value: Any) -> str:
-    """A value of a configuration as a word, the same for what is the same: 1 and 1.0 are, 1 and true are not."""
+    """Return a value of a configuration as a string that is equal for equal values: 1 equals 1.0, but 1 does not equal true."""
     return json.dumps(_whole(value), sort_keys=True, default=str)
 
 
 def in_yaml(value: Any) -> str:
-    """A value as it stands on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
+    """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    """What was used where the configuration leaves it open: the device, the number of processes, a dataset's stand-in."""
+    """Return what was used for settings that the configuration leaves open: device, number of processes, fallback dataset."""
     used: dict[str, Any] = {"ranks": info.get("ranks", 1)}
     if isinstance(device := info.get("device"), str):
-        used["device"] = device.partition(":")[0]  # which of several alike is no matter
+        used["device"] = device.partition(":")[0]  # the index of the device does not matter
     if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
         used["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
     return used
 
 
 def _hooks(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """What each hook says; None where this version does not know it."""
+    """Return the settings of each hook; None if this version cannot parse them."""
     try:
         specs = parse_hooks(config.get(HOOKS) or {})
     except ConfigError:
@@ -141,7 +141,7 @@ def _hooks(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
 
 
 def _less(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """A mapping without what is at a path; without anything where the path is empty."""
+    """Return a mapping without the value at a path; an empty mapping for an empty path."""
     if not path:
         return {}
     inner = mapping.get(path[0])
@@ -153,7 +153,7 @@ def _less(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """The same with whole numbers as integers."""
+    """Return the value with integral floats converted to integers."""
     if isinstance(value, Mapping):
         return {str(key): _whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -163,7 +163,7 @@ def _whole(value: Any) -> Any:
 
 
 def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Each value of a configuration, as a word, by its key, such as `optimizer.lr`."""
+    """Return the values of a configuration as strings by key, such as `optimizer.lr`."""
     return dict(_leaves(config, ""))
 
 

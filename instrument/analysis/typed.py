@@ -1,4 +1,4 @@
-"""Values of a configuration as columns with the types that they have."""
+"""Conversion of configuration values to typed columns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-LARGEST = 2**63  # what a column of integers has no room for
+LARGEST = 2**63  # the smallest positive integer that does not fit into int64
 
 
 def typed(values: Sequence[Any]) -> pd.Series:
-    """A column: integers, floats (integers among them too), booleans or strings, where all are; else whatever they are.
+    """Return values as a column of integers, floats, booleans or strings if all are of this type, otherwise of objects.
 
-    A null does not make floats of integers, nor objects of booleans: they are pandas' Int64 and boolean then.
+    Integers among floats are converted to floats. Columns with nulls use the pandas types Int64 and boolean, so that
+    nulls do not change the type.
     """
     known = [value for value in values if value is not None]
     kinds = {_kind(value) for value in known}
@@ -28,9 +29,9 @@ def typed(values: Sequence[Any]) -> pd.Series:
 
 
 def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Rows as a table, each column with its type.
+    """Return rows as a DataFrame with typed columns.
 
-    What a row does not have is null; of objects it is NaN, unlike a null that the row has, which is None.
+    Keys that a row lacks are null. In object columns a missing key is NaN, and a null value is None.
     """
     names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
     return pd.DataFrame({name: _column(rows, name) for name in names}, index=range(len(rows)))

@@ -1,11 +1,11 @@
-"""Recorded tensors as Zarr arrays, stacked over the firings of a hook.
+"""Export of recorded tensors to Zarr arrays, stacked over the firings of a hook.
 
     tensors.zarr/digit_maps/encoder.0/output/values    [firing, dim_1, dim_2, ...]
     tensors.zarr/digit_maps/encoder.0/output/step      [firing]
 
-A group for each hook, layer and role, and one more below it for each path of a nested value or parameter. Other columns of
-identity are coordinates like `step` where they differ from firing to firing, and attributes of the group where they do
-not. Where shapes or types differ, each has a group of its own, such as `float32_8x16x16`.
+There is one group for each hook, layer and role, with a subgroup for each path of a nested value or parameter. Other
+identity columns are coordinates like `step` if they vary between firings, and attributes of the group otherwise. If
+shapes or dtypes differ, each combination has its own group, such as `float32_8x16x16`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .files import RunFiles
 from .replay import rows_of
 
 CHUNK_BYTES = 4 * 2**20
-LARGEST_CHUNK_BYTES = 256 * 2**20  # of a tensor that is larger than a chunk
-WAITING_BYTES = 256 * 2**20  # of all chunks together that are not full yet
+LARGEST_CHUNK_BYTES = 256 * 2**20  # limit for a single tensor that is larger than CHUNK_BYTES
+WAITING_BYTES = 256 * 2**20  # limit for all incomplete chunks together
 
 NAMES = TABLES["tensors"].names
-HEAD = NAMES[:-2]  # all but the elements
+HEAD = NAMES[:-2]  # all columns except the elements
 COORDINATES = ("step", "micro_step", "epoch", "rank", "call", "backward", "recompute")
 ATTRIBUTES = ("hook", "layer", "role", "path", "kind", "module_type", "phase", "dtype")
 
@@ -47,7 +47,7 @@ _elements = _columns(("values", "data", "shape", "dtype"))
 
 
 class Series(NamedTuple):
-    """What is stacked into one array: tensors of one type and shape from one place."""
+    """The tensors that are stacked into one array: same location, dtype and shape."""
 
     place: str
     dtype: str
@@ -55,20 +55,23 @@ class Series(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Series:
-        """That of a row of tensors."""
+        """Return the series of a row of the tensors table."""
         hook, phase, layer, role, path, dtype, shape = _series(row)
         place = f"{group_of(hook, phase)}/{segment(layer)}/{segment(role)}" + (f"/{segment(path)}" if path else "")
         return cls(place, dtype, tuple(shape))
 
 
 def write_zarr(files: RunFiles, folder: Path) -> int:
-    """Write all recorded tensors into a new store; gives the number of arrays.
+    """Write all recorded tensors into a new store.
 
-    What is in memory at once does not grow with the run, but for the coordinates. A type that NumPy does not have is noted
-    among the problems of `files`, and left out; bfloat16 and float8 become float32, complex32 becomes complex64.
+    Memory use does not grow with the run, except for the coordinates. Tensors of unsupported dtypes are skipped and
+    added to the problems of `files`; bfloat16 and float8 are converted to float32, complex32 to complex64.
+
+    Returns:
+        The number of arrays.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The store cannot be written.
     """
     counts = Counter(Series.of(row) for batch in files.scan("tensors", HEAD) for row in rows_of(batch))
     of_place = Counter(series.place for series in counts)
@@ -93,18 +96,18 @@ def write_zarr(files: RunFiles, folder: Path) -> int:
 
 
 class Stack:
-    """One array while it grows.
+    """One growing array.
 
     Args:
-        group: Where it lies, with its coordinates.
+        group: The Zarr group of the array and its coordinates.
         like: One of the tensors.
-        count: How many there will be, about.
-        room: Bytes that may wait to be written.
+        count: Approximate number of tensors.
+        room: Maximum number of buffered bytes.
     """
 
     def __init__(self, group: zarr.Group, like: np.ndarray[Any, Any], count: int, room: int) -> None:
         self.group = group
-        self.firings = max(1, min(count, room // max(1, like.nbytes)))  # in a chunk
+        self.firings = max(1, min(count, room // max(1, like.nbytes)))  # firings per chunk
         names = ["firing", *(f"dim_{place}" for place in range(1, like.ndim + 1))]
         self.values = group.create_array(
             "values",
@@ -118,15 +121,15 @@ class Stack:
         self._attributes: dict[str, str] = {}
 
     def add(self, row: Row, tensor: np.ndarray[Any, Any]) -> None:
-        """Put the tensor of a row behind the others."""
+        """Append the tensor of a row."""
         self._attributes = dict(zip(ATTRIBUTES, _attributes(row), strict=True))
         self._coordinates.extend(_coordinates(row))
-        self._waiting.append(tensor.copy())  # it is a view of all that was read with it
+        self._waiting.append(tensor.copy())  # a view would keep the memory of the whole batch
         if len(self._waiting) == self.firings:
             self._write()
 
     def close(self) -> None:
-        """Write what waits, and the coordinates."""
+        """Write the buffered tensors and the coordinates."""
         self._write()
         table = np.array(self._coordinates, np.int64).reshape(-1, len(COORDINATES))
         constant = {
@@ -150,7 +153,7 @@ class Stack:
 
 
 def _chunk(tensor: np.ndarray[Any, Any]) -> list[int]:
-    """The sides of a chunk: those of the tensor, or of a part of one that is too large for one chunk."""
+    """Return the chunk shape of a tensor; the longest sides of a large tensor are halved until the chunk is small enough."""
     sides = [max(1, side) for side in tensor.shape]
     while math.prod(sides) * tensor.itemsize > LARGEST_CHUNK_BYTES:
         longest = sides.index(max(sides))

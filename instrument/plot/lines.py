@@ -90,7 +90,7 @@ def draw_over_places(curves: Curves, places: list[str], overrides: pd.DataFrame)
 
 
 def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figure:
-    """Draw the last value of each run as a point, and a line through the means of runs that differ only in their seed."""
+    """Draw the last value of each run as a point, and a line through the means of runs with different seeds."""
     finals = {run: float(line.iloc[-1]) for run, line in curves.values.items()}
     alike = _alike(overrides.drop(columns=x))
     labels = {label: label or "mean" for label in alike.values()}

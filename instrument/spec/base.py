@@ -36,14 +36,15 @@ class HookBase(Selection):
     name: str = Field("", description="The name of the hook: its key in the mapping. An item of a list can set it.")
     kind: KindName = Field(description="The hook point; see the table of hook kinds.")
     role: str | None = Field(None, description="Which tensors of the kind. The default is the kind's first role.")
-    path: Glob | None = Field(None, description="Glob on the path of a tensor inside a nested value: '0', 'logits', '1.*'. The default is all tensors.")
+    path: Glob | None = Field(
+        None,
+        description="Glob on the path of a tensor inside a nested value: '0', 'logits', '1.*'. The default is all tensors.",
+    )
     via: Literal["tensor", "module"] = Field(
         "tensor", description="For full_backward kinds: use tensor hooks, or PyTorch's module hooks."
     )
     prepend: bool = Field(False, description="Run before all hooks that the module already has.")
-    always_call: bool = Field(
-        False, description="For forward: also run if the module's forward raises an error."
-    )
+    always_call: bool = Field(False, description="For forward: also run if the module's forward raises an error.")
     every: Count = Field(1, description="Run at every N-th step, counted from start.")
     start: Index = Field(0, description="The first step.")
     stop: Count | None = Field(None, description="The step after the last one.")

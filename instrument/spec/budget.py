@@ -41,6 +41,7 @@ class BudgetConfig(Spec):
     """Limits for the cost of record hooks. Hooks over budget are sampled less often. Interventions always run."""
 
     time: Share | None = Field(
-        None, description="Maximum overhead, relative to a step without hooks: 5% or 0.05. It is measured during the run."
+        None,
+        description="Maximum overhead, relative to a step without hooks: 5% or 0.05. It is measured during the run.",
     )
     bytes: Size | None = Field(None, description="Approximate maximum size of all recorded data on disk: 500MB, 2GB.")

@@ -53,25 +53,37 @@ class SliceSpec(Spec):
 class DataConfig(Spec):
     """The dataset, and its slices for training and evaluation."""
 
-    dataset: Target = Field(description="A callable that takes split='train' or 'test' and returns a dataset of (input, target) pairs.")
-    root: str = Field("data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it.")
+    dataset: Target = Field(
+        description="A callable that takes split='train' or 'test' and returns a dataset of (input, target) pairs."
+    )
+    root: str = Field(
+        "data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it."
+    )
     slice: SliceSpec = Field(default_factory=SliceSpec, description="The training samples.")
     eval_slice: Annotated[SliceSpec, BeforeValidator(_of_test)] = Field(
-        default_factory=lambda: SliceSpec(split="test"), description="The evaluation samples, from the split `test` by default."
+        default_factory=lambda: SliceSpec(split="test"),
+        description="The evaluation samples, from the split `test` by default.",
     )
-    fallback: Literal["digits"] | None = Field(None, description="The dataset to use, with a warning, if the dataset is missing.")
+    fallback: Literal["digits"] | None = Field(
+        None, description="The dataset to use, with a warning, if the dataset is missing."
+    )
 
 
 class CheckpointConfig(Spec):
     """When checkpoints of the training state are saved."""
 
-    every: Index = Field(0, description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints. Only the latest one is kept.")
+    every: Index = Field(
+        0,
+        description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints. Only the latest one is kept.",
+    )
 
 
 class TrainConfig(Spec):
     """The length of the training, and its batches."""
 
-    steps: Count | None = Field(None, description="Number of optimizer steps. The dataset is repeated as often as needed.")
+    steps: Count | None = Field(
+        None, description="Number of optimizer steps. The dataset is repeated as often as needed."
+    )
     epochs: Count | None = Field(None, description="Number of passes over the dataset. Replaces steps.")
     batch_size: Count = Field(64, description="Samples in a micro-batch, summed over all processes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
@@ -117,7 +129,8 @@ class SinkConfig(Spec):
         "wait", description="If tensors arrive faster than they can be written: wait, or drop and count them."
     )
     durability: Literal["process", "power"] = Field(
-        "process", description="What the rows of finished steps survive: the end of the process, or a power loss (one fsync per step)."
+        "process",
+        description="What the rows of finished steps survive: the end of the process, or a power loss (one fsync per step).",
     )
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="If writing fails: stop the run, or continue training without recording."
@@ -130,7 +143,9 @@ class SinkConfig(Spec):
         True, description="false: delete local files after their upload, for runs larger than the disk."
     )
     tensorboard: bool = Field(False, description="Also write the rows for TensorBoard, into the run folder.")
-    wandb: bool = Field(False, description="Also log the rows to Weights & Biases, configured by its environment variables.")
+    wandb: bool = Field(
+        False, description="Also log the rows to Weights & Biases, configured by its environment variables."
+    )
     mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
 
     @model_validator(mode="after")
@@ -153,9 +168,7 @@ class RunConfig(Spec):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if one is available.")
     deterministic: bool = Field(False, description="Raise an error for nondeterministic algorithms.")
     plan: bool = Field(False, description="Dry run: print the matching hooks and the predicted cost; do not train.")
-    resume: str | None = Field(
-        None, description="The folder of a stopped run to resume from its latest checkpoint."
-    )
+    resume: str | None = Field(None, description="The folder of a stopped run to resume from its latest checkpoint.")
     objective: str = Field(
         "loss",
         description="The value that a sweeper optimizes: a metric of the last evaluation, or a number from a table, as in "
@@ -173,15 +186,17 @@ class RunConfig(Spec):
     optimizer: Target = Field(
         description="The optimizer. It is called with the trainable parameters, or with the model if it takes one."
     )
-    scheduler: Target | None = Field(None, description="The learning-rate scheduler. It is called with the optimizer and steps once per training step.")
+    scheduler: Target | None = Field(
+        None,
+        description="The learning-rate scheduler. It is called with the optimizer and steps once per training step.",
+    )
     train: TrainConfig
     apply: SkipValidation[dict[str, ApplySpec]] = Field(
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
-    hooks: SkipValidation[dict[str, HookSpec]] = Field(
-        default_factory=dict, description="The hooks, by name."
-    )
+    hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="The hooks, by name.")
     budget: Annotated[BudgetConfig, BeforeValidator(_mapping)] = Field(
-        default_factory=BudgetConfig, description="Limits for the cost of record hooks. Hooks over budget are sampled less often."
+        default_factory=BudgetConfig,
+        description="Limits for the cost of record hooks. Hooks over budget are sampled less often.",
     )
     sink: Annotated[SinkConfig, BeforeValidator(_mapping)] = Field(default_factory=SinkConfig)

@@ -48,7 +48,9 @@ class MeanSpec(ModifySpec):
     """Replace values by their mean over dimensions (mean ablation)."""
 
     fn: Literal["mean"]
-    dim: Dimensions | Dimension | None = Field(0, description="The dimension or dimensions to average over; null averages over all.")
+    dim: Dimensions | Dimension | None = Field(
+        0, description="The dimension or dimensions to average over; null averages over all."
+    )
 
 
 class ResampleSpec(ModifySpec):
@@ -74,9 +76,7 @@ class QuantizeSpec(ModifySpec):
     """Simulate quantization to a narrow type, scaled by the largest magnitude. The gradient passes through."""
 
     fn: Literal["quantize"]
-    to: Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"] = Field(
-        "int8", description="The simulated type."
-    )
+    to: Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"] = Field("int8", description="The simulated type.")
     straight_through: bool = Field(True, description="Pass the gradient through unchanged.")
 
 
@@ -118,11 +118,11 @@ class RecordedSpec(ModifySpec):
 
     fn: Literal["replace", "patch"]
     run: str = Field(min_length=1, description="The folder of the other run.")
-    hook: str | None = Field(None, description="The record hook of the other run. Required if several hooks recorded the tensor.")
-    step: Index | None = Field(None, description="The step in the other run. Default: the current step.")
-    slice: SliceText | None = Field(
-        None, description="For patch: the slice to replace, in NumPy notation: ':, 0:4'."
+    hook: str | None = Field(
+        None, description="The record hook of the other run. Required if several hooks recorded the tensor."
     )
+    step: Index | None = Field(None, description="The step in the other run. Default: the current step.")
+    slice: SliceText | None = Field(None, description="For patch: the slice to replace, in NumPy notation: ':, 0:4'.")
 
     @model_validator(mode="after")
     def _a_part_or_all(self) -> RecordedSpec:

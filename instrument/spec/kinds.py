@@ -129,11 +129,17 @@ _ALL = (
         True,
         "the parameter or the optimizer state, after `optimizer.step`",
     ),
-    Kind("state_dict_pre", "state_dict", "occasion", _SAVED, (), False, "nothing; it records the values before they are saved"),
-    Kind("state_dict_post", "state_dict", "occasion", _SAVED, _SAVED, False, "the saved values, not the live weights"),
     Kind(
-        "load_state_dict_pre", "state_dict", "occasion", _SAVED, _SAVED, False, "the loaded values, not the file"
+        "state_dict_pre",
+        "state_dict",
+        "occasion",
+        _SAVED,
+        (),
+        False,
+        "nothing; it records the values before they are saved",
     ),
+    Kind("state_dict_post", "state_dict", "occasion", _SAVED, _SAVED, False, "the saved values, not the live weights"),
+    Kind("load_state_dict_pre", "state_dict", "occasion", _SAVED, _SAVED, False, "the loaded values, not the file"),
     Kind("load_state_dict_post", "state_dict", "occasion", _SAVED, (), False, "nothing; it records the loaded values"),
     Kind("loss", "loss", "micro_step", ("loss",), ("loss",), False, "the loss, before the backward pass"),
 )

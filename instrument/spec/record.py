@@ -65,7 +65,8 @@ class RecordSpec(HookBase):
         None, description="The dimension of the units for dead_fraction. The default depends on the layer."
     )
     quantiles: Levels = Field(
-        None, description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}."
+        None,
+        description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
     )
     histogram: Bins = Field(
         None, description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."
