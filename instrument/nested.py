@@ -76,8 +76,16 @@ def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
 
 def shapes(value: Any) -> str:
     """The shapes of the tensors of a nested value, for messages: `[64, 1, 28, 28]`, or a list of them."""
-    found = [str(list(tensor.shape)) for _, tensor in leaves(value)]
+    found = [str([*shape_of(tensor)]) for _, tensor in leaves(value)]
     return ", ".join(found) if found else type(value).__name__
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; of a nested tensor, the shape of its parts padded to one block."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    parts = [part.shape for part in tensor.unbind()]
+    return (len(parts), *map(max, zip(*parts, strict=True)))
 
 
 def number_of_samples(batch: Any) -> int:
@@ -117,7 +125,7 @@ def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
         yield f"{path or 'the batch'} (packed)", int(value.batch_sizes[0])
     elif isinstance(value, Tensor):
         if value.dim():
-            yield f"{path or 'the batch'} {[value.size(dim) for dim in range(value.dim())]}", value.size(0)
+            yield f"{path or 'the batch'} {[*shape_of(value)]}", value.size(0)
     else:
         for key, child in _children(value):
             yield from _sizes(child, f"{path}.{key}" if path else key)
