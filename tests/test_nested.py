@@ -290,6 +290,15 @@ def test_number_of_samples_is_dimension_0_of_the_tensors(batch: Any) -> None:
     assert number_of_samples(batch) == 4
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_number_of_samples_of_a_nested_tensor_is_that_of_its_parts(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(size, 3) for size in (2, 5, 1, 1)], layout=layout)
+    assert number_of_samples([nested, ROWS]) == 4
+    assert shapes(nested) == "[4, 5, 3]"
+    with pytest.raises(ConfigError, match=r"ambiguous: 0 \[4, 5, 3\], 1 \[3\]"):
+        number_of_samples([nested, torch.zeros(3)])
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [

@@ -81,7 +81,10 @@ def places_of(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
 
 
 def at_place(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Return the rows of a location, or of all locations of a layer: `encoder.0.weight`, `encoder.0`, `.` for the root."""
+    """Return the rows of a location, or of all locations of a layer.
+
+    Examples are `encoder.0.weight`, `encoder.0`, and `.` for the root module.
+    """
     mine = pd.Series(False, index=rows.index)
     for (layer, path, kind), place in places_of(rows).items():
         if place == name:

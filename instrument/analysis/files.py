@@ -113,8 +113,7 @@ class RunFiles:
         return rows
 
     def check(self, name: str) -> None:
-        """Read the footers of all Parquet files of a table; files that are damaged or have other columns are no longer
-        listed.
+        """Read the footers of all Parquet files of a table; damaged and incompatible files are no longer listed.
 
         Raises:
             FileNotFoundError: A file was deleted in the meantime.

@@ -116,7 +116,10 @@ def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
 
 
 def image_of(maps: Maps, others: list[Maps]) -> Maps | None:
-    """Return the input image of the maps: the recorded image input of the first module in the same micro-step; None if missing."""
+    """Return the input image of the maps; None if it was not recorded.
+
+    This is the input of the first module whose input is an image, in the same micro-step.
+    """
     if maps.series.is_of_parameters:
         return None
     moment = (maps.series.phase, maps.step, maps.micro_step)

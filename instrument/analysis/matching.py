@@ -135,7 +135,10 @@ class _Partners:
         self.bare = {control.without(self.outer): control for control in reversed(bare)}
 
     def of(self, training: Training) -> list[Training]:
-        """Return the runs that are equal except for the key, or except for the hook if one of the two does not have it."""
+        """Return the runs that are equal except for the key.
+
+        If one of the two runs does not have the hook, the runs must be equal except for the hook.
+        """
         if training.at(self.outer) is None:
             return self.around.get(training.without(self.outer), [])
         found = self.alike.get(training.without(self.path)) or self.bare.get(training.without(self.outer))

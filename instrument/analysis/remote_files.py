@@ -39,7 +39,7 @@ def reached(place: object) -> Iterator[None]:
 
 
 class _Handler(FSSpecHandler):  # type: ignore[misc]
-    """Reads exactly the requested byte ranges, without read-ahead: Arrow requests the needed columns in large ranges."""
+    """Reads exactly the requested bytes, without read-ahead: Arrow requests the needed columns in large ranges."""
 
     def open_input_file(self, path: str) -> PythonFile:
         """Open a file for random access."""

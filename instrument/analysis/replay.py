@@ -83,7 +83,7 @@ def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -
 
 
 def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Sort entries by step with a heap, keeping their order within a step; entries are displaced by at most `ASTRAY`."""
+    """Sort entries by step, keeping their order within a step; entries are displaced by at most `ASTRAY`."""
     heap: list[tuple[int, int, Entry]] = []
     numbers = count()
     for entry in entries:

@@ -68,12 +68,12 @@ class Training:
 
     @cached_property
     def leaves(self) -> dict[str, str]:
-        """The values that determine the training, except the seed, as strings by key, such as `optimizer.lr`."""
+        """The values that determine the training, except the seed, as strings by key such as `optimizer.lr`."""
         return leaves_of({**self.rest, HOOKS: self.interventions})
 
 
 def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
-    """Return the trainings of several runs, and for each run that cannot be compared the reason, by index of the run."""
+    """Return the trainings of several runs, and the reason for each run that cannot be compared, by index."""
     found, left_out = [], {}
     for place, info in enumerate(run.infos):
         config = info.get("config")
@@ -108,7 +108,10 @@ def differing_overrides(run: Run, places: Collection[int] | None = None) -> list
 
 
 def word_of(value: Any) -> str:
-    """Return a value of a configuration as a string that is equal for equal values: 1 equals 1.0, but 1 does not equal true."""
+    """Return a value of a configuration as a string for comparison.
+
+    The strings of equal values are equal: 1 equals 1.0, but 1 does not equal true.
+    """
     return json.dumps(_whole(value), sort_keys=True, default=str)
 
 

@@ -153,7 +153,7 @@ class Stack:
 
 
 def _chunk(tensor: np.ndarray[Any, Any]) -> list[int]:
-    """Return the chunk shape of a tensor; the longest sides of a large tensor are halved until the chunk is small enough."""
+    """Return the chunk shape of a tensor; the longest sides of a large tensor are halved until it fits."""
     sides = [max(1, side) for side in tensor.shape]
     while math.prod(sides) * tensor.itemsize > LARGEST_CHUNK_BYTES:
         longest = sides.index(max(sides))

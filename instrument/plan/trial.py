@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..errors import ConfigError, Mistake, own_frame
-from ..nested import leaves, shapes
+from ..nested import leaves, shape_of, shapes
 from .modules import Layer, Layers
 
 
@@ -26,7 +26,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         path: Which one of a nested value.
-        shape: Its shape.
+        shape: Its shape; of a nested tensor, that of its parts padded to one block.
         dtype: Its type.
         requires_grad: Whether a gradient will come to it.
     """
@@ -115,7 +115,7 @@ def calls_of(module: nn.Module, role: str, trial: Trial) -> list[list[TensorInfo
 
 def _infos(value: Any) -> list[TensorInfo]:
     """What is to be known of each tensor of a nested value."""
-    return [TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for path, tensor in leaves(value)]
+    return [TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad) for path, tensor in leaves(value)]
 
 
 def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:

@@ -1,6 +1,6 @@
-"""One HTML file that shows a run, or a whole sweep, to whoever opens it: `python -m instrument.report RUN`.
+"""Reports: one HTML file that shows a run or a whole sweep. Command line: `python -m instrument.report RUN`.
 
-instrument.report.make(run).save("report.html")
+    instrument.report.make(run).save("report.html")
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]
 
 
 def __getattr__(name: str) -> Any:
-    # Most runs make no report, and only name the command for one.
+    # Imported on first access: most runs only print the command that makes a report.
     if name in __all__:
         return getattr(import_module(".page", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""`python -m instrument.report RUN [--out FILE] [--open]`: the report of a run, or of the folder of several.
+"""`python -m instrument.report RUN [--out FILE] [--open]`: write the report of a run, or of a folder with several runs.
 
-Exit code 0: written; 1: it cannot be written, or a package is missing; 2: there is no run, or a mistake in what was
-asked.
+Exit codes: 0, the report was written; 1, it cannot be written, or a package is missing; 2, there is no run, or the
+arguments are invalid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import FILE, make
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m instrument.report",
         description="One HTML file that shows a run, or a whole sweep; it works offline.",
@@ -49,7 +49,7 @@ def _write(folder: str, out: Path | None, *, show: bool) -> int:
         refuse_address(folder, "--out", "a report is written to a file of this machine", allowed="--out FILE")
         out = Path(folder) / FILE
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are told on the page, first of all
+        warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files
         run = load(folder)
         out.parent.mkdir(parents=True, exist_ok=True)
         path = make(run).save(out)

@@ -1,4 +1,4 @@
-"""What the charts of one run are drawn from: plain numbers, grouped where there are more than a page has room for."""
+"""Data of the charts of one run, grouped by steps to limit the size of the page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ..analysis.series import (
 from .numbers import rounded
 from .pictures import maps
 
-STATISTICS_ROOM = 500_000  # numbers in all heat maps together
-FEWEST, MOST = 10, 1_000  # groups of steps in one of them
+STATISTICS_ROOM = 500_000  # maximum number of values in all heat maps together
+FEWEST, MOST = 10, 1_000  # limits of the number of groups of steps in a heat map
 CURVE_POINTS = 1_000
 HISTOGRAM_ROOM, HISTOGRAM_STEPS = 120_000, 40
 EFFECTS_ROOM = 60_000
@@ -37,7 +37,7 @@ METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds
 
 
 def charts(run: Run) -> dict[str, Any]:
-    """All that the charts of one run's page show."""
+    """Return the data of all charts of one run's page."""
     order = forward_order(run)
     recorded = run.distributions
     return {
@@ -52,7 +52,7 @@ def charts(run: Run) -> dict[str, Any]:
 
 
 def heat_maps(stats: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]:
-    """Every statistic of every series by place and group of steps."""
+    """Return every statistic of every series by location and group of steps."""
     found = [(series, series.of(stats)) for series in series_in(stats)]
     sizes = [rows[["layer", "path"]].drop_duplicates().shape[0] * len(_shown(rows)) for _, rows in found]
     most = int(np.clip(STATISTICS_ROOM // max(1, sum(sizes)), FEWEST, MOST))
@@ -60,7 +60,7 @@ def heat_maps(stats: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _only_spread(stats: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataFrame:
-    """Distributions of what has no statistics, as a table of some: what a histogram or quantiles tell of them."""
+    """Return distributions without statistics in the format of the stats table: minimum, maximum and median."""
     where = ["kind", "role", "phase"]
     measured = pd.MultiIndex.from_frame(stats[where].drop_duplicates())
     alone = recorded[~pd.MultiIndex.from_frame(recorded[where]).isin(measured)]
@@ -106,7 +106,7 @@ def _about(series: Series) -> dict[str, Any]:
 
 
 def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Quantiles and histograms of every place, of some of its steps; each a row as it was recorded."""
+    """Return the recorded quantiles and histograms of every location at some of its steps."""
     found = []
     kept = frame[~frame["recompute"].astype(bool)]
     places = kept.groupby(["hook", "kind", "role", "phase", "layer", "path"], sort=False)
@@ -114,7 +114,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
     for at, rows in places:
         hook, kind, role, phase, layer, path = map(str, at)
         numbers = rows.iloc[0][["counts", "quantiles"]].map(lambda cell: 0 if cell is None else len(cell)).sum()
-        first = rows.drop_duplicates("step")  # the first call of each step: histograms of several are no histogram
+        first = rows.drop_duplicates("step")  # first call of each step, since histograms of several calls cannot be merged
         some = first.iloc[spread(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
@@ -138,15 +138,15 @@ def _listed(cells: pd.Series) -> list[list[float] | None]:
 
 
 def curves(run: Run, most: int = CURVE_POINTS) -> dict[str, Any]:
-    """Each phase's metrics over steps, a group's number being the mean of the finite ones.
+    """Return the metrics of each phase over steps; a group of steps has the mean of its finite values.
 
-    `bad` has, for each metric, the steps at which it is there and is no finite number.
+    `bad` has, for each metric, the steps at which the metric was recorded but is not finite.
     """
     batches = list(run.scan("metrics", ["step", "phase", *METRICS]))
     if not batches:
         return {}
     table = pa.Table.from_batches(batches)
-    there = {name: table[name].is_valid().to_numpy() for name in METRICS}  # pandas does not tell NaN from null
+    there = {name: table[name].is_valid().to_numpy() for name in METRICS}  # pandas does not distinguish NaN from null
     metrics: pd.DataFrame = table.to_pandas()
     metrics["phase"] = metrics["phase"].astype(str)
     finite = np.isfinite(metrics[list(METRICS)].to_numpy(np.float64))
@@ -170,7 +170,7 @@ def _steps(axis: Groups | Matrix) -> dict[str, Any]:
 
 
 def acted(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The steps at which each intervention acted, as stretches of neighbours."""
+    """Return the steps at which each intervention fired, as ranges of consecutive steps."""
     found = []
     for hook, rows in frame.groupby("hook", sort=False):
         groups = groups_of(rows["step"], CURVE_POINTS)
@@ -180,7 +180,7 @@ def acted(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _joined(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Stretches that touch, as one."""
+    """Merge adjacent ranges."""
     whole: list[list[int]] = []
     for begin, end in stretches:
         if whole and begin <= whole[-1][1] + 1:
@@ -191,7 +191,7 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Warnings and errors that belong to a step."""
+    """Return warnings and errors that belong to a step."""
     shown = events[events["severity"].isin(["warning", "error"]) & events["step"].notna()]
     return [
         {"step": int(row["step"]), "rule": row["rule"], "message": row["message"], "severity": row["severity"]}
@@ -200,7 +200,7 @@ def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def effects(frame: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]:
-    """Norms before and after, and the fraction changed, of every intervention by place and group of steps."""
+    """Return the norms before and after and the changed fraction of every intervention, by location and group of steps."""
     found = [(series, series.of(frame)) for series in series_in(frame)]
     sizes = [len(EFFECTS) * len(rows[["layer", "path"]].drop_duplicates()) for _, rows in found]
     most = int(np.clip(EFFECTS_ROOM // max(1, sum(sizes)), FEWEST, MOST))

@@ -1,4 +1,4 @@
-"""Where a report is written, and what to type to make one."""
+"""File name of a report, and the command that writes it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 from ..sinks.remote import is_address
 
-FILE = "report.html"  # in the folder of a run or a sweep
+FILE = "report.html"  # relative to the folder of a run or a sweep
 
 
 def command_for(folder: Path) -> str:
-    """What to type to make the report of a run or a sweep; that of a remote one is written here."""
+    """Return the command that writes the report of a run or a sweep.
+
+    The report of a remote run is written to the current directory.
+    """
     out = f" --out {FILE}" if is_address(folder) else ""
     return f"python -m instrument.report {shlex.quote(str(folder))}{out}"

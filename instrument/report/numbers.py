@@ -1,4 +1,4 @@
-"""Numbers on their way into a page: as many digits as a picture can show, and no more of them than the page has room for."""
+"""Formatting and compression of the numbers in a report, to limit the size of the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIGITS = 6
 
 
 def rounded(values: Any) -> Any:
-    """Numbers in nested lists, with six digits, and None for what is not finite.
+    """Round numbers in nested lists to six digits; non-finite numbers become None.
 
     Args:
         values: A number, an array of any shape, or nested lists.
@@ -29,17 +29,17 @@ def rounded(values: Any) -> Any:
 
 
 def packed(text: str) -> str:
-    """A text as gzip in base64, which a page unpacks."""
+    """Return a text compressed with gzip and encoded with base64, as the page expects it."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
 def as_json(data: Any) -> str:
-    """Compact JSON, in which NaN would be an error."""
+    """Return compact JSON; NaN raises an error."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
 def told(value: float | None, *, sign: bool = False) -> str:
-    """A number in words of a table: four digits; empty where there is none."""
+    """Format a number for a table with four digits; None becomes an empty string."""
     if value is None:
         return ""
     return f"{value:+.4g}" if sign and not math.isnan(value) else f"{value:.4g}"

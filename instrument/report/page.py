@@ -1,4 +1,4 @@
-"""A report: the page, filled in and put together into one file that needs nothing else."""
+"""Creation of a report: fills the template and embeds all scripts, so that the file works offline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..spec.statistics import STATISTICS, USUAL_UPDATES
 from . import run_page, sweep_page
 from .numbers import as_json, packed
 
-LETTERS = (44, 18)  # of a name on an axis of a wide page, and of a narrow one
+LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
 SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep", "main")
 METRIC_UNITS = {
@@ -34,16 +34,26 @@ FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 900px; border: 1px soli
 
 @dataclass(frozen=True)
 class Report:
-    """A page; in a notebook it shows itself.
+    """A report as an HTML page. Notebooks display it in a frame.
 
     Attributes:
-        html: The whole of it, in one text.
+        html: The complete page.
     """
 
     html: str
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a file, and give the file's path."""
+        """Write the page to a file.
+
+        Args:
+            path: Path of the file; an existing file is overwritten.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         file = Path(path)
         file.write_text(self.html, encoding="utf-8")
         return file
@@ -53,13 +63,16 @@ class Report:
 
 
 def make(run: Run | str | Path) -> Report:
-    """The report of a run, or of several when a folder above them was opened.
+    """Create the report of a run, or of several runs if the folder contains several.
 
     Args:
-        run: A run as `instrument.load` gives it, or its folder.
+        run: A run from `instrument.load`, or the folder of a run.
+
+    Returns:
+        The report; call its method `save` to write it to a file.
 
     Raises:
-        NoRunError: There is no run in the folder.
+        NoRunError: The folder does not exist or contains no run.
         InstrumentError: Plotly or Jinja2 is not installed.
     """
     opened = run if isinstance(run, Run) else load(run)
@@ -81,7 +94,7 @@ def make(run: Run | str | Path) -> Report:
 
 
 def check_packages() -> None:
-    """Make sure that a report can be made here.
+    """Check that the packages needed for a report are installed.
 
     Raises:
         InstrumentError: Plotly or Jinja2 is not installed.
@@ -91,7 +104,7 @@ def check_packages() -> None:
 
 
 def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
-    """What each place is called on the axes of a wide page, and of a narrow one."""
+    """Return the axis labels of each location for wide and narrow pages."""
     places = dict.fromkeys(
         place for part in ("series", "effects") for one in numbers.get(part, []) for place in one["places"]
     )
@@ -100,7 +113,7 @@ def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _vocabulary() -> dict[str, Any]:
-    """What the charts know of statistics, metrics and colours."""
+    """Return the properties of statistics, metrics and colors that the charts need."""
     statistics = {
         name: {
             "axis": axis_name(name),
@@ -141,7 +154,7 @@ def _markup(text: str) -> Any:
 
 @cache
 def _plotly() -> str:
-    """Plotly's own script, packed."""
+    """Return the script of Plotly, compressed."""
     return packed(_plotly_script().read_text(encoding="utf-8"))
 
 

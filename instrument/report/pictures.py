@@ -1,4 +1,4 @@
-"""Recorded tensors as a page shows them: mosaics of channels, each with the image that it is of."""
+"""Recorded tensors as images for a page: mosaics of channels with their input images."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from ..analysis.load import Run
 from ..analysis.maps import Maps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
 
-ROOM = 260_000  # numbers in all mosaics and images together
-PIXELS, CHANNELS, STEPS = 48, 64, 6  # of a map's side, of a mosaic, of a place: the most that are shown
+ROOM = 260_000  # maximum number of values in all mosaics together
+PIXELS, CHANNELS, STEPS = 48, 64, 6  # maximum side of a map, channels per mosaic, steps per location
 FEWEST_PIXELS = 8
-ASPECT = 2.6  # maps in a row over rows of them
+ASPECT = 2.6  # ratio of columns to rows of a mosaic
 IMAGE_PIXELS = 48
 
 Place = list[Maps]
-"""The maps of one place, one a step."""
+"""The maps of one location, one per step."""
 
 
 def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
-    """Feature maps, gradient maps and filters of some steps, each a mosaic of channels with the image that it is of.
+    """Return feature maps, gradient maps and filters at some steps, as mosaics with their input images.
 
-    The room is shared: first every place has its last step, then its first, then those between. Where there is not enough
-    for that maps are shown smaller, and in the end not at all; what is left out is counted.
+    The number of values on the page is limited. The last step of each location is added first, then its first step,
+    then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted and
+    counted.
 
     Returns:
-        `shown`, the pictures in the order of the places; `images`, which they name by their number; `places` and `pictures`,
-        how many there are of each.
+        A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
+        index; `places` and `pictures`, the total numbers of both.
     """
     known = maps_in(run)
     places = _places(known, order)
@@ -50,7 +51,7 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
 
 
 def _places(known: list[Maps], order: Sequence[str]) -> list[Place]:
-    """The maps of each place in forward order, one for each step: that of the first call."""
+    """Return the maps of each location in forward order, one for each step; of several calls the first."""
     ranks = {layer: rank for rank, layer in enumerate(order)}
     places: dict[tuple[str, str, str], Place] = {}
     for one in known:
@@ -62,7 +63,7 @@ def _places(known: list[Maps], order: Sequence[str]) -> list[Place]:
 
 
 def _turns(places: Sequence[Place]) -> list[Place]:
-    """The maps whose turn it is: each place's last, each one's first, and then those between."""
+    """Return the maps in the order in which they are added: the last one of each location, the first one, then the others."""
     chosen = [spread(len(found), STEPS) for found in places]
     ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
     turns = [
@@ -73,7 +74,7 @@ def _turns(places: Sequence[Place]) -> list[Place]:
 
 
 def _pixels_for(first: Sequence[Maps]) -> int:
-    """How large maps may be, so that every place has one."""
+    """Return the largest map size for which every location has one map."""
     for pixels in range(PIXELS, FEWEST_PIXELS, -4):
         if sum(_size(one, pixels) for one in first) <= ROOM // 2:
             return pixels
@@ -81,12 +82,12 @@ def _pixels_for(first: Sequence[Maps]) -> int:
 
 
 def _size(one: Maps, pixels: int) -> int:
-    """About how many numbers a mosaic of maps of at most so many pixels has."""
+    """Return the approximate number of values in a mosaic of maps with at most `pixels` per side."""
     return min(CHANNELS, one.shape[-3]) * min(pixels, max(one.shape[-2:])) ** 2
 
 
 class _Images:
-    """The images that maps are of, each once."""
+    """The input images of the maps; each image is added once."""
 
     def __init__(self, run: Run, known: list[Maps]) -> None:
         self.run, self.known = run, known
@@ -94,7 +95,7 @@ class _Images:
         self._numbers: dict[Maps, int] = {}
 
     def number_of(self, one: Maps) -> int | None:
-        """The number of the image that a map is of; None where there is none."""
+        """Return the index of the input image of a map; None if it was not recorded."""
         image = image_of(one, self.known)
         if image is None:
             return None
@@ -118,7 +119,7 @@ def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any
 
 
 def _mosaic(values: np.ndarray, most: int) -> dict[str, Any]:
-    """Maps side by side with their colour scale, and what was left out to make them fit."""
+    """Return a mosaic with its color limits and the numbers of shown and recorded channels and pixels."""
     cut = values[:CHANNELS]
     if cut.ndim == 4:
         cut = cut[:, : max(1, CHANNELS // len(cut))] if cut.shape[1] > 3 else cut
@@ -136,7 +137,7 @@ def _mosaic(values: np.ndarray, most: int) -> dict[str, Any]:
 
 
 def _image(values: np.ndarray) -> dict[str, Any]:
-    """The image that maps are of: one channel as numbers, three as colours from 0 to 255."""
+    """Return an input image: one channel as values, three channels as colors from 0 to 255."""
     pixels = smaller(values, IMAGE_PIXELS)
     finite = pixels[np.isfinite(pixels)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)

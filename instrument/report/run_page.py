@@ -1,4 +1,4 @@
-"""What the page of one run says: in words here, in numbers by `instrument.report.charts`."""
+"""Texts and tables of the page of one run; `instrument.report.charts` prepares the charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..plot.style import CATEGORIES
 from .charts import charts
 
 MOST_EVENTS = 200
-MOST_PLACES = 6  # named where a hook did not fire
+MOST_PLACES = 6  # maximum number of locations listed for a hook that did not fire
 MOST_ALERTS = 8
 ENDINGS = {
     "killed": "The run was killed: its last steps may be missing, and so is the ledger of what fired.",
@@ -41,7 +41,7 @@ PARTS = {
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the template is filled with, and what the charts are drawn from."""
+    """Return the values of the template, and the data of the charts."""
     info = run.info
     numbers = charts(run)
     told = _specs(info)
@@ -68,13 +68,13 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _command(arguments: list[str]) -> str:
-    """What was typed, as far as Python tells it."""
+    """Return the command line that started the run, as far as `sys.argv` shows it."""
     module = Path(arguments[0]).name == "__main__.py" if arguments else False
     return shlex.join(["python", "-m", "instrument", *arguments[1:]] if module else arguments)
 
 
 def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What ran, on what data and device, for how long."""
+    """Return the facts of the header: model, data, device, duration and versions."""
     data = info.get("data") or {}
     model = ((info.get("config") or {}).get("model") or {}).get("_target_")
     steps = run.metrics.query("phase == 'train'")["step"].nunique()
@@ -109,7 +109,7 @@ def _duration(info: Mapping[str, Any]) -> str | None:
 
 
 def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dict[str, Any]]:
-    """What has to be known before anything is looked at, the worst first."""
+    """Return the problems shown at the top of the page, the most severe ones first."""
     found: list[dict[str, Any]] = []
     if info.get("error") and info["status"] != "interrupted":
         found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
@@ -134,7 +134,7 @@ def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dic
 
 
 def _rows(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Events with whole steps, and None where there is nothing."""
+    """Return events as dictionaries with integer steps and None for missing values."""
     plain = events.astype(object).where(events.notna(), None)
     rows = [{str(name): cell for name, cell in event.items()} for event in plain.to_dict("records")]
     return [{**row, "step": None if row["step"] is None else int(row["step"])} for row in rows]
@@ -145,7 +145,7 @@ def _events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _coverage(coverage: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row a hook: how often it should have fired and did, and why it did less often, at which places, on all ranks."""
+    """Return one row per hook: expected and actual firings over all ranks, and the reasons for missing firings by location."""
     rows = []
     for hook, sites in coverage.groupby("hook", sort=False):
         causes: dict[str, list[str]] = {}
@@ -172,7 +172,7 @@ def _some(places: list[str]) -> str:
 
 
 def _tree(layers: pd.DataFrame) -> dict[str, Any] | None:
-    """The modules, each with those in it."""
+    """Return the module tree as nested dictionaries; None if no modules were recorded."""
     nodes: dict[str, dict[str, Any]] = {}
     for row in layers.to_dict("records"):
         name = row["layer"]
@@ -196,7 +196,7 @@ def _colours(layers: pd.DataFrame) -> dict[str, str]:
 
 
 def _specs(info: Mapping[str, Any]) -> dict[str, str]:
-    """What each intervention says, in a line."""
+    """Return the settings of each intervention as one line."""
     hooks = (info.get("config") or {}).get("hooks") or {}
     if not isinstance(hooks, Mapping):
         hooks = {str(spec.get("name")): spec for spec in hooks}

@@ -1,4 +1,4 @@
-"""What the page of several runs says: in words here, in numbers by `instrument.report.sweeps`."""
+"""Texts and tables of the page of several runs; `instrument.report.sweeps` prepares the charts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PARTS = {
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the template is filled with, and what the charts are drawn from."""
+    """Return the values of the template, and the data of the charts."""
     parts = parts_of(run)
     overrides = overrides_of(run)
     metrics = [name for name in METRICS if any(info["metrics"].get(name) is not None for info in run.infos)]
     states = Counter(str(info["status"]) for info in run.infos)
     names = dict.fromkeys(str(info.get("name")) for info in run.infos)
-    shown = [key for key in overrides if key != "seed"]  # which has a column of its own
+    shown = [key for key in overrides if key != "seed"]  # the table has a separate column for the seed
     words = {
         "title": f"{', '.join(names)}: {len(run.folders)} runs",
         "facts": [
@@ -57,7 +57,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _alerts(run: Run, parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Runs that did not end well, the first few by name, and every file that cannot be read."""
+    """Return the first failed runs with their errors, and all unreadable files."""
     bad = [
         {
             "severity": "error",
@@ -97,7 +97,7 @@ def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str])
 
 
 def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
-    """Each intervention's effect on each metric: the mean of the differences within pairs, its interval, and each of them."""
+    """Return the effect of each intervention on each metric: mean paired difference, confidence interval, and all differences."""
     groups: dict[tuple[str, str], list[Pair]] = {}
     for pair in pairs(run):
         groups.setdefault((pair.hook, pair.settings), []).append(pair)
@@ -116,9 +116,9 @@ def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
 
 
 def _paired(known: pd.DataFrame) -> dict[str, str]:
-    """The means without and with an intervention, and of the difference with its interval; each seed is one number in them."""
+    """Return the means without and with an intervention, and of the difference with its interval; one number per seed."""
     known = known.assign(difference=known["treated"] - known["without"])
-    seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in known.groupby("seed")])  # a run that was lost shows
+    seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in known.groupby("seed")])  # keeps NaN of a diverged run
     means = seeds.mean(skipna=False)
     squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
     width = float(half_width(np.array(squares), np.array(len(seeds))))

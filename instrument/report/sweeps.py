@@ -1,4 +1,4 @@
-"""What the page of several runs is made of: each run in a few numbers, run beside run, with and without an intervention."""
+"""Data of the charts of several runs: each run in a few numbers, and pairs of runs with and without an intervention."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .charts import curves
 from .numbers import rounded
 
 CURVE_POINTS = 200
-PLACES_ROOM = 400_000  # numbers of all runs' layers together
+PLACES_ROOM = 400_000  # maximum number of values of all layers and runs together
 TELLING = ("l2", "std", "rms", "abs_max", "mean", "zero_fraction", "dead_fraction", "update_ratio", "nan_count")
 ENDS = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 
 
 @dataclass
 class Part:
-    """What is kept of one run of several, once its tables have been read and let go.
+    """The data that is kept of each of several runs after its tables were read.
 
     Attributes:
-        curves: Its metrics.
-        ends: For each series and statistic, by place: the last, the largest and the smallest number.
-        problems: What is wrong with its files.
-        warnings: How many there were.
+        curves: The metrics.
+        ends: The last, largest and smallest number by location, for each series and statistic.
+        problems: Problems with the files of the run.
+        warnings: Number of warnings.
     """
 
     curves: dict[str, Any]
@@ -52,13 +52,13 @@ class Part:
 
 
 def parts_of(run: Run) -> list[Part]:
-    """Each run, one after the other, so that the tables of one are in memory at a time."""
+    """Read the runs one after the other, so that only the tables of one run are in memory."""
     order = forward_order(load(run.folders[0]))
     return [Part.of(folder, order) for folder in run.folders]
 
 
 def charts(run: Run, parts: Sequence[Part]) -> dict[str, Any]:
-    """All that the charts of a sweep's page show."""
+    """Return the data of all charts of a sweep's page."""
     return {
         "runs": _runs(run),
         "overrides": overrides_of(run),
@@ -70,12 +70,12 @@ def charts(run: Run, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def name_of(run: Run, folder: Path) -> str:
-    """What a run is called among several: its folder below the one that was opened."""
+    """Return the path of a run relative to the opened folder."""
     return str(folder.relative_to(run.path))
 
 
 def overrides_of(run: Run) -> list[str]:
-    """The overrides in which the runs differ, and the seed where it does."""
+    """Return the overrides in which the runs differ, and `seed` if the seeds differ."""
     differing = differing_overrides(run)
     seeds = {info["seed"] for info in run.infos}
     return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
@@ -103,12 +103,12 @@ def _cell(value: Any) -> float | str:
 
 
 def _metric(value: float) -> float | str:
-    """A metric, or what it is where it is no finite number."""
+    """Return a finite metric as a number, and a non-finite one as text."""
     return rounded(value) if math.isfinite(value) else str(value)
 
 
 def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Of each statistic the last, the largest and the smallest number at each place."""
+    """Return the last, largest and smallest number of each statistic at each location."""
     found = {}
     for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
         values = pd.DataFrame(table.values, index=table.places)
@@ -119,7 +119,7 @@ def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
 
 
 def layers_of_all(runs: Sequence[dict[Series, dict[str, pd.DataFrame]]]) -> list[dict[str, Any]]:
-    """Each series' statistics by place, one number a run: at the last step, the largest and the smallest of all."""
+    """Return the statistics of each series by location, with the last, largest and smallest number of each run."""
     known = list(dict.fromkeys(series for run in runs for series in run))
     room = PLACES_ROOM // max(1, len(known))
     return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]

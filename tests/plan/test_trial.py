@@ -128,6 +128,14 @@ def test_a_trial_sees_every_tensor_of_every_call() -> None:
     }
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_trial_sees_nested_tensors_as_padded_to_one_block(layout: torch.layout) -> None:
+    model = nn.Linear(3, 2)
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layout=layout)
+    (calls,) = try_forward(model, lambda: model(nested), training=True).values()
+    assert ([calls.inputs[0][0].shape], [calls.outputs[0][0].shape]) == ([(2, 5, 3)], [(2, 5, 2)])
+
+
 def test_a_model_that_turns_inference_mode_on_can_be_tried() -> None:
     class Inferring(nn.Module):
         def __init__(self) -> None:
