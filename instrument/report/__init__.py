@@ -1,6 +1,6 @@
 """Reports: one HTML file that shows a run or a whole sweep. Command line: `python -m instrument.report RUN`.
 
-    instrument.report.make(run).save("report.html")
+instrument.report.make(run).save("report.html")
 """
 
 from __future__ import annotations

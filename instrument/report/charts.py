@@ -114,7 +114,9 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
     for at, rows in places:
         hook, kind, role, phase, layer, path = map(str, at)
         numbers = rows.iloc[0][["counts", "quantiles"]].map(lambda cell: 0 if cell is None else len(cell)).sum()
-        first = rows.drop_duplicates("step")  # first call of each step, since histograms of several calls cannot be merged
+        first = rows.drop_duplicates(
+            "step"
+        )  # first call of each step, since histograms of several calls cannot be merged
         some = first.iloc[spread(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
