@@ -35,7 +35,7 @@ def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _disabled_later(hook: Callable[..., Any]) -> Callable[..., Any]:
-    disabled = _disable_dynamo(hook)  # the call imports the compiler, not this line
+    disabled = _disable_dynamo(hook)  # imports the compiler when it is called, not here
 
     @wraps(hook)
     def outside(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors inside nested values: what is at which path, and the same value with some of them changed.
+"""Tensors in nested values: iterate over them by path, and replace some of them.
 
 A path names a tensor inside a value: `""` is the value itself, `"0"` an item of a tuple or list, `"logits"` an
 entry of a dict or a field of a dataclass or named tuple, `"1.0"` an item of an item.
@@ -19,7 +19,7 @@ from .errors import ConfigError, Mistake
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested value with its path, in the order in which they stand."""
+    """Yield the path and the tensor of every tensor in a nested value, in order."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -28,10 +28,15 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_leaves(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """The value with `fn(path, tensor)` in the place of each tensor.
+    """Return the value with each tensor replaced by `fn(path, tensor)`.
 
-    Where `fn` gives every tensor back as it is, the result is the very same object, so that looking changes
-    nothing. Otherwise containers are copied, never written to.
+    If `fn` returns all tensors unchanged, the result is the same object as `value`. Otherwise containers are copied,
+    not modified.
+
+    Args:
+        value: A tensor, or tensors in tuples, lists, mappings and dataclasses.
+        fn: Takes the path and the tensor, and returns the new tensor.
+        path: The path of `value` itself.
     """
     if isinstance(value, Tensor):
         return fn(path, value)
@@ -51,13 +56,13 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
-    """The value with `fn(key, child)` in the place of each child; the value itself where they are all the same."""
+    """Return the value with each child replaced by `fn(key, child)`; the same object if no child changes."""
     old = list(_children(value))
     new = [fn(key, child) for key, child in old]
     if all(child is before for child, (_, before) in zip(new, old, strict=True)):
         return value
     if isinstance(value, tuple):
-        # A named tuple takes its fields one by one; torch.return_types and plain tuples take one sequence.
+        # A named tuple is constructed from separate fields; torch.return_types and plain tuples from one sequence.
         return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(zip(value, new, strict=True)))  # type: ignore[call-arg]
@@ -70,18 +75,18 @@ def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
         copied[:] = new
     else:
         for (name, _), child in zip(old, new, strict=True):
-            object.__setattr__(copied, name, child)  # frozen dataclasses too
+            object.__setattr__(copied, name, child)  # also works for frozen dataclasses
     return copied
 
 
 def shapes(value: Any) -> str:
-    """The shapes of the tensors of a nested value, for messages: `[64, 1, 28, 28]`, or a list of them."""
+    """Return the shapes of the tensors of a nested value for messages, such as `[64, 1, 28, 28]`."""
     found = [str([*shape_of(tensor)]) for _, tensor in leaves(value)]
     return ", ".join(found) if found else type(value).__name__
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor; of a nested tensor, the shape of its parts padded to one block."""
+    """Return the shape of a tensor; for a nested tensor, the shape after padding its components to the same size."""
     if not tensor.is_nested:
         return tuple(tensor.shape)
     parts = [part.shape for part in tensor.unbind()]
@@ -89,12 +94,13 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def number_of_samples(batch: Any) -> int:
-    """The number of samples in a batch: the size of dimension 0 of its tensors, at any depth.
+    """Return the number of samples in a batch: the size of dimension 0 of its tensors, at any depth.
 
-    Zero-dimensional tensors and values other than tensors do not count. A packed sequence counts its sequences.
+    Zero-dimensional tensors and values other than tensors are ignored. For a packed sequence, the sequences are
+    counted.
 
     Args:
-        batch: As the data loader gives it: a tensor, or tensors in tuples, lists, mappings and dataclasses.
+        batch: A batch of the data loader: a tensor, or tensors in tuples, lists, mappings and dataclasses.
 
     Raises:
         ConfigError: No tensor has a dimension 0, or their sizes differ.
@@ -120,8 +126,8 @@ def number_of_samples(batch: Any) -> int:
 
 
 def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """The tensors of a batch, as path and shape, each with the number of samples that it stands for."""
-    if isinstance(value, PackedSequence):  # a named tuple, whose tensors hold steps and not samples
+    """Yield a description (path and shape) and the number of samples for each tensor of a batch."""
+    if isinstance(value, PackedSequence):  # a named tuple whose tensors have time steps, not samples, in dimension 0
         yield f"{path or 'the batch'} (packed)", int(value.batch_sizes[0])
     elif isinstance(value, Tensor):
         if value.dim():
@@ -132,7 +138,10 @@ def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with every tensor on that device; a packed sequence keeps its lengths on the CPU, as PyTorch has it."""
+    """Return the value with every tensor on the device.
+
+    The lengths of a packed sequence stay on the CPU, as PyTorch requires.
+    """
     if isinstance(value, Tensor | PackedSequence):
         return value.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence.to takes it too
     return map_children(value, lambda _, child: to_device(child, device))

@@ -93,7 +93,7 @@ class RunFiles:
         return content.decode()
 
     def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
-        """Return the Parquet files of a table, without known damaged ones, and the rows that are not in Parquet files."""
+        """Return the Parquet files of a table that are not known to be damaged, and the rows of its journals."""
         self._look_for_others(name)
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
@@ -123,9 +123,9 @@ class RunFiles:
                 self._sound.add(file)
 
     def lacks_columns(self, file: Path, name: str) -> bool:
-        """Return whether a file has the columns of an earlier version.
+        """Return whether a file was written by an earlier version, without some of the current columns.
 
-        False if the file cannot be read; other problems are found when it is read.
+        The result is False if the file cannot be read; other problems are found when it is read.
         """
         try:
             return not ADDED.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))

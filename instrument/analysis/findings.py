@@ -186,7 +186,7 @@ def _not_fired(run: Run) -> Iterator[Finding]:
         fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
         names = list(
             dict.fromkeys(place_of(row["layer"], row["path"], row["kind"]) for row in group)
-        )  # the ranks have the same names
+        )  # all ranks have the same locations
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         where = f"{', '.join(names[:MOST_NAMES])}{more} ({hook}, {kind})"
         what = "fired too seldom" if fired else "never fired"

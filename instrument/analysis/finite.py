@@ -10,7 +10,8 @@ threshold; only the counts of such a row are shown.
 | other tensors, in which infinities may be a mask | 50% |
 
 The counts are recorded with every other statistic. Runs of earlier versions may not have them: without `numel` the
-fraction is unknown, and any NaN or infinity makes the row non-finite. Without the other counts the row counts as finite.
+fraction is unknown, and any NaN or infinity makes the row non-finite. Without the
+other counts, the row counts as finite.
 """
 
 from __future__ import annotations

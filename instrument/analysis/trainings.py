@@ -122,7 +122,7 @@ def in_yaml(value: Any) -> str:
 
 
 def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was used for settings that the configuration leaves open: device, number of processes, fallback dataset."""
+    """Return the values used for settings that the configuration leaves open: device, ranks, fallback dataset."""
     used: dict[str, Any] = {"ranks": info.get("ranks", 1)}
     if isinstance(device := info.get("device"), str):
         used["device"] = device.partition(":")[0]  # the index of the device does not matter

@@ -1,1 +1,1 @@
-"""A step's rows: the probe that attaches a plan to a model, and the recorder that gathers what its hooks see."""
+"""Capture: the probe that attaches a plan to a model, and the recorder that collects the rows of a step."""

@@ -1,7 +1,7 @@
-"""Alerts: what nobody should have to look for in the rows. The first values that are not finite, and where they go on.
+"""Events for values that are not finite: the first occurrences, and how they spread.
 
-It looks at rows when they are handed to the sink, where the numbers have arrived anyway: no hook is made longer, and what
-was measured on a GPU is told when the next step ends.
+Rows are checked when they are passed to the sink, where the numbers are on the host. Hooks do not become slower. Values
+on a GPU are reported at the end of the next step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .sink import Row
 from .tables import TABLES
 
 RULE = "non_finite"
-MOST_PLACES = 20  # that are told of after the first one
+MOST_PLACES = 20  # further locations to report after the first one
 
 _AT = {name: place for place, name in enumerate(TABLES["stats"].names)}
 _NAN, _INF = _AT["nan_count"], _AT["inf_count"]
@@ -24,16 +24,16 @@ _PLACE = ("hook", "layer", "role", "path", "phase")
 
 
 class Tell(Protocol):
-    """Who puts an event down: `Probe.event`."""
+    """Writes an event: `Probe.event`."""
 
     def __call__(self, rule: str, message: str, *, severity: str, layer: str | None, step: int) -> None: ...
 
 
 class Alerts:
-    """Tells of values that are not finite, once for each place: the first of the run is a warning.
+    """Reports values that are not finite, once per location. The first one of a run is a warning.
 
-    A place is a hook, a layer, a role, a path and a phase. Gradients of a step that a gradient scaler skipped are no alarm,
-    since that is how it finds its scale: of those only the first is told, as information.
+    A location is a hook, layer, role, path and phase. Gradients of a step that a gradient scaler skipped are expected,
+    since this is how it finds its scale. Only the first of them is reported, with severity `info`.
 
     Args:
         tell: Called with each event.
@@ -43,11 +43,11 @@ class Alerts:
         self._tell = tell
         self._places: set[tuple[str, ...]] = set()
         self._losses: set[str] = set()  # phases whose loss was not finite
-        self._skipped: int | None = None  # the last step that a gradient scaler skipped
+        self._skipped: int | None = None  # the last step that the gradient scaler skipped
         self._told_of_skipped = False
 
     def see_stats(self, rows: Sequence[Row]) -> None:
-        """The rows of statistics of a step, in the order in which they were measured."""
+        """Check the rows of statistics of a step, in the order in which they were recorded."""
         bad = [row for row in rows if row[_NAN] or row[_INF]]
         if bad and len(self._places) <= MOST_PLACES:
             for row in bad:
@@ -75,7 +75,7 @@ class Alerts:
             self._tell(RULE, message, severity="info", layer=None, step=step)
 
     def see_metrics(self, moment: Moment, metrics: Mapping[str, Any]) -> None:
-        """A row of metrics, known before the rows of statistics of its step are."""
+        """Check a row of metrics. It is available before the rows of statistics of its step."""
         if metrics["skipped"]:
             self._skipped = moment.step
         loss = metrics["loss"]
@@ -86,7 +86,7 @@ class Alerts:
             self._tell(RULE, message, severity="warning" if first else "info", layer=None, step=moment.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was told, as texts and lists."""
+        """Return what was reported so far, as strings and lists."""
         return {
             "places": sorted(list(place) for place in self._places),
             "losses": sorted(self._losses),
@@ -94,14 +94,17 @@ class Alerts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was told."""
+        """Restore what was reported so far."""
         self._places = {tuple(place) for place in state["places"]}
         self._losses = set(state["losses"])
         self._told_of_skipped = state["told_of_skipped"]
 
 
 def _counted(row: Row) -> str:
-    """`at step 12 in encoder.0 output: 3 NaN, 0 infinite of 6,400 (hook 'activations')`: what is cut off matters least."""
+    """Describe a row. A truncated message loses the least important part.
+
+    For example `at step 12 in encoder.0 output: 3 NaN, 0 infinite of 6,400 (hook 'activations')`.
+    """
     hook, layer, role, path, step, phase, numel = (
         row[_AT[name]] for name in ("hook", "layer", "role", "path", "step", "phase", "numel")
     )

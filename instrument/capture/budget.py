@@ -1,16 +1,17 @@
-"""Recording within a budget: what costs too much is looked at less often.
+"""The budget for recording: hooks over budget are sampled less often.
 
-Time is by which share of itself a step is longer with records than without, as the steps themselves say. A stopwatch says what
-each site has of it; but hooks also push other things out of the caches and keep memory from being used again, which no stopwatch
-in them sees. So at first steps with records are held against steps without; where there are none of those, records look away in
-every other four steps. What is due less often costs more each time: steps are compared again and again as long as there are both.
+Time is the relative overhead of steps with record hooks. A stopwatch inside the hooks measures the distribution over
+sites. But hooks also evict data from caches and keep memory from being reused, which this stopwatch cannot measure. So
+steps with record hooks are first compared with steps without. If there are none without, record hooks are paused in
+every second block of four steps. Hooks that run less often cost more each time, so the comparison is repeated while
+there are steps of both types.
 
-The time is added up since the last change, and looked at after a while; where it is more than allowed, the costliest sites
-become due half as often, one after the other, until what they cost at that rate is within the budget. Sites that are due as
-seldom as they may do without tensors, then without a histogram, quantiles, l1.
+The time is summed since the last change and checked after a while. If it exceeds the budget, the most expensive sites
+are sampled half as often, one after the other, until their expected cost is within the budget. Sites that already have
+the lowest rate lose parts of their recording: first tensors, then the histogram, quantiles and l1.
 
-Bytes are kept so that they last: until the run's end where that is known, and for several times as many steps as were made
-where it is not. Interventions are never touched.
+Bytes are limited so that they last until the end of the run if its length is known. Otherwise they have to last for
+several times the number of steps so far. Interventions always run.
 """
 
 from __future__ import annotations
@@ -29,26 +30,29 @@ from .calibration import BLOCK, Calibration
 from .overhead import Overhead
 from .recorder import Recorder
 
-WARM_UP = 3  # steps that are not counted: the first ones allocate
-LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # between two looks
-CALM_STEPS, MARGIN, MOST_LOOKED_AGAIN = 60, 0.8, 4  # after which, and how often, thinned sites are looked at more again
-SELDOM = 1024  # how many times as seldom as it was asked for a site may become due
-HORIZON = 4  # how many times the steps that were made bytes are to last for, where nobody knows the run's length
-ROW_BYTES = 70  # of a row of statistics, on disk
-PRECISE = 0.25  # of the budget: the standard error up to which steps say what recording costs
+WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
+LEAST_STEPS, LEAST_SECONDS = 20, 0.5  # the minimum between two checks
+# After how many steps, below which part of the budget, and how often at most sites are sampled more often again.
+CALM_STEPS, MARGIN, MOST_LOOKED_AGAIN = 60, 0.8, 4
+SELDOM = 1024  # the maximum subsampling of a site, relative to its schedule
+# Bytes have to last for this multiple of the steps so far if the length of the run is unknown.
+HORIZON = 4
+ROW_BYTES = 70  # of a row of statistics on disk
+# The maximum standard error of a measured overhead that is used, relative to the budget.
+PRECISE = 0.25
 
 Tell = Callable[[str, LiveSite | None], None]
 
 
 class Budget:
-    """Watches what recording costs, and thins it out.
+    """Measures the cost of recording and reduces it if necessary.
 
     Args:
-        config: What is allowed.
+        config: The limits.
         lives: All sites.
-        recorder: Knows the bytes of tensors.
-        steps: The steps of the run; None where nobody knows.
-        tell: Called with each change, in words, and its site; None where all records are meant.
+        recorder: Provides the recorded bytes.
+        steps: The number of steps of the run; None if unknown.
+        tell: Called with a message about each change, and its site; None for all sites.
     """
 
     def __init__(
@@ -60,38 +64,39 @@ class Budget:
         self.steps = steps
         self.tell = tell
         self.meter = Meter()
-        self.measured: float | None = None  # the share of time at the last look
-        self.overhead = Overhead()  # of steps with records, since the last change: older steps may have been faster
-        self._interventions: tuple[str, ...] = ()  # that are due
-        self._records: tuple[tuple[str, int], ...] = ()  # that are due: the sites of each hook
-        self._firings: Counter[LiveSite] = Counter()  # of the whole run
+        self.measured: float | None = None  # the overhead at the last check
+        # Of steps with record hooks since the last change. Earlier steps may have been faster.
+        self.overhead = Overhead()
+        self._interventions: tuple[str, ...] = ()  # scheduled hooks
+        self._records: tuple[tuple[str, int], ...] = ()  # scheduled hooks and their numbers of sites
+        self._firings: Counter[LiveSite] = Counter()  # of the complete run
         self._warm_up = WARM_UP
         self._calibration = None if config.time is None else Calibration(self.records)
         self._looked_away = False
         self._looked_again = 0
         self._steady, self._factor = 0.0, 1.0
-        self._left_out: Counter[LiveSite] = Counter()  # how often each site was made lighter
+        self._left_out: Counter[LiveSite] = Counter()  # how many parts each site has lost
         self._began = time.perf_counter()
         self._counted = 0  # steps since the last change
 
     def see_due(self, due: Iterable[LiveSite]) -> None:
-        """From now on other sites are due."""
+        """Update the scheduled sites."""
         sites = list(due)
         names = Counter(live.site.spec.name for live in sites if live.records)
         others = dict.fromkeys(live.site.spec.name for live in sites if not live.records)
         self._interventions, self._records = tuple(others), tuple(names.items())
 
     def leave_out(self, seconds: float) -> None:
-        """Something that is no part of a step took so long."""
+        """Exclude a duration that is not part of any step."""
         self._began += seconds
 
     def end_step(self, done: int, seconds: float, *, late: bool = False) -> None:
-        """A step is over.
+        """End a step.
 
         Args:
-            done: How many are.
-            seconds: What it took.
-            late: Whether it wrote rows of the step before.
+            done: The number of completed steps.
+            seconds: The duration of the step.
+            late: Whether it wrote rows of the previous step.
         """
         self.meter.lap()
         due = (*self._records, ("rows of the step before", 1)) if late else self._records
@@ -122,7 +127,7 @@ class Budget:
         self._counted = 0
 
     def _calibrate(self, calibration: Calibration) -> None:
-        """A step is over, of those in which steps with records are held against steps without."""
+        """End a step of the initial comparison of steps with and without record hooks."""
         was_away = calibration.is_away
         calibration.add(time.perf_counter() - self._began, self.meter)
         if calibration.is_over:
@@ -140,7 +145,7 @@ class Budget:
         self._start_anew()
 
     def state_dict(self) -> dict[str, Any]:
-        """What another budget for the same sites has to know to go on from here: numbers and lists."""
+        """Return the state that another budget for the same sites requires to continue: numbers and lists."""
         return {
             "measured": self.measured,
             "known": None if self._calibration is not None else [self._steady, self._factor],
@@ -149,7 +154,7 @@ class Budget:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another one was."""
+        """Restore the state of an earlier budget."""
         self.measured = state["measured"]
         if state["known"] is not None:
             self._steady, self._factor = state["known"]
@@ -169,7 +174,7 @@ class Budget:
         self.measured = spent / bare
         if self.measured <= allowed:
             return self._look_again(allowed)
-        # What is around the actions is shared by all who fire.
+        # The time outside of actions is divided among all firings.
         around = (spent - self._factor * sum(self.meter.at.values())) / max(1, sum(self.meter.firings.values()))
         costs = {live: self._factor * self.meter.at[live] + around * self.meter.firings[live] for live in self.records}
         return self._thin_out(costs, spent - allowed * bare, self._told(allowed))
@@ -178,7 +183,7 @@ class Budget:
         return f"hooks took {self.measured:.1%} of a step's time, {allowed:.1%} are allowed"
 
     def _look_again(self, allowed: float) -> bool:
-        """Where twice as much would be well within the budget for a while, what was thinned out is looked at more often."""
+        """Sample reduced sites more often if twice their cost has been well within the budget for a while."""
         assert self.measured is not None, "it was measured"
         thinned = [live for live in self.records if live.thin > 1]
         calm = self._counted >= CALM_STEPS and 2.0 * self.measured <= MARGIN * allowed
@@ -198,17 +203,17 @@ class Budget:
         return self._thin_out(coming, sum(coming.values()) - (allowed - total), told)
 
     def _bytes_of(self, live: LiveSite) -> float:
-        """What a site has recorded so far, about."""
+        """Return the approximate number of bytes that a site has recorded."""
         rows = self._firings[live] + self.meter.firings[live] if live.has_statistics else 0
         return rows * ROW_BYTES + self.recorder.bytes_of(live)
 
     def _bytes_a_step(self, live: LiveSite, done: int) -> float:
-        """What a site records a step, as often as it is looked at now."""
+        """Return the number of bytes that a site records per step at its current rate."""
         firings = self._firings[live] + self.meter.firings[live]
         return self._bytes_of(live) / max(1, firings) * live.dues / max(1, done) / live.thin
 
     def _thin_out(self, costs: dict[LiveSite, float], excess: float, told: str) -> bool:
-        """Thin the costliest out until what they cost less makes up for the excess; whether anything was changed."""
+        """Reduce the rate of the most expensive sites until the excess is gone. Return whether anything changed."""
         before = {live: live.thin for live in self.records}
         costs = dict(costs)
         while excess > 0:
@@ -227,7 +232,7 @@ class Budget:
         return bool(thinned)
 
     def _do_without(self, costs: dict[LiveSite, float], told: str) -> bool:
-        """Nothing can be looked at less often: the costliest site that has something dear does without it."""
+        """Drop a part of the recording of the most expensive site that has one. No rate can be reduced further."""
         for live in sorted(self.records, key=lambda live: -costs[live]):
             if left_out := self._lighten(live):
                 self.tell(f"{told}: {_name(live)} goes on without {left_out}", live)
@@ -235,7 +240,10 @@ class Budget:
         return False
 
     def _lighten(self, live: LiveSite) -> str | None:
-        """Leave out what costs most at a site; gives what that was, None where nothing dear is left."""
+        """Drop the most expensive part of the recording of a site.
+
+        Return its name; None if no expensive part is left.
+        """
         assert isinstance(live.action, Record), "a site that records"
         lighter = live.action.without_the_dearest()
         if lighter is None:
@@ -245,7 +253,7 @@ class Budget:
         return left_out
 
     def summary(self) -> list[str]:
-        """One line for each hook that was thinned out."""
+        """Return one line for each hook that was sampled less often."""
         lines = []
         for name in dict.fromkeys(live.site.spec.name for live in self.records):
             thinned = [live for live in self.records if live.site.spec.name == name and live.thin > 1]

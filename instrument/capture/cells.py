@@ -1,4 +1,4 @@
-"""From what a firing has to say to the cells of its row."""
+"""Conversion of measured values to the cells of a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if
 
 
 def identity(context: Context) -> Row:
-    """The columns that say where and when a row comes from."""
+    """Return the identity columns of a row: when and where it was recorded."""
     return (
         *context.moment,
         context.rank,
@@ -35,7 +35,7 @@ def identity(context: Context) -> Row:
 
 
 def statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:
-    """All columns of the statistics: None for those that were not asked for, and for those that have no value."""
+    """Return all columns of the statistics. None for those that were not requested or have no value."""
     row: list[float | None] = [None] * len(ALL)
     for at, value in zip(positions(names), values, strict=True):
         row[at] = value
@@ -43,7 +43,7 @@ def statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[f
 
 
 def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:
-    """The same of numbers that were in a tensor, where all are floats, and NaN is no value."""
+    """Convert numbers from a tensor, where all are floats and NaN means no value, to the columns of the statistics."""
     row: list[float | None] = [None] * len(ALL)
     for at, value in zip(positions(names), values, strict=True):
         if not math.isnan(value):
@@ -52,7 +52,7 @@ def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[
 
 
 def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
-    """The columns of an intervention's effect; numbers that were on a device come from `fetched`."""
+    """Return the columns of an intervention's effect. Numbers from a device come from `fetched`."""
     measures = next(fetched) if isinstance(effect.measures, Tensor) else effect.measures
     factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
     changed, before, after = measures
@@ -61,6 +61,6 @@ def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
 
 
 def changes(numel: int, changed: int, before: float | None, after: float | None, factor: float | None) -> Row:
-    """The columns of an effect, with no norm where it has no value."""
+    """Return the columns of an effect. A NaN norm becomes None."""
     norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
     return (numel, changed, changed / numel if numel else 0.0, *norms, factor)

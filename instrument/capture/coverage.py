@@ -1,4 +1,4 @@
-"""The ledger of what should have fired and what did."""
+"""The coverage table: which hooks fired as often as expected, and why others did not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .tables import NEVER_DUE, is_silent
 def coverage_rows(
     lives: Sequence[LiveSite], layers: Layers, dropped: Mapping[tuple[str, str, str], int], *, running: bool
 ) -> list[dict[str, Any]]:
-    """One row a site, in the order of the columns of the coverage table.
+    """Return one row per site, with the columns of the coverage table.
 
     Args:
         lives: The sites.
         layers: The modules of the model.
-        dropped: How many tensors there was no room for, by hook, layer and path.
-        running: Whether a step has begun that is not over; what is due in it is not held against anyone yet.
+        dropped: The number of dropped tensors, by hook, layer and path.
+        running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
     """
     return [
         {
@@ -45,7 +45,10 @@ def coverage_rows(
 
 
 def _cause(live: LiveSite, layers: Layers) -> str:
-    """Why a site fired less often than expected, the most frequent cause first, or was not expected to; empty where all is well."""
+    """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
+
+    The most frequent reason comes first.
+    """
     if live.expected:
         silent = live.fired < live.expected
         return "; ".join(dict.fromkeys(_known(cause, live, layers) for cause, _ in live.causes.most_common() if silent))
@@ -56,7 +59,7 @@ def _cause(live: LiveSite, layers: Layers) -> str:
 
 
 def _known(cause: str, live: LiveSite, layers: Layers) -> str:
-    """A cause, with all that is known of it when the run is over."""
+    """Refine a reason by what is known at the end of the run."""
     if (elsewhere := in_another_phase(cause, live.site.spec.phase, live.elsewhere)) is not None:
         return elsewhere
     if cause != NOT_CALLED:
@@ -66,7 +69,7 @@ def _known(cause: str, live: LiveSite, layers: Layers) -> str:
 
 
 def _parents(layer: Layer, layers: Layers) -> list[nn.Module]:
-    """The modules that a layer is in, the innermost first."""
+    """Return the modules that contain a layer, innermost first."""
     names = [name.split(".") for name in layer.names if name]
     paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
     inside = [other for other in layers if not paths.isdisjoint(other.names)]
@@ -74,7 +77,7 @@ def _parents(layer: Layer, layers: Layers) -> list[nn.Module]:
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
-    """One warning for each hook and cause, with the layers that it is about; and the layer, where it is just one."""
+    """Return one warning per hook and reason with the affected layers, and the layer if it is only one."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if is_silent(row):
@@ -91,7 +94,7 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
 
 
 def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One warning for each hook some of whose tensors were dropped."""
+    """Return one warning per hook with dropped tensors."""
     dropped: Counter[str] = Counter()
     for row in rows:
         dropped[row["hook"]] += row["dropped"]

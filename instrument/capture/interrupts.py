@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a step's rows are handed over: they wait until that is done."""
+"""Deferral of Ctrl-C and SIGTERM while the rows of a step are passed to the sink."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """What a signal would raise inside is raised at the end; a second signal does not wait.
+    """Defer signals to the end of the block. A second signal is handled at once.
 
-    Only signals that have a Python function to call are held back, and only in the main thread, which alone is
-    interrupted by them.
+    Only signals with a Python handler are deferred, and only in the main thread, which is the only one that handles
+    them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

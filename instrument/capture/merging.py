@@ -1,4 +1,4 @@
-"""One row of what each of several processes has a part of: from the pieces of a step to the rows of the first process."""
+"""Merging of the parts of several processes into one row, which the first process writes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .cells import changes, fetched_statistics, identity
 from .ranks import Alone, Over, Piece, own_rank
 from .sink import Row
 
-_RANK_AT = 4  # of the columns of identity
+_RANK_AT = 4  # the index of the rank among the identity columns
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 class MergedRows(NamedTuple):
-    """The rows of a step, whose numbers may still be on a device.
+    """The merged rows of a step. Their numbers may still be on a device.
 
     Attributes:
-        numbers: What they are made of.
-        made: Makes them of those numbers as lists: tables and rows.
+        numbers: The numbers of the rows.
+        made: Converts these numbers, as lists, to tables and rows.
     """
 
     numbers: tuple[Tensor, ...]
@@ -45,27 +45,27 @@ class MergedRows(NamedTuple):
 
 
 def key_of(context: Context) -> Row:
-    """The columns of identity without the rank."""
+    """Return the identity columns without the rank."""
     row = identity(context)
     return row[:_RANK_AT] + row[_RANK_AT + 1 :]
 
 
 def statistics_piece(context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> Piece:
-    """What a process brings to a row of statistics; see `instrument.actions.base.Rows.add_part`."""
+    """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
     gathered = _NOTHING if dead is None else pack_units(dead)
     return Piece("stats", key_of(context), (names, 0 if dead is None else len(dead)), part, gathered)
 
 
 def distribution_piece(context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> Piece:
-    """What it brings to a row of distributions."""
+    """Return this process's part of a row of distributions."""
     return Piece("distributions", key_of(context), (levels, bins), (), sketch)
 
 
 def effect_piece(context: Context, effect: Effect) -> Piece:
-    """What it brings to a row of effects: elements, changed ones, the norms before and after, the factor."""
+    """Return this process's part of a row of effects: elements, changed elements, norms before and after, factor."""
     measures, factor = effect.measures, math.nan if effect.factor is None else effect.factor
     if isinstance(measures, Tensor):
-        part = measures.new_full((5,), effect.numel)  # which waits for no device, as a copy would
+        part = measures.new_full((5,), effect.numel)  # does not wait for the device, unlike a copy
         part[1:4] = measures
         part[4] = factor
         return Piece("effects", key_of(context), (), part, _NOTHING)
@@ -74,11 +74,11 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
 
 
 def merge(pieces: Sequence[Piece], over: Over) -> MergedRows | None:
-    """The rows of a step's pieces, over all processes that bring the same ones; None where another process writes them.
+    """Merge the pieces of a step over all processes. None if another process writes the rows.
 
     Args:
-        pieces: In the same order in all processes.
-        over: The processes; `Alone` makes rows of this one's pieces.
+        pieces: The pieces, in the same order in all processes.
+        over: The processes. `Alone` uses only the pieces of this one.
     """
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
     statistics, changed = _numbers(stats, effects, over) if stats or effects else (_NOTHING, _NOTHING)
@@ -90,9 +90,10 @@ def merge(pieces: Sequence[Piece], over: Over) -> MergedRows | None:
 
 
 def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], over: Over) -> tuple[Tensor, Tensor]:
-    """Statistics float64 [rows, MERGED] and changes [rows, 5], by one maximum and one sum of all of them.
+    """Return statistics, float64 [rows, MERGED], and changes, [rows, 5], by one maximum and one sum over all pieces.
 
-    Changes are elements, changed ones, the norms before and after, the factor where it is the same everywhere.
+    Changes are elements, changed elements, the norms before and after, and the factor if it is the same in all
+    processes.
     """
     there = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
     device = over.device or next(there, None)
@@ -107,14 +108,14 @@ def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], over: Over) -> tu
 
 
 def _together(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors reduced in one exchange."""
+    """Reduce two tensors in one collective operation."""
     reduced = reduce(torch.cat([one.flatten(), other.flatten()]))
     first, second = reduced.split([one.numel(), other.numel()])
     return first.view_as(one), second.view_as(other)
 
 
 def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
-    """float64 [rows, numbers]; what is not on the device goes there in one copy."""
+    """Stack the pieces, float64 [rows, numbers]. Numbers on the host are copied to the device at once."""
     there = [piece.part for piece in pieces if isinstance(piece.part, Tensor)]
     here = torch.tensor([piece.part for piece in pieces if not isinstance(piece.part, Tensor)], dtype=torch.float64)
     if not there:
@@ -124,7 +125,10 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
 
 
 def _gathered(pieces: Sequence[Piece], over: Over) -> Tensor:
-    """float64 [ranks, numbers]: what all pieces gather, one behind the other; nothing where another process has it."""
+    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers].
+
+    Empty if another process receives them.
+    """
     parts = [piece.gathered for piece in pieces if len(piece.gathered)]
     if not parts:
         return _NOTHING
@@ -141,7 +145,7 @@ def _rows(
     changed: list[float],
     gathered: list[float],
 ) -> Iterator[tuple[str, Row]]:
-    """The rows, of the numbers of all of them."""
+    """Build the rows from the merged numbers."""
     stats = iter(np.array(statistics).reshape(-1, len(MERGED)).tolist())
     effects = iter(np.array(changed).reshape(-1, 5).tolist())
     columns = np.array(gathered).reshape(ranks, -1)

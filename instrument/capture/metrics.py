@@ -1,4 +1,4 @@
-"""The table `metrics`: what a loop knows of a step or an evaluation, a row each."""
+"""The `metrics` table: one row per training step or evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS = (*GIVEN, "seconds", "samples_per_second")
 
 
 def refuse_unknown(names: Iterable[str], *internal: str) -> None:
-    """Refuse metrics that no column of the table holds.
+    """Refuse metrics without a column in the `metrics` table.
 
     Args:
         names: The names of the metrics.
@@ -37,16 +37,16 @@ def refuse_unknown(names: Iterable[str], *internal: str) -> None:
 
 
 class Metrics:
-    """Writes the rows.
+    """Writes the rows of the `metrics` table.
 
     Args:
-        recorder: Where they go.
-        clock: Which step, epoch and phase they are of.
-        alerts: Shown each row.
+        recorder: Receives the rows.
+        clock: Provides step, epoch and phase.
+        alerts: Checks each row.
         ranks: The processes that train together; None for a single one.
 
     Attributes:
-        steps: Knows the learning rate, where there is an optimizer to look at.
+        steps: Provides the learning rate; None without an optimizer.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, alerts: Alerts, ranks: Ranks | None) -> None:
@@ -59,7 +59,7 @@ class Metrics:
     def write(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """A row for the step and phase that are running; see `Probe.write_metrics`."""
+        """Write a row for the current step and phase; see `Probe.write_metrics`."""
         metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
         if metrics.get("lr") is None and self.steps is not None and self.clock.moment.phase == "train":
             metrics["lr"] = self.steps.take_rate()

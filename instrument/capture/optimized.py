@@ -1,4 +1,4 @@
-"""What hooks ask of the optimizers: that there is one, that one holds their parameters, that one keeps such a state."""
+"""Checks of the optimizers: one exists if hooks require it, holds their parameters, and keeps the requested state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
-    """One optimizer, several or none as a tuple of those that make the steps, without what a library wrapped around them.
+    """Return one optimizer, several or none as a tuple of the optimizers that make the steps.
+
+    Wrappers of libraries are replaced by the wrapped optimizer.
 
     Raises:
-        ConfigError: One of them is something else.
+        ConfigError: An item is not an optimizer.
     """
     several = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
     plain = [_plain(optimizer) for optimizer in several]
@@ -32,7 +34,7 @@ def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that make the steps: those in `parts`, as `PerModule` has them, or the one that is given."""
+    """Return the optimizers that make the steps: those in `parts`, as in `PerModule`, or the given one."""
     parts = getattr(optimizer, "parts", None)
     if not (isinstance(parts, Mapping) and parts and all(isinstance(part, Optimizer) for part in parts.values())):
         return (optimizer,)
@@ -40,16 +42,16 @@ def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, where a library wrapped it (accelerate's has no hooks of its own)."""
+    """Return the wrapped optimizer of a library's wrapper. The one of accelerate has no hooks."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what needs an optimizer where there is none, and a state that none of them keeps.
+    """Refuse hooks that require a missing optimizer, or a state that no optimizer keeps.
 
     Raises:
-        ConfigError: With every mistake.
+        ConfigError: With every problem.
     """
     mistakes = []
     for name, spec in plan.specs.items():
@@ -78,7 +80,7 @@ def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
 
 
 def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
-    """What is wrong with optimizers that hold none of a model's parameters, in words; None where they hold some."""
+    """Return a message if the optimizers hold none of the model's parameters; None otherwise."""
     held = {key for optimizer in optimizers for key in held_by(optimizer)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not optimizers or not trained or any(id(parameter) in held for parameter in trained):
@@ -91,21 +93,22 @@ def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | 
 
 
 def kept_state(optimizer: Optimizer) -> frozenset[str] | None:
-    """The names of what an optimizer keeps for a parameter, from a step of its like with a parameter to be thrown away.
+    """Return the names of the optimizer's state for a parameter, found by a step of a copy with a temporary parameter.
 
-    None where that cannot be found out: it asks for more than a gradient (a closure, a certain shape).
+    None if they cannot be found, because the optimizer requires more than a gradient (a closure, a certain shape).
     """
     kept = {str(key) for state in optimizer.state.values() for key in state}
     try:
         for group in optimizer.param_groups:
             kept |= _kept_with(optimizer, group)
-    except Exception:  # of whatever kind: it is the optimizer's own code, with a parameter that it was not made for
+    # The optimizer's own code, which can raise anything for a parameter that it does not support.
+    except Exception:
         return frozenset(kept) or None
     return frozenset(kept)
 
 
 def _kept_with(optimizer: Optimizer, group: dict[str, object]) -> set[str]:
-    """What it keeps with a group's options."""
+    """Return the names of the state with the options of a parameter group."""
     like = next((parameter for parameter in optimizer.param_groups[0]["params"]), None)
     options = {key: value for key, value in group.items() if key != "params"}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

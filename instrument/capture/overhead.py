@@ -1,4 +1,4 @@
-"""What hooks make of a training step's time, where a run has steps with hooks and steps without to compare."""
+"""Measurement of the overhead of hooks, by comparison of steps with and without scheduled hooks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import NamedTuple
 
 from ..kinds.meter import usual_variance
 
-WARM_UP = 3  # steps that are not counted: the first ones allocate
-LEAST = 5  # steps of each sort, below which nothing is said
-KEPT = 256  # of each sort, the latest
+WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
+LEAST = 5  # the minimum number of steps of each type
+KEPT = 256  # the latest durations of each type
 MOST_SORTS = 16
-LOOK = 20  # steps between two looks
+LOOK = 20  # steps between two evaluations of the measurements
 OTHERS = "others"
-OF_A_MEDIAN = math.pi / 2  # its variance, over that of a mean of as many numbers
+OF_A_MEDIAN = math.pi / 2  # the variance of a median relative to that of a mean of as many numbers
 
 
 class Measured(NamedTuple):
-    """What was found.
+    """A measured overhead.
 
     Attributes:
-        share: By which share of itself a step is longer, on average.
-        error: The standard error of that.
-        bare: What a step without hooks takes, in seconds.
+        share: The relative overhead, as the mean over all steps.
+        error: Its standard error.
+        bare: The duration of a step without hooks, in seconds.
     """
 
     share: float
@@ -34,10 +34,10 @@ class Measured(NamedTuple):
 
 
 class Overhead:
-    """Compares steps at which hooks were due with steps at which none was.
+    """Compares the durations of steps with and without scheduled hooks.
 
-    Steps at which the same hooks were due are of one sort. What a sort takes is the median of its latest steps, so that a
-    step in which the machine did something else does not count; how often it came says what it weighs.
+    Steps with the same scheduled hooks are of one type. The duration of a type is the median of its latest steps, so
+    that interrupted steps have no effect. Types are weighted by their frequency.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Overhead:
         self._measured: Measured | None = None
 
     def add(self, due: Hashable, seconds: float, beside: Hashable = ()) -> None:
-        """A training step is over.
+        """Add a training step.
 
         Args:
-            due: The hooks that had something to do in it; `()` for a step that nothing was done in.
-            seconds: What it took, all that belongs to it included.
-            beside: Hooks that had something to do and are not asked about: only steps with the same ones are compared.
+            due: The hooks that ran in it; `()` if none did.
+            seconds: Its total duration.
+            beside: Hooks that ran but are not measured. Only steps with the same ones are compared.
         """
         self._steps += 1
         if self._steps <= WARM_UP:
@@ -66,12 +66,12 @@ class Overhead:
 
     @property
     def share(self) -> float | None:
-        """By which share of itself a step is longer, on average over the steps so far; None where it was not measured."""
+        """The relative overhead, as the mean over all steps so far; None if it was not measured."""
         found = self.measured()
         return None if found is None else found.share
 
     def measured(self) -> Measured | None:
-        """What the steps say, as of the last look; None where there are too few of one sort."""
+        """Return the overhead at the last check; None if there were too few steps of a type."""
         if self._steps - self._looked_at >= LOOK:
             self._looked_at = self._steps
             self._measured = self._look()

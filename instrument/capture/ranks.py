@@ -1,8 +1,8 @@
-"""The processes that train together, and how they come to one row of what each has a part of.
+"""The processes that train together, and their collective operations on statistics.
 
-Where `reduce` is `global`, each process brings what it has measured of its part of a tensor, and the first one writes the row:
-a maximum and a sum over all tensors of a step, and one gathering for quantiles, histograms and dead units, when the step has
-ended. No tensor that was hooked is ever sent.
+With `reduce: global`, each process contributes what it measured of its part of a tensor, and the first one writes the
+row. At the end of a step, this requires one maximum and one sum over all tensors, and one gathering for quantiles,
+histograms and dead units. Hooked tensors are never sent.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .sink import Row
 
 
 def own_rank() -> int:
-    """Which of several processes this is, from 0: as the process group knows it, or, before there is one, torchrun."""
+    """Return the rank of this process, from 0: that of the process group, or before it exists that of torchrun."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 class Piece(NamedTuple):
-    """What one process brings to one row.
+    """The contribution of one process to one row.
 
     Attributes:
-        table: Whose row it is.
-        key: The row's columns of identity, without the rank and the scope: the same in all processes.
-        shape: What decides how many numbers there are: the same in all processes.
-        part: Numbers that are merged by sums and maxima; a float64 tensor where they are on a device.
-        gathered: Numbers that are gathered from all; float64, perhaps none.
+        table: The table of the row.
+        key: The identity columns of the row, without the rank and the scope. Equal in all processes.
+        shape: Determines how many numbers there are. Equal in all processes.
+        part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device.
+        gathered: Numbers that are gathered from all processes; float64, possibly empty.
     """
 
     table: str
@@ -50,61 +50,61 @@ class Piece(NamedTuple):
 
 
 class Over(Protocol):
-    """Whom sums, maxima and gatherings are formed over."""
+    """The interface of collective operations."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes what is the same in all of them."""
+        """Whether this process writes the rows that are the same in all processes."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     @property
     def device(self) -> torch.device | None:
-        """Where numbers are merged; where they are without it."""
+        """The device on which numbers are merged; None for their own device."""
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of these numbers, in every process."""
+        """Return the sum over all processes, in every process."""
 
     def maximum(self, numbers: Tensor) -> Tensor:
-        """Their maximum, in every process."""
+        """Return the maximum over all processes, in every process."""
 
     def gather(self, numbers: Tensor) -> Tensor | None:
-        """[ranks, numbers] in the first process, None in the others."""
+        """Return [ranks, numbers] in the first process, None in the others."""
 
 
 class Alone:
-    """One process for itself."""
+    """Collective operations of a single process."""
 
     leads, size, device = True, 1, None
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The numbers."""
+        """Return the numbers."""
         return numbers
 
     def maximum(self, numbers: Tensor) -> Tensor:
-        """The numbers."""
+        """Return the numbers."""
         return numbers
 
     def gather(self, numbers: Tensor) -> Tensor | None:
-        """The numbers, [1, numbers]."""
+        """Return the numbers, [1, numbers]."""
         return numbers[None]
 
 
 class Ranks:
-    """The processes of a training, one of which this is; made in all of them at once, in an initialised process group.
+    """The processes of a distributed training. Created in all of them at once, with an initialized process group.
 
     Args:
         parallel: How they train together.
-        reduces: Whether the first one writes rows for all of them.
-        control: A group for messages between the CPUs of all of them; one is made where it is needed.
-        merged_metrics: Whether the loop gives each of them the metrics of all, of which one row is enough.
+        reduces: Whether the first process writes rows for all of them.
+        control: A gloo group of all processes. Default: None, a new one if required.
+        merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
 
     Attributes:
-        rank: Which one this is, from 0.
-        bytes_sent: For statistics, by this process, so far; what is summed up counts twice, as in a ring.
-        differences: Where processes have not seen the same tensors, in words, by hook, layer and rank.
+        rank: The rank of this process, from 0.
+        bytes_sent: Bytes that this process has sent for statistics. A reduction counts twice, as in a ring.
+        differences: Messages about tensors that not all processes have seen, by hook, layer and rank.
     """
 
     def __init__(self, parallel: Parallel, *, reduces: bool, merged_metrics: bool = False, control: Any = None) -> None:
@@ -118,48 +118,49 @@ class Ranks:
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
-            # It goes with the world: one that ends before it, or outlives it, may abort the process when that ends.
+            # The group is never destroyed separately: if it ends before or after the process group, the process may
+            # abort.
             self._control = control or dist.new_group(backend="gloo")
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes what is the same in all of them."""
+        """Whether this process writes the rows that are the same in all processes."""
         return self.rank == 0
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self._size
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers of this step are merged."""
+        """The device on which the numbers of this step are merged."""
         return self._device
 
     def merges(self, context: Context) -> bool:
-        """Whether there is to be one row of what all processes have a part of.
+        """Return whether all processes contribute to one row.
 
-        Each has a part of the batch that goes through a module, and its shard of a tensor. A parameter's gradient that is not
-        averaged yet, a loss, and a buffer are no parts: their rows stay those of each rank.
+        Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
+        that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
         """
         is_part = context.scope == "local" and KINDS[context.kind].family == "module"
         return self.reduces and (is_part or context.scope == "shard")
 
     def repeats(self, context: Context) -> bool:
-        """Whether another process writes the same row."""
+        """Return whether another process writes the same row."""
         return self.reduces and not self.leads and context.scope == "averaged"
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of these numbers, in every process."""
+        """Return the sum over all processes, in every process."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def maximum(self, numbers: Tensor) -> Tensor:
-        """Their maximum, in every process."""
+        """Return the maximum over all processes, in every process."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def gather(self, numbers: Tensor) -> Tensor | None:
-        """[ranks, numbers] in the first process, None in the others."""
+        """Return [ranks, numbers] in the first process, None in the others."""
         parts = [torch.empty_like(numbers) for _ in range(self._size)] if self.leads else None
         dist.gather(numbers, parts, group=self._group(numbers))
         self.bytes_sent += numbers.nbytes
@@ -175,17 +176,20 @@ class Ranks:
         return self._control if numbers.is_cpu else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be known to go on between two steps."""
+        """Return the state that is required to resume between two steps."""
         return {"differences": [(*key, message) for key, message in self.differences.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
     # ------------------------------------------------------------------------------------------------ agreement
 
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """A step's pieces in an order that is the same in all processes; of what this one has not seen one without numbers."""
+        """Sort the pieces of a step in the same order in all processes.
+
+        Add empty pieces for tensors that this one has not seen.
+        """
         moment = pieces[0].key[:4] if pieces else ()
         seen = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces]))
         digest = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "little")
@@ -214,7 +218,7 @@ class Ranks:
         self.differences.setdefault((hook, layer, rank), message)
 
     def _number(self, piece: Piece) -> int:
-        """What stands for a piece whatever its moment; the same in all processes."""
+        """Return a hash of a piece that does not depend on its moment. Equal in all processes."""
         of = (piece.table, *piece.key[3:], piece.shape)
         found = self._numbers.get(of)
         if found is None:

@@ -1,7 +1,7 @@
-"""The rows of the step that is running.
+"""Collects the rows of the current step.
 
-Numbers that are on a device stay there until the step ends; then all of them come over at once, and nobody waits: they
-are read when the next step ends.
+Numbers on a device stay there until the step ends. They are then copied asynchronously, all at once, and read when the
+next step ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .ranks import Alone, Piece, Ranks
 from .sink import Row, Sink
 from .transfer import Transfer
 
-NUMBER_BYTES = 4  # of one of a distribution's numbers, on disk, about
+NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
 
 class Recorder:
-    """Gathers what the actions of a step have to say, and hands it to the sink when the step ends.
+    """Collects the results of a step's actions and passes them to the sink at the end of the step.
 
     Args:
-        sink: Who keeps the rows.
-        watch: Called with each step's rows of statistics, once all that is known of the step has been handed over.
+        sink: Receives the rows.
+        watch: Called with the rows of statistics of each step, after all rows of the step were passed to the sink.
         ranks: The processes that train together; None for a single one.
     """
 
@@ -43,8 +43,8 @@ class Recorder:
         self.watch = watch
         self.ranks = ranks
         self.rows_written = 0
-        self.dropped: Counter[tuple[str, str, str]] = Counter()  # tensors, by hook, layer and path
-        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, likewise
+        self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
+        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
@@ -53,34 +53,34 @@ class Recorder:
         self._under_way: _Step | None = None
 
     def merges(self, context: Context) -> bool:
-        """Whether a tensor is the part of one that several processes have, of which there is to be one row."""
+        """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
         return self.ranks is not None and self.ranks.merges(context)
 
     def _repeats(self, context: Context) -> bool:
         return self.ranks is not None and self.ranks.repeats(context)
 
     def _key(self, context: Context) -> Row:
-        """The columns of identity; of what is the same in all processes, where one row stands for them, the scope is global."""
+        """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
         key = identity(context)
         stands_for_all = self.ranks is not None and self.ranks.reduces and context.scope == "averaged"
         return (*key[:-1], "global") if stands_for_all else key
 
     def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
-        """This process's part of a row of statistics."""
+        """Add this process's part of a row of statistics."""
         self._pieces.append(statistics_piece(context, names, part, dead))
 
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
-        """This process's part of a row of distributions."""
+        """Add this process's part of a row of distributions."""
         self._pieces.append(distribution_piece(context, levels, bins, sketch))
         self._count_distribution(context, levels, bins)
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
-        """The statistics of one tensor, in the order of `names`."""
+        """Add the statistics of one tensor, in the order of `names`."""
         if not self._repeats(context):
             self._stats.append((self._key(context), names, values))
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
-        """Quantiles at these levels and a histogram of so many bins, as `instrument.stats.distribution` gives them."""
+        """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
         if not self._repeats(context):
             self._distributions.append((self._key(context), levels, bins, values))
             self._count_distribution(context, levels, bins)
@@ -91,7 +91,7 @@ class Recorder:
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """One tensor's values, which the sink copies; one that it has no room for is counted."""
+        """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted."""
         if self._repeats(context):
             return
         stored = self.sink.keep(self._key(context), source_shape, tensor, dtype)
@@ -102,25 +102,25 @@ class Recorder:
             self.bytes[context.hook, context.layer, context.path] += stored
 
     def add_effect(self, context: Context, effect: Effect) -> None:
-        """What one intervention changed."""
+        """Add the effect of one intervention."""
         if self.merges(context):
             self._pieces.append(effect_piece(context, effect))
         elif not self._repeats(context):
             self._effects.append((self._key(context), effect))
 
     def bytes_of(self, live: LiveSite) -> int:
-        """Bytes of the tensors that were kept at a site, and about those of its quantiles and histograms."""
+        """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
         return at_site(self.bytes, live)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, as numbers and lists."""
+        """Return the counts, as numbers and lists."""
         counts = {"dropped": self.dropped, "bytes": self.bytes}
         return {"rows_written": self.rows_written} | {
             name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from these counts."""
+        """Restore the counts."""
         self.rows_written = state["rows_written"]
         self.dropped, self.bytes = (
             Counter({(hook, layer, path): count for hook, layer, path, count in state[name]})
@@ -128,16 +128,16 @@ class Recorder:
         )
 
     def write(self, table: str, rows: list[Row]) -> None:
-        """Rows of a table that no action writes to, straight to the sink."""
+        """Write rows of a table without actions directly to the sink."""
         self.sink.write(table, rows)
         self.rows_written += len(rows)
 
     def end_step(self, *, due: bool = True, alone: bool = False) -> None:
-        """Hand the step's rows to the sink; of one whose numbers are on a GPU when the next step ends.
+        """Pass the rows of the step to the sink. Numbers on a GPU follow at the end of the next step.
 
         Args:
-            due: Whether any hook was due, which is the same in all processes.
-            alone: The other processes are not there any more: rows are of this one's parts.
+            due: Whether any hook was scheduled; equal in all processes.
+            alone: Whether the other processes are gone. Rows are then computed from the parts of this one.
         """
         self.flush()
         merged = self._merge(due, alone)
@@ -155,26 +155,26 @@ class Recorder:
             self.flush()
 
     def _merge(self, due: bool, alone: bool) -> MergedRows | None:
-        """The rows of what each process has a part of; None where another process writes them."""
+        """Merge the parts of all processes; None if another process writes the rows."""
         if self.ranks is None or not self.ranks.reduces or not (due or self._pieces):
             return None
         pieces = self._pieces if alone else self.ranks.align(self._pieces)
         merged = merge(pieces, Alone() if alone else self.ranks)
-        self._pieces = []  # they are kept as long as other processes may fail
+        self._pieces = []  # kept until now, since other processes may fail
         return merged
 
     @property
     def is_owing(self) -> bool:
-        """Whether rows of hooks are on their way, and will take time of the step that is running."""
+        """Whether rows of hooks are still being copied. Writing them will take time in the current step."""
         step = self._under_way
         return step is not None and bool(step.stats or step.distributions or step.effects or step.merged)
 
     def write_late(self, table: str, row: Callable[[], Row]) -> None:
-        """A row that is made when the step's rows are handed over."""
+        """Write a row that is computed when the rows of the step are passed to the sink."""
         self._late.append((table, row))
 
     def flush(self) -> None:
-        """Hand over the step whose numbers were left on their way, where there is one; waits for them."""
+        """Pass the step to the sink whose numbers were being copied, if there is one. This waits for the numbers."""
         step, self._under_way = self._under_way, None
         if step is None:
             return
@@ -210,7 +210,7 @@ class Recorder:
 
 
 class _Step(NamedTuple):
-    """What a step has to say, perhaps still on its way."""
+    """The results of a step. Its numbers may still be on a device."""
 
     stats: list[tuple[Row, tuple[str, ...], Values]]
     distributions: list[tuple[Row, tuple[float, ...], int, Values]]
@@ -221,6 +221,6 @@ class _Step(NamedTuple):
 
 
 def at_site(counts: Mapping[tuple[str, str, str], int], live: LiveSite) -> int:
-    """Of counts by hook, layer and path those of a site: of a module's at all paths, of a parameter's its own."""
+    """Return the count of a site. A module's site includes all paths, a parameter's site only its own."""
     name, layer, own = live.site.spec.name, live.site.layer.name, live.site.own_name
     return sum(count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own in ("", path))

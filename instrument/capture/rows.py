@@ -1,4 +1,4 @@
-"""Rows that are known before the first step."""
+"""The rows of the `layers` table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .sink import Row
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:
-    """Whether some parameters have no shape yet, since no forward pass has run their module."""
+    """Return whether some parameters have no shape yet, because their module has not run."""
     return any(is_lazy(parameter) for parameter in model.parameters())
 
 
 def layer_rows(plan: HookPlan) -> list[Row]:
-    """The layers table: one row a module of the model."""
+    """Return the rows of the `layers` table: one per module of the model."""
     rows: list[Row] = []
     for layer in plan.layers:
         parameters = [parameter for _, parameter in layer.own_parameters()]

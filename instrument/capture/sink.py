@@ -1,4 +1,4 @@
-"""The seam between a probe and whoever keeps its rows."""
+"""The interface between a probe and the sinks that store its rows."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ Row = tuple[Any, ...]
 
 
 class Sink(Protocol):
-    """Keeps rows. `instrument.sinks.memory.MemorySink` is the one to test against."""
+    """Stores rows. `instrument.sinks.memory.MemorySink` is the reference implementation."""
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Take rows of one of the tables of `instrument.capture.tables`, all but `tensors`."""
+        """Store rows of a table of `instrument.capture.tables`, except `tensors`."""
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Take a copy of a tensor, here and now: it may be written to in place as soon as this returns.
+        """Store a copy of a tensor.
+
+        It is copied before this returns, since the tensor may be modified in place afterwards.
 
         Args:
-            key: The columns of identity.
-            source_shape: The shape of the tensor in the model, of which this one may be a part.
-            tensor: What is kept; strided.
-            dtype: The type to keep it in; its own without it.
+            key: The identity columns.
+            source_shape: The shape of the complete tensor in the model.
+            tensor: The tensor, or the recorded part of it; strided.
+            dtype: The dtype of the copy; None keeps the tensor's dtype.
 
         Returns:
-            The bytes that its values take; None where there was no room, and the tensor was dropped.
+            The size of the stored values in bytes; None if the tensor was dropped, because no memory was available.
         """
 
     def end_step(self) -> None:
-        """A step is over: its rows have all been given, and are kept from now on whatever becomes of the process."""
+        """End a step: all of its rows were passed, and must survive the end of the process from now on."""
 
     def close(self) -> None:
-        """No more rows will come; what was written is to be readable from now on."""
+        """End the recording: no more rows will come, and all rows must be readable from now on."""

@@ -1,6 +1,6 @@
-"""The tables that a run leaves: every column's name, type, unit and meaning, in this one place.
+"""Definitions of all tables of a run: the name, dtype, unit and meaning of every column.
 
-The files are written with these schemas, and the docs' table is made from them.
+The files are written with these schemas. The documentation is generated from them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ import pyarrow as pa
 from ..kinds.causes import NO_INPUT_GRAPH
 from ..spec.statistics import STATISTICS
 
-NEVER_DUE = "never due: its schedule has none of the steps that were run"  # a cause in the coverage table
+NEVER_DUE = "never due: its schedule has none of the steps that were run"  # a reason in the coverage table
 
 _LABEL = pa.dictionary(pa.int32(), pa.string())
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its name, its Arrow type, its unit (empty where it has none), and what it says."""
+    """One column of a table.
+
+    Attributes:
+        name: The name.
+        type: The Arrow type.
+        unit: The unit; empty if it has none.
+        meaning: What the column contains.
+    """
 
     name: str
     type: pa.DataType
@@ -33,13 +40,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table: a folder of Parquet files under the run's.
+    """One table: a folder of Parquet files in the folder of a run.
 
     Attributes:
-        name: The folder.
-        row: What a row is.
-        columns: What a row is given with.
-        is_sorted: Whether its files are sorted by `ORDER`, and have `POSITION` beside the columns.
+        name: The name of the table and its folder.
+        row: What a row describes.
+        columns: The columns that a row is created with.
+        is_sorted: Whether its files are sorted by `ORDER` and have the column `POSITION` in addition.
     """
 
     name: str
@@ -54,14 +61,14 @@ class Table:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of its files; the unit and the meaning go along as the columns' metadata."""
+        """The Arrow schema of its files. The metadata of each column contains unit and meaning."""
         return pa.schema(
             [pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.stored]
         )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of what a row is given with, in order."""
+        """The names of the columns that a row is created with, in order."""
         return tuple(column.name for column in self.columns)
 
     @cached_property
@@ -72,12 +79,12 @@ class Table:
 
     @cached_property
     def plain_struct(self) -> pa.DataType:
-        """One row of the journal as one value."""
+        """The type of one row of the journal as a single value."""
         return pa.struct(list(self.plain_schema))
 
 
 ORDER = ("step", "layer")
-"""By what the files of sorted tables are sorted, so that a reader can skip what it is not asked for."""
+"""The sort order of files of sorted tables. Readers can skip row groups that they do not need."""
 POSITION = Column(
     "position",
     pa.int32(),
@@ -85,7 +92,7 @@ POSITION = Column(
     "place among the rows of its step, from 0, in the order in which hooks fired; the files are sorted by step, then layer",
 )
 AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
-"""What the rows of a sorted table are sorted by when they come in the order in which they were written."""
+"""The sort order that restores the order in which the rows of a sorted table were written."""
 
 MOMENT = (
     Column("step", pa.int64(), "step", "optimizer step, from 0; of an evaluation, the number of steps done before it"),
@@ -303,12 +310,12 @@ TABLES: dict[str, Table] = {
 
 
 def as_batch(table: Table, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
-    """Rows, each a tuple in the order of the columns, with labels as the strings that they are."""
+    """Convert rows, tuples in the order of the columns, to a record batch with labels as strings."""
     return pa.RecordBatch.from_struct_array(pa.array(rows, table.plain_struct))
 
 
 def placed(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Plain rows that came together, each with its position where the table's files have one."""
+    """Add the position of each row within a batch, if the files of the table have it."""
     if not table.is_sorted:
         return batch
     positions = pa.array(np.arange(batch.num_rows, dtype=np.int32))
@@ -316,11 +323,11 @@ def placed(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:
-    """Plain rows with the types of the files: labels in dictionaries.
+    """Convert plain rows to the dtypes of the files, with labels as dictionaries.
 
     Args:
-        table: Of which table.
-        plain: Batches of rows that came together, or rows that have their positions where the table has them.
+        table: The table.
+        plain: Batches of rows, or rows that have their positions if the table requires them.
     """
     if not isinstance(plain, pa.Table):
         plain = pa.Table.from_batches([placed(table, batch) for batch in [*plain, _none_of(table)]])
@@ -336,7 +343,7 @@ def _none_of(table: Table) -> pa.RecordBatch:
 
 
 def markdown() -> str:
-    """The docs' tables of all columns."""
+    """Return the documentation of all columns in Markdown."""
     parts = []
     for table in TABLES.values():
         rows = [
@@ -366,9 +373,9 @@ def _type_name(kind: pa.DataType) -> str:
 
 
 def is_silent(row: Mapping[str, Any]) -> bool:
-    """Whether a row of the coverage table is worth a warning: a hook fired less often than expected, or at no time.
+    """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
-    A record of a gradient that cannot be, such as that of the data, is as it should be.
+    A record of a gradient that cannot exist, such as that of the input data, requires none.
     """
     if row["expected"]:
         return bool(row["fired"] < row["expected"])

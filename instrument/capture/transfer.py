@@ -1,7 +1,7 @@
-"""Numbers on their way from a device.
+"""Asynchronous copies of numbers from a device to the host.
 
-A copy is asked for when a step ends, and read when the next one does: nobody waits for the device, which has long been
-done with it by then.
+A copy starts when a step ends and is read when the next step ends. The device has completed it by then, so the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Transfer:
-    """The numbers of many small tensors, as one copy from each device that they are on."""
+    """Copies the numbers of many small tensors, with one copy per device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
@@ -26,11 +26,11 @@ class Transfer:
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be read without waiting for anything: all of it was in the CPU's memory."""
+        """Whether the numbers can be read without waiting, because all of them were in CPU memory."""
         return all(device.type == "cpu" for device in self._arriving)
 
     def read(self) -> Iterator[list[float]]:
-        """The numbers of each tensor, in their order; waits for those that have not arrived."""
+        """Yield the numbers of each tensor in order. This waits for copies that are not complete."""
         numbers = {device: copy.numbers() for device, copy in self._arriving.items()}
         taken = dict.fromkeys(numbers, 0)
         for device, count in self._places:
@@ -40,7 +40,7 @@ class Transfer:
 
 
 class _Copy:
-    """One vector on its way to the CPU; from a CUDA device into pinned memory, beside whatever the device does next."""
+    """An asynchronous copy of one vector to the CPU. From a CUDA device, it goes to pinned memory."""
 
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
@@ -59,7 +59,7 @@ class _Copy:
 
 
 class LateMetrics(Mapping[str, float | None]):
-    """A row of metrics that is still on its way: whoever looks at it waits for it."""
+    """A row of metrics that is being copied. Reading it waits for the copy."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self._read = read
@@ -67,7 +67,7 @@ class LateMetrics(Mapping[str, float | None]):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row, arrived."""
+        """The row. Waits for the copy."""
         if self._row is None:
             self._row = self._read()
         return self._row

@@ -1,4 +1,4 @@
-"""What has to be watched while a loop runs: steps that a gradient scaler skips, modules and parameters that are replaced."""
+"""Detection of skipped optimizer steps, and of modules and parameters that are replaced during training."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from ..kinds.live import Clock, LiveSite, Uncopied
 
 
 class ScalerWatch:
-    """Knows what a gradient scaler multiplies the loss by, and whether it let the optimizers make their steps."""
+    """Tracks the scale of a gradient scaler, and whether it skipped optimizer steps."""
 
     def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
         self.scaler = scaler
-        self.found: list[Tensor | None] = []  # by each step that is made in the step that is running
-        self.scales = (torch.tensor(scaler.get_scale()),) * 2  # after the step before, and after this one
+        self.found: list[Tensor | None] = []  # one entry per optimizer step in the current training step
+        # After the previous training step, and after the current one.
+        self.scales = (torch.tensor(scaler.get_scale()),) * 2
         self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def scale(self) -> Tensor:
-        """The factor, on the scaler's device."""
+        """Return the scale on the device of the scaler."""
         current = self.scaler._get_scale_async()  # the public get_scale waits for the device
         return torch.ones(()) if current is None else current
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """An optimizer is called; one that unscales by itself is told by a tensor whether to do anything."""
+        """The hook before an optimizer step.
+
+        An optimizer that unscales itself receives `found_inf`, which makes it skip the step.
+        """
         self.found.append(getattr(optimizer, "found_inf", None))
 
     def take(self) -> Tensor | float:
-        """Whether the scaler skipped every optimizer in the step that has just ended, as 0 or 1, perhaps on the device."""
+        """Return whether the scaler skipped every optimizer in the last step, as 0 or 1, possibly on the device."""
         found, self.found = self.found, []
         self.scales = (self.scales[1], self.scale().clone())
         told = [each for each in found if each is not None]
@@ -41,7 +45,7 @@ class ScalerWatch:
         return torch.stack([(each > 0).to(told[0].device, torch.float32) for each in told]).amin()
 
     def backed_off(self) -> bool:
-        """Whether the scaler met a value that is not finite in the step that has just ended.
+        """Return whether the scaler found values that are not finite in the last step.
 
         This waits for the device, as the scaler did to decide on the step.
         """
@@ -55,7 +59,10 @@ class ScalerWatch:
 
 
 class StepWatch:
-    """Knows whether an optimizer made a step, and the learning rate of the first one, whatever a scheduler has set since."""
+    """Tracks whether an optimizer made a step, and the learning rate that the first one used.
+
+    A scheduler may have changed the learning rate since then.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.first = optimizers[0]
@@ -64,19 +71,22 @@ class StepWatch:
         self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """An optimizer is about to make its step."""
+        """The hook before an optimizer step."""
         self.stepped = True
         if optimizer is self.first:
             rate = optimizer.param_groups[0]["lr"]
             self.used = rate.clone() if isinstance(rate, Tensor) else rate
 
     def take_stepped(self) -> bool:
-        """Whether any optimizer made a step in the step that has just ended."""
+        """Return whether any optimizer made a step in the last training step."""
         stepped, self.stepped = self.stepped, False
         return stepped
 
     def take_rate(self) -> Tensor | float:
-        """Of the first optimizer's first parameter group in that step; what is set now where the optimizer made none."""
+        """Return the learning rate of the first optimizer's first parameter group in the last step.
+
+        The current value if that optimizer made no step.
+        """
         used, self.used = self.used, None
         return self.first.param_groups[0]["lr"] if used is None else used
 
@@ -87,7 +97,7 @@ class StepWatch:
 
 
 class ModuleWatch:
-    """Notices modules that hooks are on and that stand in the model no more."""
+    """Detects hooked modules that are no longer part of the model."""
 
     def __init__(self, model: nn.Module, lives: Sequence[LiveSite]) -> None:
         self.sites: dict[nn.Module, list[LiveSite]] = {}
@@ -101,7 +111,7 @@ class ModuleWatch:
         ]
 
     def replaced(self) -> list[LiveSite]:
-        """The sites at modules that were replaced since the last time; their ledger says so from now on."""
+        """Return the sites at modules that were replaced since the last call. Their coverage states it from now on."""
         gone = [(children, key, child) for children, key, child in self.slots if children.get(key) is not child]
         if not gone:
             return []
@@ -113,7 +123,7 @@ class ModuleWatch:
 
 
 class LoadWatch(Uncopied):
-    """Tells when a state dict has been loaded: `assign=True` puts new parameters in the place of the old ones."""
+    """Reports loaded state dicts. `assign=True` replaces parameters."""
 
     def __init__(self, model: nn.Module, clock: Clock, tell: Callable[[], None]) -> None:
         self.clock = clock
@@ -121,7 +131,7 @@ class LoadWatch(Uncopied):
         self.handle = model.register_load_state_dict_post_hook(self.loaded)
 
     def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
-        """PyTorch's hook."""
+        """The hook after a state dict was loaded."""
         if not self.clock.closed:
             self.tell()
 

@@ -1,1 +1,1 @@
-"""Where PyTorch lets us in: one file a family of hook kinds."""
+"""Implementations of the hook kinds on PyTorch's hooks: one file per family of kinds."""

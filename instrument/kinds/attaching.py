@@ -1,4 +1,4 @@
-"""From sites to the hooks that serve them: each family gets its sites, grouped by where they are."""
+"""Attachment of sites: each family of hooks gets its sites, grouped by their location."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Place = tuple[type[Family], int, bool, bool]
 def attach_sites(
     lives: Sequence[LiveSite], optimizers: Sequence[Optimizer], clock: Clock, *, by_loop: bool = False
 ) -> Iterator[Family]:
-    """Attach all sites; each family is given out once it is attached, so that it can be detached whatever comes next.
+    """Attach all sites. Each family is yielded as soon as it is attached, so that it can be detached after an error.
 
     Args:
         lives: The sites.
-        optimizers: The optimizers; none where no site needs one.
-        clock: The probe's.
-        by_loop: The loop says when an optimizer is about to step, since a hook on it would come too early.
+        optimizers: The optimizers; empty if no site requires one.
+        clock: The clock of the probe.
+        by_loop: Whether the loop announces optimizer steps itself, since a hook on the optimizer would run too early.
     """
     groups: dict[Place, list[LiveSite]] = {}
     for live in lives:
@@ -58,7 +58,7 @@ def _around(
     clock: Clock,
     by_loop: bool,
 ) -> Family:
-    """The families that hang on an optimizer."""
+    """Create a family of hooks on an optimizer."""
     if family is BoundaryHooks:
         return BoundaryHooks(optimizer, owners, sites, clock, by_loop=by_loop)
     if family is StepHooks:
@@ -67,7 +67,7 @@ def _around(
 
 
 def _place(live: LiveSite) -> Place:
-    """The family that serves a site, and what its sites have in common."""
+    """Return the family of hooks for a site, and the properties that its sites have in common."""
     spec, site = live.site.spec, live.site
     module = id(site.layer.module)
     match spec.definition.family:

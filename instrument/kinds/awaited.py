@@ -1,9 +1,9 @@
-"""Hooks on tensors that get their gradient whatever becomes of the tensor, and that do not outlive their step.
+"""Gradient hooks on tensors that also fire after in-place changes, and that do not outlive their step.
 
-- A view that is written to in place, an alias among them, drops out of the graph; then its gradient is to be had
-  behind it, at the tensor that it is a view of (`Behind`).
-- A tensor that is no result of anything (a parameter, an input that trains) outlives the graph, and would carry the
-  hooks of one step into the next (`LeafHooks`).
+- An in-place operation on a view, for example on an alias, removes the view from the graph. Its gradient is then
+  available at the tensor of which it is a view (`Behind`).
+- A leaf tensor (a parameter, or an input that requires a gradient) outlives the graph. Without `LeafHooks`, it would
+  carry the hooks of one step into the next.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Awaited:
-    """A hook on a tensor; of a view behind it too, in case it is written to in place."""
+    """A gradient hook on a tensor. For a view, also one on its base, in case the view is modified in place."""
 
     def __init__(self, tensor: Tensor, hook: Hook) -> None:
         self.hook = hook
         self.behind = Behind.of(tensor)
-        self.witness: Tensor | None = tensor.detach()  # shares the version counter, not the graph
+        self.witness: Tensor | None = tensor.detach()  # shares the version counter, but not the graph
         self.version = tensor._version
         self.delivered = False
         tensor.register_hook(self.here)
 
     def settle(self, alone: bool = False) -> None:
-        """All is known about the tensor: nobody can write to it any more where its owner stands `alone`."""
-        behind, self.behind = self.behind, None  # it is part of the graph
+        """Decide whether a hook on the base is required.
+
+        Args:
+            alone: Whether no other code can modify the tensor from now on.
+        """
+        behind, self.behind = self.behind, None  # it refers to the graph, and must not be kept
         if behind is None or (alone and not self.written):
             self.witness = None
         else:
@@ -43,33 +47,36 @@ class Awaited:
 
     @property
     def written(self) -> bool:
-        """Whether it was written to since."""
+        """Whether the tensor was modified in place since the hook was registered."""
         return self.witness is not None and self.witness._version != self.version
 
     def here(self, gradient: Tensor | None) -> Tensor | None:
-        """The tensor's own hook. PyTorch calls it with None where an operation gave several tensors, and this one is not used."""
+        """The hook on the tensor itself.
+
+        The gradient is None if an operation has several outputs and this one is unused.
+        """
         if gradient is None:
             return None
         self.delivered = True
         return self.hook(gradient)
 
     def cut_off(self) -> bool:
-        """Whether the tensor's own hook is cut off from the graph, and the one behind it takes its place."""
+        """Return whether the tensor's own hook is cut off from the graph, so that the hook on the base replaces it."""
         return self.written and not self.delivered
 
 
 class Part(NamedTuple):
-    """Which part of another tensor a view is."""
+    """The region of a base tensor that a view covers."""
 
     whole: Geometry
     part: Geometry
 
     def of(self, gradient: Tensor) -> Tensor:
-        """The view's part of the whole tensor's gradient."""
+        """Return the view's part of the base tensor's gradient."""
         return gradient if self.whole == self.part else self._laid_out(gradient).as_strided(*self.part).clone()
 
     def put(self, gradient: Tensor, part: Tensor) -> Tensor:
-        """The whole tensor's gradient with another part for the view."""
+        """Return the base tensor's gradient with the view's part replaced."""
         return part if self.whole == self.part else self._laid_out(gradient).as_strided_scatter(part, *self.part)
 
     def _laid_out(self, gradient: Tensor) -> Tensor:
@@ -78,9 +85,9 @@ class Part(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Where in the graph the tensor comes from that another one is a view of, and which part of it the view is.
+    """The position in the graph of a view's base tensor, and the region that the view covers.
 
-    The gradient that is had there is the view's as it was before it was written to in place.
+    The gradient there belongs to the view before it was modified in place.
     """
 
     node: Any
@@ -89,7 +96,7 @@ class Behind(NamedTuple):
 
     @classmethod
     def of(cls, view: Tensor) -> Behind | None:
-        """None where there is nothing behind: the tensor is no view, or one of a leaf."""
+        """Find the base of a view. None if the tensor is no view, or a view of a leaf."""
         base = view._base
         if base is None or base.grad_fn is None or base.dtype != view.dtype:
             return None
@@ -98,7 +105,10 @@ class Behind(NamedTuple):
         return cls(base.grad_fn, base.output_nr, Part((tuple(base.shape), base.stride(), 0), part))
 
     def register(self, hook: Hook, when: Callable[[], bool]) -> None:
-        """Let the hook have the view's part of the gradient that arrives there, and change it, where it is time."""
+        """Register a hook on the view's part of the gradient at the base.
+
+        It runs and can change the gradient if `when` is true.
+        """
         _, output, part = self
 
         def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
@@ -111,7 +121,7 @@ class Behind(NamedTuple):
 
 
 class LeafHooks:
-    """Hooks on tensors that are no result of anything; each is good for the turn that it was registered in."""
+    """Gradient hooks on leaf tensors. Each is only valid in the micro-step in which it was registered."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -120,7 +130,7 @@ class LeafHooks:
         self.handles: list[RemovableHandle] = []
 
     def register(self, leaf: Tensor, hook: Hook) -> None:
-        """Await the next gradient; what was awaited before, and came or will not come any more, is let go."""
+        """Register a hook for the next gradient. Earlier hooks, which have fired or will never fire, are removed."""
         if self.spent or self.turn != self.clock.turn:
             self.release()
         turn = self.turn = self.clock.turn
@@ -132,7 +142,7 @@ class LeafHooks:
         self.handles.append(leaf.register_hook(deliver))
 
     def release(self) -> None:
-        """Remove them all."""
+        """Remove all hooks."""
         self.spent = False
         while self.handles:
             self.handles.pop().remove()

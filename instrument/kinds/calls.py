@@ -1,8 +1,8 @@
-"""The calls of one module: their numbers, those that are under way, and those that activation checkpointing repeats.
+"""The calls of one module: their indices, the active ones, and those that activation checkpointing recomputes.
 
-A call that is repeated in the backward pass has the number that it had in the forward pass, so that an intervention
-that draws at random draws the same again. A number within the turn does not tell them apart: segments are repeated
-last one first, and a module may be in several of them, several times.
+A recomputed call has the index of the original call, so that an intervention draws the same random numbers. The order
+within the micro-step does not identify a call: segments are recomputed in reverse order, and a module may occur in
+several segments, several times.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Call:
     """One call of a module.
 
     Attributes:
-        number: From 0 in each turn, in the order in which the calls began.
-        again: Whether it is repeated by activation checkpointing, inside the backward pass.
-        segment: The innermost segment of checkpointing that it is in; None outside of all.
-        given: What the module was given, where gradients of it are awaited.
-        versions: The tensors that went in, by identity, and their versions.
-        on_data: Whether what went in needs no gradient.
+        number: The index within the micro-step, from 0, in the order in which calls started.
+        again: Whether activation checkpointing recomputes it during the backward pass.
+        segment: The innermost checkpoint segment of the call; None outside of segments.
+        given: The inputs of the module, if their gradients are awaited.
+        versions: The versions of the input tensors, by identity.
+        on_data: Whether no input requires a gradient.
     """
 
     number: int
@@ -46,23 +46,24 @@ class Call:
 
     @property
     def seen_before(self) -> bool:
-        """Whether its gradients belong to the pass that was made first: the graph of this one is thrown away."""
+        """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
         return self.again and isinstance(self.segment, checkpoint._CheckpointFrame)
 
 
 class Calls:
-    """The calls of one module. A module may call itself, so that several are under way."""
+    """The calls of one module. Several are active at once if the module calls itself."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.turn = -1
         self.made = 0
         self.under_way: list[Call] = []
-        self.numbers: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # of the calls in each segment
-        self.repeated: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()  # backward pass, calls so far
+        self.numbers: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
+        # The backward pass, and the number of its calls so far.
+        self.repeated: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
 
     def enter(self) -> Call:
-        """A call begins."""
+        """Start a call."""
         if self.turn != self.clock.turn:
             self.turn, self.made = self.clock.turn, 0
             self.under_way.clear()
@@ -81,16 +82,16 @@ class Calls:
         return call
 
     def leave(self) -> Call | None:
-        """The call that began last is over; None where it began unseen."""
+        """End the last active call; None if its start was not seen."""
         return self.under_way.pop() if self.under_way else None
 
     @property
     def broke_off(self) -> bool:
-        """Whether a call of the turn that is running began and did not end: its forward pass raised an exception."""
+        """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
         return self.turn == self.clock.turn and any(not call.again for call in self.under_way)
 
     def _number_of_repeated(self, around: list[tuple[object, bool]]) -> int:
-        """The number that a call had in the first pass: by its place among the calls of its segment."""
+        """Return the index of the original call, given its position among the calls of its segment."""
         task = torch._C._current_graph_task_id()
         segment = next((segment for segment, repeated in around if repeated), None)
         if segment is None:
@@ -103,22 +104,22 @@ class Calls:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a module that runs there is run again by checkpointing."""
+    """Return whether this thread runs a backward pass. A module that runs there is recomputed by checkpointing."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _was_broken_off(call: Call, around: list[tuple[object, bool]]) -> bool:
-    """Whether a call will not return: checkpointing repeats no more of a segment than it needs."""
+    """Return whether a call will not return. Checkpointing recomputes no more of a segment than required."""
     return call.again and call.segment is not None and all(segment is not call.segment for segment, _ in around)
 
 
 def _may_be_checkpointed() -> bool:
-    """Whether a forward pass may be part of a segment: such a pass has no graph, or packs what the graph saves."""
+    """Return whether a forward pass may be part of a segment: it has no graph, or a hook packs its saved tensors."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _segments() -> Iterator[tuple[object, bool]]:
-    """The segments that this code runs in, the innermost first, and whether it is repeating them."""
+    """Yield the segments of the current code, innermost first, and whether each is being recomputed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
@@ -129,9 +130,10 @@ def _segments() -> Iterator[tuple[object, bool]]:
 
 
 def _segment_at(frame: FrameType) -> tuple[object | None, bool]:
-    """The segment that a function of PyTorch's checkpointing is at, and whether it is repeating it; None for others.
+    """Return the segment of a function of PyTorch's checkpointing, and whether it is being recomputed.
 
-    A reentrant segment is its node in the graph; another one is what PyTorch calls its frame.
+    A reentrant segment is identified by its graph node, another one by PyTorch's frame object. None for other
+    functions.
     """
     match frame.f_code.co_name:
         case "forward" | "backward":

@@ -1,4 +1,4 @@
-"""Why a hook did not fire: the words of the coverage table. Where the code does not know, they list what it can be."""
+"""Reasons why a hook did not fire, for the coverage table. An uncertain reason lists the possible ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CHECKPOINT = (
     "only the run's own checkpoints were made, which hold the live values: an intervention does not change them"
 )
 
-_HAPPENED = {  # what did happen, in another phase, where one of these is the cause
+_HAPPENED = {  # what happened in another phase instead
     NOT_CALLED: "the module was called",
     NO_LOSS: "the loss was handed over",
 }
@@ -56,7 +56,7 @@ _PHASES = {"sanity": "the sanity check before training"}
 
 
 def absent(kind: Kind) -> str:
-    """Why a hook of this kind had no opportunity to fire, where nothing else is known."""
+    """Return the default reason why a hook of this kind had no opportunity to fire."""
     match kind.family:
         case "module":
             return NOT_CALLED
@@ -71,12 +71,12 @@ def absent(kind: Kind) -> str:
 
 
 def in_another_phase(cause: str, phase: str, elsewhere: Set[str]) -> str | None:
-    """The cause where a hook could have fired in other phases, or at other steps of its own; None where it could not.
+    """Return the reason if a hook could have fired in other phases, or at other steps of its phase; None otherwise.
 
     Args:
-        cause: What is known without that.
-        phase: The hook's.
-        elsewhere: The phases in which it had an opportunity while it was not due.
+        cause: The reason that is known so far.
+        phase: The phase of the hook.
+        elsewhere: The phases in which it had an opportunity but was not scheduled.
     """
     if cause not in _HAPPENED or not elsewhere:
         return None
@@ -87,16 +87,19 @@ def in_another_phase(cause: str, phase: str, elsewhere: Set[str]) -> str | None:
 
 
 def never_entered(phase: str) -> str:
-    """The cause where there was no such phase."""
+    """Return the reason for a hook whose phase never occurred."""
     return f"never due: the hook is for phase {phase}, which the loop never entered (with probe.evaluating(): ...)"
 
 
 def around(module: Any, parents: Iterable[Any]) -> str | None:
-    """Why a module was not called, where the modules around it tell: attention that is computed by one function.
+    """Return why a module was not called, if the surrounding modules explain it: attention in a fused function.
 
     Args:
         module: The module that was not called.
-        parents: The modules that it is in, the innermost first.
+        parents: The modules that contain it, innermost first.
+
+    Returns:
+        The reason; None if they do not explain it.
     """
     attention = fused = None
     for parent in parents:
@@ -116,10 +119,10 @@ def around(module: Any, parents: Iterable[Any]) -> str | None:
 
 
 def _fused(module: Any) -> tuple[str, str] | None:
-    """How a module says that its attention is computed by one function, and what would change that."""
-    how = getattr(getattr(module, "config", None), "_attn_implementation", None)  # of transformers
+    """Return the setting that makes a module compute attention in a fused function, and the setting that changes it."""
+    how = getattr(getattr(module, "config", None), "_attn_implementation", None)  # for transformers
     if isinstance(how, str) and how != "eager":
         return f'attn_implementation="{how}"', 'attn_implementation="eager"'
-    if getattr(module, "fused_attn", False) is True:  # of timm
+    if getattr(module, "fused_attn", False) is True:  # for timm
         return "fused_attn=True", "timm.layers.set_fused_attn(False) before the model is made"
     return None

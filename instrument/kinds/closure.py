@@ -1,4 +1,4 @@
-"""An optimizer that is given a closure has no gradients when its step begins: it calls the closure to get them."""
+"""Support for optimizers with a closure: gradients do not exist when the step begins, but after the closure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def when_gradients_are_there(
     args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
 ) -> Arguments | None:
-    """Act at once where a step has no closure; behind the closure, each time that it is called, where there is one.
+    """Run a function as soon as gradients exist: at once, or after each call of the closure if there is one.
 
     Args:
-        args: What a pre hook of `optimizer.step` is given: the optimizer, and the closure where it is positional.
-        kwargs: The same, by name.
-        act: What to do.
+        args: The positional arguments of a pre hook of `optimizer.step`: the optimizer, and possibly the closure.
+        kwargs: The keyword arguments.
+        act: The function.
 
     Returns:
-        What the step is to be called with instead; None where it has no closure.
+        The arguments with which to call the step instead; None without a closure.
     """
     optimizer, *positional = args
     closure = kwargs.get("closure", positional[0] if positional else None)

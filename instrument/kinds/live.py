@@ -1,4 +1,4 @@
-"""A site while it is attached: its action, whether it is due, and the count of its firings."""
+"""Attached sites: the action of a site, its schedule state, and its coverage counts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Clock:
-    """What time it is; one clock is shared by all sites of a probe.
+    """The current time of a probe, shared by all of its sites.
 
-    `turn` counts the micro-steps of the whole run, in all phases: what belongs to one of them starts anew when it
-    has moved on. `amp_scale` gives what a gradient scaler has multiplied the loss by; None where there is no scaler.
-    `meter` measures what hooks cost; None where nobody asks. `parallel` says how several processes train together, and
-    `rank` which of them this is; None for a single one. `phases` are those that there have been. `in_checkpoint` is true
-    while the runner makes its own checkpoint, which interventions leave as it is.
+    Attributes:
+        moment: Step, micro-step, epoch and phase.
+        seed: The seed of the run.
+        turn: The number of micro-steps so far, over all phases. State of one micro-step is reset when it changes.
+        closed: Whether the probe is detached.
+        amp_scale: Returns the factor by which a gradient scaler multiplies the loss; None without a scaler.
+        meter: Measures the time of hooks; None if it is not measured.
+        parallel: How several processes train together; None for a single one.
+        rank: The rank of this process, from 0.
+        phases: The phases so far.
+        in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
     """
 
     moment: Moment
@@ -55,12 +61,15 @@ class Clock:
 
     @property
     def boundary(self) -> Moment:
-        """The moment of what happens around the optimizer's step: in the last micro-step, though that is over."""
+        """The moment of hooks around the optimizer step.
+
+        They belong to the last micro-step, which has ended already.
+        """
         return self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
 
 
 class Firing(NamedTuple):
-    """Which of several firings at one place this is; the fields are those of `Context`."""
+    """Identifies one of several firings at a site. The fields are those of `Context`."""
 
     call: int = 0
     backward: int = 0
@@ -71,7 +80,7 @@ ONLY = Firing()
 
 
 class LiveSite:
-    """A site, its action, and its ledger: how often it should have fired, how often it did, and why not."""
+    """An attached site: its action, and its coverage: expected and actual firings, and reasons for missing ones."""
 
     __slots__ = (
         "_calls",
@@ -104,7 +113,8 @@ class LiveSite:
 
     def __init__(self, site: Site, action: Action, clock: Clock, *, tried: bool = False) -> None:
         self.site = site
-        self.tried: set[str] | None = None if tried else set()  # paths whose shapes fit; None: a trial has seen to it
+        # Paths whose shapes were checked; None if shape inference has checked all.
+        self.tried: set[str] | None = None if tried else set()
         self.action = action
         self.clock = clock
         self.records = isinstance(site.spec, RecordSpec)
@@ -113,24 +123,25 @@ class LiveSite:
         self.absent = absent(site.spec.definition)
         self.due = False
         self.ever_due = False
-        self.away = False  # whether a record looks away from training steps, to see what they take without it
-        self.thin = 1  # once in how many times that its schedule is due it is looked at, where there is a budget
-        self.dues = 0  # steps at which its schedule was due
+        # Whether a record hook is paused in training steps, to measure them without it.
+        self.away = False
+        self.thin = 1  # with a budget, it runs at every n-th scheduled step
+        self.dues = 0  # steps at which its schedule is active
         self._due_at: tuple[int, str] | None = None
         self.expected = 0
         self.fired = 0
-        self.causes: Counter[str] = Counter()  # of firings that were expected
-        self.excuses: Counter[str] = Counter()  # of opportunities that were not counted
-        self.elsewhere: set[str] = set()  # phases in which there was an opportunity while the hook was not due
-        self.copied = False  # whether its module was copied with its hooks
-        self.module_calls: Calls | None = None  # of its module, where it has a forward hook
-        self.trained = True  # whether its parameter required a gradient when the step began
-        self._calls = self._fired = 0  # in the turn that is running
+        self.causes: Counter[str] = Counter()  # of expected firings
+        self.excuses: Counter[str] = Counter()  # of opportunities that do not count as expected
+        self.elsewhere: set[str] = set()  # phases in which it had an opportunity but was not scheduled
+        self.copied = False  # whether its module was copied together with its hooks
+        self.module_calls: Calls | None = None  # of its module, if that has a forward hook
+        self.trained = True  # whether its parameter required a gradient at the start of the step
+        self._calls = self._fired = 0  # in the current turn
         self._misses: list[str] = []
         self._excuses: list[str] = []
 
     def turn(self, due: bool) -> bool:
-        """The clock has moved on, and the schedule is due or not; whether that makes a difference."""
+        """Update whether the hook runs at the new time of the clock. Return whether that changed."""
         moment = (self.clock.moment.step, self.clock.moment.phase)
         if due and moment != self._due_at:
             self._due_at = moment
@@ -144,42 +155,42 @@ class LiveSite:
         return changed
 
     def called(self) -> None:
-        """The site had an opportunity: its module was called, its optimizer made a step."""
+        """Count an opportunity: its module was called, or its optimizer made a step."""
         self._calls += 1
 
     @property
     def call(self) -> int:
-        """Which of the opportunities in this turn the latest is, from 0: an optimizer may make several steps in one."""
+        """The index of the latest opportunity in this turn, from 0. An optimizer may make several steps in one turn."""
         return self._calls - 1
 
     def hit(self) -> None:
-        """It fired at one of them."""
+        """Count a firing."""
         self._fired += 1
 
     def meet(self, tensor: Tensor) -> bool:
-        """It had an opportunity at a tensor: count that, and give whether it fires, which takes values to read."""
+        """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
         self.called()
         cause = unreadable(tensor)
         self.hit() if cause is None else self.miss(cause)
         return cause is None
 
     def miss(self, cause: str) -> None:
-        """It could not fire at one of them."""
+        """Note why it could not fire at an opportunity."""
         self._misses.append(cause)
 
     def excuse(self, cause: str) -> None:
-        """It had an opportunity at which it is not expected to fire, such as a parameter that is frozen."""
+        """Note an opportunity at which it is not expected to fire, for example because its parameter is frozen."""
         self._excuses.append(cause)
 
     def not_due(self) -> None:
-        """It had an opportunity while it was not due."""
+        """Note an opportunity while the hook is not scheduled."""
         self.elsewhere.add(self.clock.moment.phase)
 
     def settle(self, absent: str | None = None) -> None:
-        """A turn in which the site was due is over: enter into the ledger what was expected and what was seen.
+        """End a turn in which the hook was scheduled, and update its coverage.
 
         Args:
-            absent: The cause where there was no opportunity; the usual one of its kind without it.
+            absent: The reason if there was no opportunity; the default reason of the kind if None.
         """
         if not self.busy and self.rhythm == "micro_step" and self.is_frozen:
             self.excuse(FROZEN)
@@ -189,7 +200,8 @@ class LiveSite:
         self.excuses.update(excuses)
         if not calls and not fired and not excuses:
             self.causes[self._unknown(absent or self.absent)] += 1
-        elif fired < calls:  # what checkpointing repeats may fire where the first pass could not
+        # A recomputed forward pass may fire where the original one could not.
+        elif fired < calls:
             misses = self._misses[: calls - fired]
             self.causes.update(misses)
             if more := calls - fired - len(misses):
@@ -199,25 +211,24 @@ class LiveSite:
         self._excuses.clear()
 
     def _unknown(self, cause: str) -> str:
-        """The cause where nothing was noted: the usual one, unless the parameter is gone or the module's forward pass was seen
-        to break off."""
+        """Return the default reason, unless the parameter was removed or the module's forward pass raised an error."""
         if self.site.parameter is not None and self.current_parameter() is None:
             return REMOVED
         return RAISED if self.module_calls is not None and self.module_calls.broke_off else cause
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its parameter needs no gradient, or needed none when the step began."""
+        """Whether its parameter requires no gradient, or required none when the step began."""
         parameter = None if self.site.parameter is None else self.current_parameter()
         return parameter is not None and not (self.trained and parameter.requires_grad)
 
     @property
     def busy(self) -> bool:
-        """Whether anything happened to it in the turn that is running."""
+        """Whether it had any opportunity in the current turn."""
         return bool(self._calls or self._fired or self._excuses)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, between two turns."""
+        """Return the coverage counts between two turns."""
         return {
             "expected": self.expected,
             "fired": self.fired,
@@ -232,7 +243,7 @@ class LiveSite:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ledger."""
+        """Restore coverage counts."""
         self.expected, self.fired = state["expected"], state["fired"]
         self.causes, self.excuses = Counter(state["causes"]), Counter(state["excuses"])
         self.elsewhere, self.copied = set(state["elsewhere"]), state["copied"]
@@ -240,12 +251,15 @@ class LiveSite:
         self.thin, self.dues = state["thin"], state["dues"]
 
     def wants(self, path: str) -> bool:
-        """Whether the spec means the tensor at this path."""
+        """Return whether the spec selects the tensor at this path."""
         pattern = self.site.spec.path
         return pattern is None or matches(pattern, path)
 
     def takes(self, tensor: Tensor, path: str) -> bool:
-        """Whether the site acts on this tensor: a record takes any, an intervention floating-point ones."""
+        """Return whether the hook acts on this tensor.
+
+        Record hooks accept any dtype, interventions floating-point ones.
+        """
         return self.wants(path) and (self.records or tensor.is_floating_point())
 
     @property
@@ -255,17 +269,17 @@ class LiveSite:
 
     @property
     def needs_value(self) -> bool:
-        """Whether the action needs, beside a gradient, what it is the gradient of."""
+        """Whether the action requires the tensor that a gradient belongs to."""
         return isinstance(self.site.spec, PenaltySpec | FunctionSpec)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether what it sees is a gradient on its way, multiplied by a gradient scaler where there is one."""
+        """Whether it sees gradients that a gradient scaler has multiplied, if there is one."""
         definition = self.site.spec.definition
         return definition.gradient and definition.rhythm == "micro_step"
 
     def current_parameter(self) -> Parameter | None:
-        """The parameter that stands at the site now; None where the module's was set to None."""
+        """Return the parameter that is at the site now; None if it was removed from the module."""
         return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
 
     def fire(
@@ -277,14 +291,24 @@ class LiveSite:
         value: Tensor | Parameter | None = None,
         amp_scale: Tensor | None = None,
     ) -> Tensor:
-        """Act on one tensor; gives what is to take its place, itself where nothing is changed.
+        """Run the action on one tensor.
 
-        Of a tensor of which each process has a shard a record sees the shard. An intervention is made on the whole: a norm
-        is that of all shards, and each process draws the same numbers.
+        For a sharded tensor, record hooks see the shard. Interventions act on the full tensor: a norm is that of all
+        shards, and all processes draw the same random numbers.
+
+        Args:
+            tensor: The tensor.
+            path: Its path in a nested value, or the name of the parameter.
+            firing: Which of several firings this is.
+            value: The tensor that a gradient belongs to.
+            amp_scale: The factor of a gradient scaler in the tensor.
+
+        Returns:
+            The tensor that replaces it; the same object if it is unchanged.
 
         Raises:
-            HookError: The action failed, or gave what does not fit; it names hook, kind, layer and step.
-            ConfigError: The spec does not fit the shape of the first tensor that the site sees.
+            HookError: The action failed or returned an invalid result. The message contains hook, kind, layer and step.
+            ConfigError: The spec does not fit the shape of the site's first tensor.
         """
         spec, layer = self.site.spec, self.site.layer
         shard = is_sharded(tensor)
@@ -319,9 +343,9 @@ class LiveSite:
         return sharded_like(new, tensor) if is_sharded(tensor) else new
 
     def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
-        """A gradient of a loss that a gradient scaler multiplied: it is seen and changed in its true scale.
+        """Run the action on a gradient without the factor of a gradient scaler.
 
-        Elements that the action leaves as they are keep all of their bits, whatever the scale.
+        Elements that the action does not change stay bit-identical for any factor.
         """
         true = unscaled(tensor, scale)
         new = self._act(true, context)
@@ -342,7 +366,8 @@ class LiveSite:
     def _do(self, tensor: Tensor, context: Context) -> Tensor:
         try:
             new = self.action(tensor, context)
-        except (InstrumentError, _StopRecomputationError):  # the latter is how checkpointing ends what it repeats
+        # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
+        except (InstrumentError, _StopRecomputationError):
             raise
         except Exception as error:
             message = f"{describe(context)} failed: {type(error).__name__}: {error}{own_frame(error)}"
@@ -351,16 +376,16 @@ class LiveSite:
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """A gradient without the factor of a gradient scaler: in float32, where the gradient is not in a wider type."""
+    """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return gradient.to(wide) / scale.to(gradient.device)
 
 
 class Uncopied:
-    """A family that hangs on a module, and is copied or pickled along with it: what comes of it does nothing.
+    """Base of hooks on a module. If the module is copied or pickled, the copied hooks become no-ops.
 
-    A copied model has our hooks in its dictionaries, and must neither write rows nor drag the probe along. Every hook
-    of such a family asks first whether the clock is closed.
+    A copied model contains our hooks in its dictionaries. They must neither write rows nor keep the probe alive. Every
+    such hook first checks whether the clock is closed.
     """
 
     clock: Clock
@@ -386,13 +411,13 @@ def _lifeless(family: type[Uncopied]) -> Uncopied:
 
 
 class Family(Protocol):
-    """The sites of one family at one place, attached to PyTorch."""
+    """The attached hooks of one family at one location."""
 
     def refresh(self) -> None:
-        """Some of the sites became due, or ceased to be."""
+        """Update after the scheduled sites have changed."""
 
     def detach(self) -> None:
-        """Remove every hook that this family put anywhere."""
+        """Remove all hooks of this family."""
 
 
 def fire_all(
@@ -402,14 +427,14 @@ def fire_all(
     firing: Firing = ONLY,
     value: Tensor | Parameter | None = None,
 ) -> Tensor:
-    """Several sites at one tensor, in the order in which they are written; each sees what the one before gave."""
+    """Run several hooks on one tensor in the order of the configuration. Each sees the result of the previous one."""
     for live in lives:
         tensor = live.fire(tensor, path, firing, value=value)
     return tensor
 
 
 def no_graph() -> str:
-    """Why a tensor that needs no gradient needs none, as far as that is known here."""
+    """Return why a tensor requires no gradient, as far as that is known here."""
     if torch.is_inference_mode_enabled():
         return INFERENCE
     return NO_GRAPH if torch.is_grad_enabled() else NO_GRAD

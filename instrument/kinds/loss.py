@@ -1,4 +1,4 @@
-"""The loss: the scalar that backward starts from. A loop hands it over, since PyTorch has no hook there."""
+"""Hooks on the loss. The loop passes the loss to the probe, since PyTorch has no hook for it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LossHooks:
         self.calls = 0
 
     def refresh(self) -> None:
-        """Keep the sites that are due."""
+        """Select the scheduled sites."""
         self.due = [live for live in self.lives if live.due]
 
     def see(self, loss: Tensor) -> Tensor:
-        """Let the sites act on a loss; gives the one to call backward on."""
+        """Run the hooks on a loss. Return the loss to call `backward` on."""
         if self.clock.closed:
             return loss
         if self.turn != self.clock.turn:
@@ -37,4 +37,4 @@ class LossHooks:
         return fire_all(firing, loss, "", Firing(self.calls - 1))
 
     def detach(self) -> None:
-        """Nothing was attached to anything."""
+        """Do nothing: no PyTorch hook was registered."""

@@ -1,4 +1,4 @@
-"""What hooks take of a training's time, in all and at each site; a probe has one where there is a budget."""
+"""Measurement of the time that hooks take, in total and per site. Used if there is a budget."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ if TYPE_CHECKING:
     from .live import LiveSite
 
 
-USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0  # as three networks had it, measured for minutes
+# Measured with three networks, for several minutes each.
+USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0
 
-HELD_UP = 5.0  # times the median deviation from the median, beyond which a step was held up
+# A step that deviates from the median by more than this multiple of the median deviation was interrupted.
+HELD_UP = 5.0
 
 
 def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) -> float:
-    """What hooks cost over what a stopwatch in them says of it.
+    """Estimate the ratio of the real cost of hooks to the time measured inside them.
 
-    They also push other things out of the caches, which makes the rest of a step longer. That is the difference of two times
-    that are much larger, so where it is uncertain it is drawn to what is usual: the mean of both, weighted by their precision.
+    Hooks also evict data from the caches, which slows down the rest of a step. The real cost is the difference of two
+    much larger durations and therefore uncertain. The result is the mean of the measured and the usual ratio, weighted
+    by their precision.
 
     Args:
-        looking: Seconds of steps with hooks.
-        away: Seconds of such steps without.
-        told: What the stopwatch says of a step with hooks, beyond what it says of one without.
+        looking: Durations of steps with hooks, in seconds.
+        away: Durations of comparable steps without hooks, in seconds.
+        told: The time measured inside the hooks per step, in seconds, minus that of a step without hooks.
+
+    Returns:
+        The ratio, from 1 to `MOST_FACTOR`.
     """
     if min(len(looking), len(away)) < 3 or told <= 0.0:
         return USUAL_FACTOR
@@ -38,7 +44,7 @@ def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) 
 
 
 def usual_variance(seconds: Collection[float]) -> float:
-    """The variance of what steps took, without those in which the machine did something else, as a median has it."""
+    """Return the variance of step durations without outliers, which do not affect a median."""
     middle = median(seconds)
     usual = median(abs(taken - middle) for taken in seconds)
     kept = [taken for taken in seconds if abs(taken - middle) <= HELD_UP * usual]
@@ -47,12 +53,12 @@ def usual_variance(seconds: Collection[float]) -> float:
 
 
 class Meter:
-    """A stopwatch that runs while hooks do; what runs inside another hook is not counted twice.
+    """A stopwatch for hooks. Nested hooks are counted once.
 
     Attributes:
-        seconds: In hooks, in all.
-        at: Seconds in the action of each site; they are part of `seconds`.
-        firings: How often each site acted.
+        seconds: The total time in hooks.
+        at: The time in the action of each site, in seconds; part of `seconds`.
+        firings: The number of firings of each site.
     """
 
     def __init__(self) -> None:
@@ -73,7 +79,7 @@ class Meter:
             self.seconds += time.perf_counter() - self._began
 
     def lap(self) -> None:
-        """Add up what was taken so far, in the middle of it."""
+        """Add the time of the current measurement so far to the total."""
         if self._depth:
             now = time.perf_counter()
             self.seconds += now - self._began
@@ -81,7 +87,7 @@ class Meter:
 
     @contextmanager
     def acting(self, live: LiveSite) -> Iterator[None]:
-        """The action of a site."""
+        """Measure the action of a site."""
         began = time.perf_counter()
         with self:
             yield
@@ -89,7 +95,7 @@ class Meter:
         self.firings[live] += 1
 
     def reset(self) -> None:
-        """Count anew."""
+        """Set all counts to zero."""
         self.seconds = 0.0
         self.at.clear()
         self.firings.clear()

@@ -1,7 +1,7 @@
-"""Kinds that see a module's tensors: forward_pre, forward, full_backward_pre, full_backward, tensor.
+"""Kinds on a module's tensors: forward_pre, forward, full_backward_pre, full_backward, tensor.
 
-One pre hook and one hook on the module serve them all, so that several specs act in the order in which they are
-written. The gradients come from hooks on the tensors themselves (`instrument.kinds.tensor`).
+One pre hook and one hook on the module serve all sites, so that several specs run in the order of the configuration.
+Gradients come from hooks on the tensors (`instrument.kinds.tensor`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _UNMEASURED = nullcontext()
 
 
 class ModuleHooks(Uncopied):
-    """All sites at one module, served by two hooks on it that stay for the whole run.
+    """All sites at one module, served by two hooks that stay registered for the complete run.
 
-    Where nothing is due, each of the two is one test of a flag.
+    If no site is scheduled, each hook only tests a flag.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class ModuleHooks(Uncopied):
         self.calls = Calls(clock)
         for live in lives:
             live.module_calls = self.calls
-        self.idle: list[LiveSite] = []  # sites that are not due, until the module is called
+        # Sites that are not scheduled; empty after the next call of the module.
+        self.idle: list[LiveSite] = []
         self.pre: list[LiveSite] = []
         self.seen_input: list[LiveSite] = []
         self.output: list[LiveSite] = []
@@ -64,11 +65,14 @@ class ModuleHooks(Uncopied):
         ]
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of this object that torch.compile leaves alone; a copy of the model gets that of the copied object."""
+        """Return a method of this object that torch.compile does not trace.
+
+        A copied model gets that of the copied object.
+        """
         return MethodType(outside_graphs(hook), self)
 
     def refresh(self) -> None:
-        """Sort the sites that are due to where they act."""
+        """Sort the scheduled sites by where they act."""
         due = [live for live in self.lives if live.due]
         places = [(live.site.spec.kind, live.site.spec.tensor_role, live) for live in due]
         self.active = bool(due)
@@ -76,7 +80,7 @@ class ModuleHooks(Uncopied):
         self.pre = [live for kind, _, live in places if kind == "forward_pre"]
         self.seen_input = [live for kind, role, live in places if kind == "forward" and role == "input"]
         self.output = [live for kind, role, live in places if kind == "forward" and role == "output"]
-        # A gradient that comes in passes the sites that can change it before it is seen as full_backward's.
+        # The sites that can change an incoming gradient come before those of full_backward, which record it.
         first = [
             live
             for kind, role, live in places
@@ -90,7 +94,7 @@ class ModuleHooks(Uncopied):
         self.input_gradients.total = [live for kind, role, live in places if kind == "tensor" and role == "input"]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The forward pre hook: inputs are seen and changed, and their gradients bespoken."""
+        """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if self.clock.closed:
             return None
         if self.idle:
@@ -120,7 +124,7 @@ class ModuleHooks(Uncopied):
         return None if new is given else _part(new, len(args))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The forward hook: outputs are seen and changed, and their gradients bespoken."""
+        """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
         if self.clock.closed or not self.active or _is_transformed():
             return None
         with self.clock.meter or _UNMEASURED:
@@ -139,7 +143,7 @@ class ModuleHooks(Uncopied):
         return None if new is output else new
 
     def _act(self, lives: list[LiveSite], value: Any, call: Call) -> Any:
-        """Let sites act on every tensor of a value. Of a pass that is made again no rows are written twice."""
+        """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
         acting = [live for live in lives if not (call.again and live.records)]
         fired: set[LiveSite] = set()
         obstacles: dict[LiveSite, str] = {}
@@ -160,7 +164,7 @@ class ModuleHooks(Uncopied):
         return new
 
     def detach(self) -> None:
-        """Remove both hooks, the last one first, and those on tensors that outlive the graph."""
+        """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
         while self.handles:
             self.handles.pop().remove()
         self.input_gradients.on_leaves.release()
@@ -168,12 +172,12 @@ class ModuleHooks(Uncopied):
 
 
 def _is_transformed() -> bool:
-    """Whether this code runs inside a transform of torch.func."""
+    """Return whether this code runs inside a transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional and keyword arguments as one value: positions are paths `0`, `1`, ..., names are names."""
+    """Combine positional and keyword arguments. Their paths are `0`, `1`, ..., and the names."""
     return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
 
 

@@ -1,8 +1,8 @@
-"""`via: module`: full_backward and full_backward_pre by PyTorch's own module hooks.
+"""`via: module`: full_backward and full_backward_pre with PyTorch's own module hooks.
 
-They put a node of their own into the graph around the module, cannot live with operations in place on its output,
-and see the tensors of plain tuples only; they are here for those who want just what PyTorch gives. While nothing is
-due they are not registered at all.
+These add a node to the graph around the module, fail if its output is modified in place, and only see the tensors of
+plain tuples. They are for users who need exactly PyTorch's behavior. While no site is scheduled, they are not
+registered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .calls import Call, Calls
 from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 from .live import Clock, Firing, LiveSite, Uncopied, fire_all, no_graph
 
-IN_PLACE_ERROR = "BackwardHookFunction"  # what PyTorch's message names when an output is modified in place
+IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
 
 class ModuleBackwardHooks(Uncopied):
     """The `via: module` sites at one module.
 
     Raises:
-        ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow beside these.
+        ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow in addition to these.
     """
 
     def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock, *, prepend: bool = False) -> None:
@@ -44,18 +44,18 @@ class ModuleBackwardHooks(Uncopied):
         self.prepend = prepend
         self.lives = lives
         self.clock = clock
-        self.bare = True  # the output is a tensor, not a tuple of them
+        self.bare = True  # whether the output is a tensor, not a tuple
         self.calls = Calls(clock)
         for live in lives:
             live.module_calls = self.calls
-        self.awaited: list[Call] = []  # whose gradients are to come: the last call's come first
+        self.awaited: list[Call] = []  # calls whose gradients are expected, the last call first
         self.handles: list[RemovableHandle] = []
 
     def refresh(self) -> None:
-        """Register where a site is due and nothing is registered yet; remove where none is."""
+        """Register the hooks if a site is scheduled, and remove them if none is."""
         due = any(live.due for live in self.lives)
         if due and not self.handles:
-            keep = self.handles.append  # one by one: PyTorch may refuse the next
+            keep = self.handles.append  # stored one by one, since PyTorch may refuse the next one
             keep(self.module.register_forward_pre_hook(self.entered, prepend=True))
             keep(self.module.register_forward_hook(self.forward))
             keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
@@ -64,7 +64,7 @@ class ModuleBackwardHooks(Uncopied):
             self.detach()
 
     def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        """Number the call."""
+        """Start a call."""
         if self.clock.closed:
             return
         if self.calls.turn != self.clock.turn:
@@ -72,7 +72,7 @@ class ModuleBackwardHooks(Uncopied):
         self.calls.enter()
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
-        """Count the call, so that it is known how often gradients are expected, and by whom none can be."""
+        """Count the call, the gradients to expect, and the sites that cannot get one."""
         if self.clock.closed or (call := self.calls.leave()) is None or call.seen_before:
             return
         self.bare = isinstance(output, Tensor)
@@ -92,11 +92,11 @@ class ModuleBackwardHooks(Uncopied):
                 live.miss(obstacle)
 
     def backward_pre(self, module: nn.Module, grad_output: Any) -> Any:  # noqa: ARG002
-        """PyTorch's full backward pre hook."""
+        """The full backward pre hook."""
         return None if self.clock.closed else self._act("full_backward_pre", "grad_output", grad_output)
 
     def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:  # noqa: ARG002
-        """PyTorch's full backward hook."""
+        """The full backward hook."""
         if self.clock.closed:
             return None
         self._act("full_backward", "grad_output", grad_output)
@@ -130,14 +130,14 @@ class ModuleBackwardHooks(Uncopied):
         return None if new is gradients else new
 
     def detach(self) -> None:
-        """Remove all hooks, the last one first."""
+        """Remove all hooks in reverse order."""
         self.awaited.clear()
         while self.handles:
             self.handles.pop().remove()
 
 
 def _obstacle(live: LiveSite, value: Any) -> str:
-    """Why no gradient can come for a site at a value; empty where one can."""
+    """Return why a site cannot get a gradient of a value; empty if it can."""
     tensors = [tensor for path, tensor in leaves(value) if live.wants(path)]
     if not tensors:
         return NO_TENSOR

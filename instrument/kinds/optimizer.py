@@ -1,5 +1,7 @@
-"""Kinds around `optimizer.step`: step_pre and step_post, with the parameter, its gradient, its update, its module's
-buffers and the optimizer's state."""
+"""Kinds around `optimizer.step`: step_pre and step_post.
+
+Their tensors are the parameter, its gradient, its update, the buffers of its module and the optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from .owners import Owners, held_by
 
 
 class StepHooks:
-    """The step_pre and step_post sites of an optimizer, served by one hook in front of its `step` and one behind it.
+    """The step_pre and step_post sites of an optimizer, served by one hook before its `step` and one after it.
 
-    The one in front also keeps the parameters whose update is asked for.
+    The first one also copies the parameters whose update is recorded.
     """
 
     def __init__(
@@ -38,10 +40,10 @@ class StepHooks:
             self.handles.append(optimizer.register_step_pre_hook(self.in_step))
 
     def refresh(self) -> None:
-        """Nothing is kept: what is due is asked at each step."""
+        """Do nothing: the scheduled sites are determined at each step."""
 
     def in_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
-        """PyTorch's hook in front of the step: act on what is there, and on gradients when they are."""
+        """The hook before the step. Sites on gradients run after the closure if there is one."""
         if self.clock.closed:
             return None
         self._act([live for live in self.pre if not _is_gradient(live)])
@@ -50,7 +52,7 @@ class StepHooks:
         return when_gradients_are_there(args, kwargs, self._on_gradients)
 
     def before_step(self) -> None:
-        """All is there, and the optimizer is about to use it: act at step_pre, then keep what is to be updated."""
+        """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
         self._act(self.pre)
         self._keep()
 
@@ -59,9 +61,9 @@ class StepHooks:
 
     @torch.no_grad()
     def _keep(self) -> None:
-        """Keep what the parameters are before they are updated, in memory that is used again at the next step.
+        """Copy the parameters before their update into buffers that are reused at the next step.
 
-        It is float32 at least: the difference of two numbers in half precision is in general none.
+        The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
         for live in self._due(self.post):
             if live.site.spec.tensor_role == "update":
@@ -74,7 +76,7 @@ class StepHooks:
                 room.copy_(parameter)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Act at step_post."""
+        """Run the step_post sites."""
         if not self.clock.closed:
             self._act(self.post)
 
@@ -94,7 +96,7 @@ class StepHooks:
         return self.owners.sites_of(self.optimizer, [live for live in lives if live.due])
 
     def _tensor(self, live: LiveSite) -> Tensor | None:
-        """What the site sees; None where there is nothing, and the cause is noted."""
+        """Return the tensor of a site. If there is none, note the reason and return None."""
         role, site = live.site.spec.tensor_role, live.site
         held = site.layer.module._buffers.get(site.own_name) if role == "buffer" else live.current_parameter()
         if held is not None and is_lazy(held):
@@ -128,7 +130,7 @@ class StepHooks:
         return state if isinstance(state, Tensor) else None
 
     def detach(self) -> None:
-        """Remove both hooks, the last one first."""
+        """Remove both hooks in reverse order."""
         while self.handles:
             self.handles.pop().remove()
 

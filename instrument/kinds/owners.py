@@ -1,4 +1,4 @@
-"""Which of several optimizers a site around an optimizer's step belongs to."""
+"""Assignment of sites around an optimizer step to one of several optimizers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from .live import LiveSite
 
 
 class Owners:
-    """Finds the sites of each of the optimizers that train one model.
+    """Assigns sites to the optimizers that train a model.
 
     A parameter belongs to the optimizers that hold it, and a buffer to those that hold a parameter of its module. Sites
-    that belong to none go with the first optimizer. Nothing is kept between steps, since a loop may add parameter groups.
+    without an optimizer are assigned to the first one. Nothing is cached between steps, since a loop may add parameter
+    groups.
 
     Args:
         optimizers: The optimizers, at least one.
@@ -23,7 +24,7 @@ class Owners:
         self.optimizers = tuple(optimizers)
 
     def sites_of(self, optimizer: Optimizer, lives: Iterable[LiveSite]) -> list[LiveSite]:
-        """The sites that act when this optimizer makes its step, in the order given."""
+        """Return the sites that run when this optimizer makes its step, in the given order."""
         if len(self.optimizers) == 1:
             return list(lives)
         held = held_by(optimizer)
@@ -37,12 +38,12 @@ class Owners:
 
 
 def held_by(optimizer: Optimizer) -> set[int]:
-    """The parameters that an optimizer holds, by their `id`."""
+    """Return the `id` of each parameter that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _parameters(live: LiveSite) -> set[int]:
-    """The parameter of a site, or those of the module whose buffer it sees, by their `id`."""
+    """Return the `id` of a site's parameter, or of all parameters of the module if the site is at a buffer."""
     if live.site.spec.tensor_role == "buffer":
         return {id(parameter) for parameter in live.site.layer.module._parameters.values()}
     return {id(live.current_parameter())}

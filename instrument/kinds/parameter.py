@@ -1,5 +1,7 @@
-"""Kinds that see a parameter's gradient: parameter_grad_micro as it arrives, post_accumulate_grad as it is summed,
-parameter_grad when it is used."""
+"""Kinds on a parameter's gradient: parameter_grad_micro, post_accumulate_grad and parameter_grad.
+
+They see the gradient of a micro-batch, the accumulated gradient, and the gradient before the optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from .owners import Owners, held_by
 class GradientHooks:
     """The parameter_grad_micro and post_accumulate_grad sites at one parameter.
 
-    They are on the parameter also while it is frozen, or lazy and without values: it keeps them, and they fire from its
-    first gradient on. Hooks are lost where a parameter is put in the place of another (`load_state_dict(assign=True)`, a
-    new `nn.Parameter`): `renew` finds that out, and puts them on the new one.
+    The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
+    on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`). `renew`
+    detects this and registers them on the new one.
     """
 
     def __init__(self, lives: Sequence[LiveSite], clock: Clock) -> None:
@@ -41,9 +43,12 @@ class GradientHooks:
         self.renew()
 
     def renew(self) -> bool:
-        """Put the hooks on the parameter that is there now; gives whether it is another one than before.
+        """Register the hooks on the current parameter if it is a different object.
 
-        Called between two steps, it also notes whether the parameter trains.
+        Between two steps, this also notes whether the parameter is trained.
+
+        Returns:
+            Whether it replaced another parameter.
         """
         parameter = self.site.current_parameter()
         for live in self.lives:
@@ -63,16 +68,16 @@ class GradientHooks:
         return is_new
 
     def refresh(self) -> None:
-        """Nothing is kept: what is due is asked at each gradient."""
+        """Do nothing: the scheduled sites are determined at each gradient."""
 
     def arrived(self, gradient: Tensor) -> Tensor | None:
-        """`Tensor.register_hook`: a micro-batch's own gradient, before it is added to the sum."""
+        """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
         due = self._due(self.micro, gradient)
         new = fire_all(due, gradient, self.site.site.own_name, self._passes("micro"), self.parameter)
         return None if new is gradient else new
 
     def accumulated(self, parameter: Tensor) -> None:
-        """PyTorch's hook: a micro-batch's gradient has been added to `parameter.grad`."""
+        """The hook of `register_post_accumulate_grad_hook`: `parameter.grad` contains the micro-batch's gradient."""
         if parameter.grad is None:
             return
         gradient = parameter.grad
@@ -82,7 +87,7 @@ class GradientHooks:
             _deliver(gradient, new)
 
     def _passes(self, kind: str) -> Firing:
-        """Count a gradient of the parameter: there are several in a turn where backward is called several times."""
+        """Count a gradient of the parameter. A micro-step has several if backward is called several times."""
         if self.turn != self.clock.turn:
             self.turn = self.clock.turn
             self.passes.clear()
@@ -93,17 +98,17 @@ class GradientHooks:
         return [live for live in lives if live.due and not self.clock.closed and live.meet(gradient)]
 
     def detach(self) -> None:
-        """Remove the hooks, the last one first."""
+        """Remove the hooks in reverse order."""
         while self.handles:
             self.handles.pop().remove()
 
 
 class BoundaryHooks:
-    """The parameter_grad sites of all specs at an optimizer's parameters, served by one hook in front of its `step`.
+    """The parameter_grad sites of all specs at an optimizer's parameters, served by one hook before its `step`.
 
-    Where the optimizer is given a closure (LBFGS), the gradients that it uses are those that the closure leaves: then
-    the sites act behind it, each time that the optimizer calls it. A loop that does more in its closure, and says
-    itself when the gradients are there (Lightning), has no hook on its optimizer (`by_loop`).
+    If the step has a closure (LBFGS), the sites run after each call of the closure, which computes the gradients. A
+    loop whose closure does more, and that announces complete gradients itself (Lightning), has no hook on its optimizer
+    (`by_loop`).
     """
 
     def __init__(
@@ -118,21 +123,21 @@ class BoundaryHooks:
         self.handle = None if by_loop else optimizer.register_step_pre_hook(self.in_step)
 
     def refresh(self) -> None:
-        """Nothing is kept: what is due is asked at each step."""
+        """Do nothing: the scheduled sites are determined at each step."""
 
     def in_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
-        """PyTorch's hook in front of the step."""
+        """The hook before the step."""
         return when_gradients_are_there(args, kwargs, self.before_step)
 
     def before_step(self) -> None:
-        """Spec by spec in the order written, each seeing the gradients that the one before left."""
+        """Run the specs in the order of the configuration. Each sees the gradients that the previous one returned."""
         if self.clock.closed:
             return
-        held = held_by(self.optimizer)  # parameters are added to it, and taken away, while the loop runs
+        held = held_by(self.optimizer)  # parameters may be added or removed during the loop
         for lives in self.by_spec.values():
             due = self.owners.sites_of(self.optimizer, [live for live in lives if live.due])
             if ready := [found for live in due if (found := _ready(live, held)) is not None]:
-                # An optimizer that unscales by itself (fused) is given scaled gradients, and says by what.
+                # A fused optimizer unscales gradients itself and provides the factor.
                 self._act(ready, getattr(self.optimizer, "grad_scale", None))
 
     @torch.no_grad()
@@ -143,7 +148,8 @@ class BoundaryHooks:
         changed = [
             live.fire(old, live.site.own_name, Firing(live.call), value=p, amp_scale=scale) for live, p, old in ready
         ]
-        for gradient, new in zip(gradients, changed, strict=True):  # all of them, or none where a function fails
+        # Replace gradients only after all actions have succeeded.
+        for gradient, new in zip(gradients, changed, strict=True):
             if new is not gradient:
                 _deliver(gradient, new)
 
@@ -154,7 +160,7 @@ class BoundaryHooks:
 
 
 def _ready(live: LiveSite, held: Set[int]) -> tuple[LiveSite, Parameter, Tensor] | None:
-    """A site with the gradient that the optimizer is about to use; None where it cannot fire, and the cause is noted."""
+    """Return a site with its parameter and gradient. If it cannot fire, note the reason and return None."""
     parameter = live.current_parameter()
     if parameter is None:
         live.called()
@@ -173,7 +179,10 @@ def _ready(live: LiveSite, held: Set[int]) -> tuple[LiveSite, Parameter, Tensor]
 
 
 def _can_train(parameter: Parameter) -> bool:
-    """Whether a parameter could ever get a gradient: an integer could not, nor a frozen one of torch.inference_mode()."""
+    """Return whether a parameter can get a gradient.
+
+    Integers and frozen parameters of torch.inference_mode() cannot.
+    """
     if parameter.requires_grad or is_lazy(parameter):
         return True
     return not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex())
@@ -181,7 +190,10 @@ def _can_train(parameter: Parameter) -> bool:
 
 @contextmanager
 def _as_trained(parameter: Parameter) -> Iterator[None]:
-    """Inside, the parameter takes hooks: PyTorch refuses them on a frozen one and on a lazy one, but both keep them."""
+    """Allow registering hooks on the parameter.
+
+    PyTorch refuses them on frozen and lazy parameters, but keeps existing ones.
+    """
     frozen = not parameter.requires_grad
     with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
         if frozen:
@@ -194,6 +206,6 @@ def _as_trained(parameter: Parameter) -> Iterator[None]:
 
 
 def _deliver(gradient: Tensor, new: Tensor) -> None:
-    """Put a changed gradient where the optimizer, and a DDP bucket that it may be a view of, will find it."""
+    """Write a changed gradient into the existing tensor, which the optimizer uses and a DDP bucket may contain."""
     with torch.no_grad():
         gradient.copy_(new)

@@ -1,4 +1,4 @@
-"""Whose numbers a tensor holds where several processes train together."""
+"""The scope of a tensor if several processes train together."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from typing import Literal
 from ..spec.kinds import Kind
 
 Scope = Literal["global", "local", "averaged", "shard"]
-"""`global`: of the whole batch. `local`: of this rank's part of the batch. `averaged`: the same on every rank: gradients after
-they were averaged, parameters, their updates and states. `shard`: of this rank's shard of such a tensor."""
+"""The part of the distributed tensor that a row describes.
+
+`global`: the complete batch. `local`: this rank's batch shard. `averaged`: identical on every rank, such as averaged
+gradients, parameters, their updates and states. `shard`: this rank's shard of such a tensor.
+"""
 
 Parallel = Literal["ddp", "fsdp2", "own"]
-"""How several processes train together: with DistributedDataParallel, with fully_shard, or in a way that is not known."""
+"""How several processes train together: with DistributedDataParallel, with fully_shard, or in an unknown way."""
 
 
 def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
-    """Whose numbers a kind sees in a role, of tensors that are no shards.
+    """Return the scope of a kind and role, for tensors that are not sharded.
 
-    Module hooks and hooks on a parameter's gradient come before DistributedDataParallel averages: what they see is the
-    rank's own. At the optimizer boundary all ranks have the same, but for buffers, such as BatchNorm's running mean.
+    Module hooks and hooks on parameter gradients run before DistributedDataParallel averages, so they see values of
+    this rank. At the optimizer boundary, all ranks have the same values, except for buffers such as BatchNorm's running
+    mean.
 
     Args:
-        kind: The kind of hook.
-        role: Which of its tensors.
-        parallel: None for a single process.
+        kind: The hook kind.
+        role: The role of the tensor.
+        parallel: How the processes train together; None for a single process.
     """
     if parallel is None:
         return "global"

@@ -1,9 +1,9 @@
-"""The share that one module has in the gradient of a tensor, read off the graph.
+"""The contribution of one module to the gradient of a tensor, computed from the graph.
 
-A tensor that several operations take has one gradient, the sum of what each of them sends back, added up in the order
-in which they do. An alias would tell a module's share apart, but it would also add that share up first: another order,
-another last bit. To look and change nothing, the operations of the module that take the tensor are found in the graph,
-and what they send back is added up here, beside the graph.
+A tensor that is used by several operations has one gradient: the sum of their contributions, in the order in which they
+arrive. An alias would separate the contribution of a module, but would also change the order of the sum and its
+rounding. To record without side effects, the operations of the module that use the tensor are found in the graph, and
+their contributions are summed separately.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.autograd.graph import get_gradient_edge
 from .awaited import Hook, Part
 
 Edge = tuple[Any, int]
-"""A node of the graph, and which of its outputs."""
+"""A node of the graph and the index of one of its outputs."""
 
 
 IN_PLACE_ON_VIEW = "CopySlices"
-"""What PyTorch calls the node of an operation that writes to a view; its first input is what the view is a view of."""
+"""PyTorch's name for the node of an in-place operation on a view. Its first input is the base of the view."""
 
 
 class Share:
-    """What a module's operations send back to one tensor in one backward pass."""
+    """The contribution of a module's operations to the gradient of one tensor in one backward pass."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
@@ -36,7 +36,7 @@ class Share:
         self.version = 0
 
     def take(self, node: Any, inputs: list[int]) -> None:
-        """Take what a node of the module's sends back through some of its inputs, each time that it runs."""
+        """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs."""
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
             self.sent += [gradient for i in inputs if (gradient := sent[i]) is not None]
@@ -44,7 +44,7 @@ class Share:
         node.register_hook(after_node)
 
     def take_part(self, node: Any, part: Part) -> None:
-        """Take what a node of the module's sends back that writes in place to the tensor, a view: the view's part."""
+        """Collect the view's part of what a node sends back that modifies the tensor, a view, in place."""
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
             if sent[0] is not None:
@@ -53,11 +53,14 @@ class Share:
         node.register_hook(after_node)
 
     def given_away(self, tensor: Tensor) -> None:
-        """The module gave out a view of the tensor: where that is written to, the module's nodes drop out of the graph."""
-        self.witness, self.version = tensor.detach(), tensor._version  # shares the version counter, not the graph
+        """Note that the module returned a view of the tensor.
+
+        If it is modified, the nodes of the module drop out of the graph.
+        """
+        self.witness, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
     def complete(self, gradient: Tensor) -> None:
-        """The tensor's whole gradient is there, and so is the share: a hook on the tensor."""
+        """The hook on the tensor: its gradient is complete, and so is the contribution."""
         sent, self.sent = self.sent, []
         if self.passed_on:
             self.hook(gradient)
@@ -68,7 +71,7 @@ class Share:
 
 
 def edge_of(tensor: Tensor) -> Edge:
-    """Where a tensor's gradient arrives."""
+    """Return the edge at which a tensor's gradient arrives."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
@@ -76,13 +79,13 @@ def edge_of(tensor: Tensor) -> Edge:
 def find_shares(
     outputs: Iterable[Tensor], shares: dict[Edge, Share], views: dict[Edge, list[tuple[Share, Part]]], since: int
 ) -> None:
-    """Go back from a module's outputs to what it was given, and let each share take from the nodes on the way.
+    """Traverse the graph from a module's outputs to its inputs, and collect contributions from the nodes on the way.
 
     Args:
-        outputs: The module's outputs.
-        shares: What it was given, by the edge at which the gradient arrives.
-        views: What it was given that are views, by the edge of the tensor that they are views of.
-        since: The number that nodes have at least that came into being while the module ran.
+        outputs: The outputs of the module.
+        shares: The contributions to its inputs, by the edge at which the gradient arrives.
+        views: The contributions to inputs that are views, by the edge of the base tensor.
+        since: The smallest sequence number of nodes that were created while the module ran.
     """
     waiting = [edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad]
     met = set(waiting)
@@ -105,5 +108,5 @@ def find_shares(
 
 
 def next_number() -> int:
-    """The number that the next node will have."""
+    """Return the sequence number of the next node."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

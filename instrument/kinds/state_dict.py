@@ -1,9 +1,8 @@
-"""Kinds around saving and loading: what goes into a state dict, and what comes out of one.
+"""Kinds around saving and loading of state dicts.
 
-Entries in a state dict are the live weights themselves, so an intervention puts a new tensor in an entry's place and
-leaves the weights as they are. A dict that is loaded was copied by PyTorch before the hooks see it: the caller's own
-is not written to. The runner's own checkpoints are seen by records, and left as they are by interventions: what a run
-resumes from holds the live values.
+Entries of a state dict are the live weights, so an intervention replaces the entry and leaves the weights unchanged.
+PyTorch copies a state dict before hooks on loading run, so the caller's dict is not modified. The run's own checkpoints
+are recorded, but not changed by interventions: a run resumes from the live values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .owners import Owners
 
 
 class StateDictHooks(Uncopied):
-    """The sites of the four state-dict kinds at one module, with role entry."""
+    """The sites of the four state-dict kinds with role `entry` at one module."""
 
     def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
         self.module = module
@@ -36,26 +35,26 @@ class StateDictHooks(Uncopied):
             ("load_state_dict_post", self.loaded),
         ):
             if self.by_kind[kind]:
-                # PyTorch writes an attribute to one of them, which a bound method does not take.
+                # PyTorch sets an attribute on one of them, which a bound method does not allow.
                 self.handles.append(getattr(module, _REGISTER[kind])(partial(hook)))
 
     def refresh(self) -> None:
-        """Nothing is kept: what is due is asked when a state dict is made or loaded."""
+        """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""
 
     def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
-        """A state dict is about to be made: the values that will go into it."""
+        """The hook before a state dict is created: the values to be saved."""
         self._see("state_dict_pre")
 
     def saved(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG002
-        """The module's entries are in the state dict."""
+        """The hook after the module's entries were added to a state dict."""
         self._act("state_dict_post", state, prefix)
 
     def loading(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ARG002
-        """A state dict is about to be loaded."""
+        """The hook before a state dict is loaded."""
         self._act("load_state_dict_pre", state, prefix)
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:  # noqa: ARG002
-        """A state dict has been loaded: the values that the module has now."""
+        """The hook after a state dict was loaded: the new values of the module."""
         self._see("load_state_dict_post")
 
     def _see(self, kind: str) -> None:
@@ -78,13 +77,13 @@ class StateDictHooks(Uncopied):
                 live.miss(f"the state dict has no entry {live.site.own_name!r} of this module")
 
     def detach(self) -> None:
-        """Remove the hooks, the last one first."""
+        """Remove the hooks in reverse order."""
         while self.handles:
             self.handles.pop().remove()
 
 
 class OptimizerStateDictHooks:
-    """The sites of the four state-dict kinds with role state.*: an optimizer's tensors for its parameters."""
+    """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
     def __init__(self, optimizer: Optimizer, owners: Owners, lives: Sequence[LiveSite], clock: Clock) -> None:
         self.owners = owners
@@ -101,22 +100,22 @@ class OptimizerStateDictHooks:
             self.handles.append(optimizer.register_load_state_dict_post_hook(self.loaded))
 
     def refresh(self) -> None:
-        """Nothing is kept: what is due is asked when a state dict is made or loaded."""
+        """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""
 
     def saving(self, optimizer: Optimizer) -> None:
-        """A state dict is about to be made."""
+        """The hook before a state dict is created."""
         self._see("state_dict_pre", optimizer)
 
     def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict has been made."""
+        """The hook after a state dict was created."""
         return self._act("state_dict_post", optimizer, state)
 
     def loading(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict is about to be loaded."""
+        """The hook before a state dict is loaded."""
         return self._act("load_state_dict_pre", optimizer, state)
 
     def loaded(self, optimizer: Optimizer) -> None:
-        """A state dict has been loaded."""
+        """The hook after a state dict was loaded."""
         self._see("load_state_dict_post", optimizer)
 
     def _see(self, kind: str, optimizer: Optimizer) -> None:
@@ -126,7 +125,7 @@ class OptimizerStateDictHooks:
 
     def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's stay as they are
+        entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's entries are not modified
         for live in self._due(kind, optimizer):
             parameter = id(live.current_parameter())
             self._fire(live, entries.get(order.index(parameter), {}) if parameter in order else {})
@@ -147,7 +146,7 @@ class OptimizerStateDictHooks:
                 entry[name] = new
 
     def detach(self) -> None:
-        """Remove the hooks, the last one first."""
+        """Remove the hooks in reverse order."""
         while self.handles:
             self.handles.pop().remove()
 
@@ -161,7 +160,7 @@ _REGISTER = {
 
 
 def _due(lives: Iterable[LiveSite], clock: Clock) -> list[LiveSite]:
-    """The sites at a state dict that are due; of the run's own checkpoint those that only look."""
+    """Return the scheduled sites. For the run's own checkpoint, only those that record."""
     due = [live for live in lives if live.due]
     if clock.in_checkpoint:
         for live in due:

@@ -1,19 +1,21 @@
 """Gradients of a module's inputs and outputs, by hooks on the tensors.
 
-They give the values that PyTorch's module hooks give, to the bit, and unlike those they survive operations in place
+The values are bit-identical to those of PyTorch's module hooks. Unlike these, they also work with in-place operations
 on the module's input or output (`instrument.kinds.awaited`).
 
-A tensor that several modules take has one gradient, the sum. `grad_input` is the share of one module: to look at it,
-it is read off the graph (`instrument.kinds.share`); to change it, the module is handed an alias of its own.
+A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
+one module. To record it, it is computed from the graph (`instrument.kinds.share`); to change it, the module receives an
+alias of the input.
 
-An output that is the input itself (`nn.Identity`, dropout that is off), or a parameter, is one tensor with one gradient,
-from all who use it. To look at it, that is what there is: an alias would tell apart what came by way of the module, and
-change the order of the sum, and with it the last bit of the weights. To change it, the caller is handed an alias.
+An output that is the input itself (`nn.Identity`, disabled dropout), or a parameter, is one tensor with one gradient
+from all uses. Record hooks record this gradient: an alias would separate the contributions, and would change the order
+of the sum and thereby the rounding of the weights. To change the gradient, the caller receives an alias.
 
-So it is where `full_backward_pre` changes a gradient. Operations that save their output (tanh, softmax) depend on it a
-second time in a double backward pass, and that is inside the module: it is to pass by the hook, as it does with PyTorch's.
+The same holds if `full_backward_pre` changes a gradient. In a double backward pass, operations that save their output
+(tanh, softmax) depend on it a second time inside the module. That gradient must not reach the hook, as with PyTorch's
+hooks.
 
-No hook holds a tensor that belongs to a graph: the graph holds the hook, and neither would ever be freed.
+No hook refers to a tensor of the graph: the graph refers to the hook, and neither would ever be freed.
 """
 
 from __future__ import annotations
@@ -37,21 +39,22 @@ from .share import Edge, Share, edge_of, find_shares, next_number
 
 
 class GradientCall:
-    """The gradients of one call of a module, at one end of it, while they are awaited."""
+    """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
     def __init__(self, lives: Sequence[LiveSite], call: Call, clock: Clock) -> None:
         self.lives = [live for live in lives if not live.records] if call.seen_before else lives
         self.call = call
         self.clock = clock
         self.seen = False
-        self.unreadable: dict[str, str] = {}  # by path, why a tensor that gets a gradient has no values to read
+        # By path, why a tensor that gets a gradient cannot be read.
+        self.unreadable: dict[str, str] = {}
         self.awaited: set[str] = set()
         self.taken: set[tuple[LiveSite, int]] = set()
         self.aliases: dict[int, Tensor] = {}
         self.fired: set[LiveSite] = set()
 
     def awaitable(self, value: Any) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a value that can get a gradient, with their paths."""
+        """Yield the tensors of a value that can get a gradient, with their paths."""
         for path, tensor in leaves(value) if self.lives else ():
             self.seen = True
             if tensor.requires_grad and torch.is_grad_enabled():
@@ -62,13 +65,13 @@ class GradientCall:
                 yield path, tensor
 
     def hook(self, path: str, value: Tensor) -> Hook | None:
-        """What is to be registered on a tensor; None where no site means it.
+        """Return the hook to register on a tensor; None if no site selects it.
 
-        A tensor that stands at several paths has one gradient, which a site gets once, at the first of them.
+        A tensor at several paths has one gradient. A site gets it once, with the first path.
 
         Args:
-            path: Where the tensor stands.
-            value: What the gradient will be the gradient of.
+            path: The path of the tensor.
+            value: The tensor that the gradient belongs to.
         """
         lives = [live for live in self.lives if live.wants(path) and (live, id(value)) not in self.taken]
         if not lives:
@@ -79,7 +82,8 @@ class GradientCall:
         passes = count()
 
         def deliver(gradient: Tensor | None) -> Tensor | None:
-            if clock.closed or gradient is None:  # None: an operation gave several tensors, and this one is not used
+            # None: an operation has several outputs, and this one is unused.
+            if clock.closed or gradient is None:
                 return None
             for live in lives:
                 if live not in fired:
@@ -91,20 +95,20 @@ class GradientCall:
         return deliver
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor's alias in this call."""
+        """Return the alias of a tensor in this call."""
         return self.aliases.setdefault(id(tensor), tensor.view_as(tensor))
 
     def with_aliases(self, value: Any) -> Any:
-        """The value with the aliases in it: what was one tensor at several paths is one alias at all of them."""
+        """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias."""
         if not self.aliases:
             return value
         return map_leaves(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
 
     def bespoken(self, *, no_fault: bool) -> None:
-        """All tensors of the call have been gone through: settle which sites can still fire.
+        """Count the opportunities of all sites after the hooks of the call were registered.
 
         Args:
-            no_fault: Where no tensor needs a gradient, that is the nature of the place: it is data.
+            no_fault: Whether tensors without a gradient are expected, because they are data.
         """
         for live in self.lives:
             if self.call.again:
@@ -122,7 +126,7 @@ class GradientCall:
 
 
 class Given:
-    """What a module was given in one call: its inputs, where their gradients are awaited, until it has run."""
+    """The inputs of one call whose gradients are expected, until the module has run."""
 
     def __init__(self) -> None:
         self.since = next_number()
@@ -131,13 +135,16 @@ class Given:
         self.views: dict[Edge, list[tuple[Share, Part]]] = {}
 
     def add_share(self, share: Share, tensor: Tensor) -> None:
-        """The module's share of an input's gradient is asked for."""
+        """Register the module's contribution to an input's gradient."""
         self.shares[edge_of(tensor)] = share, tensor
         if (behind := Behind.of(tensor)) is not None:
             self.views.setdefault((behind.node, behind.output), []).append((share, behind.part))
 
     def done(self, output: Any) -> None:
-        """The module has run: find its shares; where it wrote to an alias in place, or gave it away, look behind it too."""
+        """Complete the registration after the module has run.
+
+        Find its contributions. If it modified or returned an alias, also register a hook on the base.
+        """
         if self.shares:
             self._find_shares(output)
         given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
@@ -157,29 +164,29 @@ class Given:
 
 
 class InputGradients:
-    """The gradients of what goes into a module: its own share (`full_backward`), or in total (`tensor`)."""
+    """The gradients of a module's inputs: its own contribution (`full_backward`), or the total (`tensor`)."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.own: list[LiveSite] = []
         self.total: list[LiveSite] = []
         self.on_leaves = LeafHooks(clock)
-        self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total
+        self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
 
     @property
     def wanted(self) -> bool:
-        """Whether any site awaits such a gradient."""
+        """Whether any site expects such a gradient."""
         return bool(self.own or self.total)
 
     def bespeak(self, module: nn.Module, value: Any, call: Call) -> Any:
-        """Register for every tensor of the input; gives the input that the module is to be called with."""
+        """Register hooks for all input tensors. Return the input with which to call the module."""
         own = GradientCall(self.own, call, self.clock)
         total = GradientCall(self.total, call, self.clock)
         in_place = _writes_to_its_input(module)
         looking = all(live.records for live in own.lives)
         given = call.given = Given()
         for path, tensor in total.awaitable(value):
-            if call.again and tensor in self.hooked:  # checkpointing hands in the very tensor of the first pass
+            if call.again and tensor in self.hooked:  # checkpointing passes the same tensor object again
                 continue
             if (hook := total.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
@@ -187,9 +194,9 @@ class InputGradients:
         for path, tensor in own.awaitable(value):
             if (hook := own.hook(path, tensor)) is None:
                 continue
-            if in_place and not tensor._is_view():  # nobody but the module sees the tensor as it is now
+            if in_place and not tensor._is_view():  # only the module uses this version of the tensor
                 tensor.register_hook(hook)
-            elif looking and not in_place:  # one that writes in place takes its input once
+            elif looking and not in_place:  # an in-place module uses its input once
                 given.add_share(self._share(tensor, hook), tensor)
             else:
                 alias = own.alias(tensor)
@@ -199,7 +206,10 @@ class InputGradients:
         return own.with_aliases(value)
 
     def _share(self, tensor: Tensor, hook: Hook) -> Share:
-        """Await the module's share without a trace in the graph; it is whole when the tensor's gradient is."""
+        """Register for the module's contribution without changing the graph.
+
+        It is complete when the tensor's gradient is.
+        """
         share = Share(hook)
         if tensor.is_leaf:
             self.on_leaves.register(tensor, share.complete)
@@ -209,7 +219,7 @@ class InputGradients:
 
 
 class OutputGradients:
-    """The gradients of what comes out of a module."""
+    """The gradients of a module's outputs."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -217,13 +227,13 @@ class OutputGradients:
         self.on_leaves = LeafHooks(clock)
 
     def note_inputs(self, value: Any, call: Call) -> None:
-        """Remember which tensors went in, and at which version, to know an output that is the input itself."""
+        """Store the input tensors and their versions, to detect outputs that are inputs."""
         inputs = [tensor for _, tensor in leaves(value)]
         call.versions = {id(tensor): tensor._version for tensor in inputs if not tensor.is_inference()}
         call.on_data = not any(tensor.requires_grad for tensor in inputs)
 
     def bespeak(self, module: nn.Module, output: Any, call: Call) -> Any:
-        """Register for every tensor of the output; gives the output that the caller is to get."""
+        """Register hooks for all output tensors. Return the output for the caller."""
         awaiting = GradientCall(self.lives, call, self.clock)
         looking = all(live.records for live in awaiting.lives)
         apart = any(not live.records and live.site.spec.kind == "full_backward_pre" for live in awaiting.lives)
@@ -242,6 +252,6 @@ class OutputGradients:
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:
-    """Whether a module says that it works in place, and does: dropout that is off gives back what it was given."""
+    """Return whether a module works in place. Disabled dropout returns its input unchanged."""
     is_off = isinstance(module, _DropoutNd) and not (module.training and module.p)
     return getattr(module, "inplace", False) is True and not is_off

@@ -1,1 +1,1 @@
-"""What was asked, held against one model: the sites, what they will write, and how it is shown."""
+"""The plan: specs resolved against a model, with estimated cost, and its display."""

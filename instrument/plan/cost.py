@@ -1,4 +1,4 @@
-"""What a plan costs: how often each spec is due, and what that comes to."""
+"""The cost of a plan: how often each spec fires, and the resulting rows, bytes and time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..spec.schedule import Evaluations, common
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is.
+    """The length of a run.
 
     Attributes:
-        steps: Its steps.
-        accumulate: Micro-batches in a step.
-        epoch_batches: Batches in an epoch; the last step of an epoch takes what is left of them.
-        evaluations: When it evaluates.
-        eval_batches: The batches of an evaluation.
+        steps: The number of steps.
+        accumulate: The number of micro-batches per step.
+        epoch_batches: The number of batches per epoch. The last step of an epoch takes the remaining ones.
+        evaluations: The steps with an evaluation.
+        eval_batches: The number of batches per evaluation.
     """
 
     steps: int
@@ -29,11 +29,11 @@ class Length:
 
     @property
     def epoch_steps(self) -> int:
-        """Steps in an epoch."""
+        """The number of steps per epoch."""
         return -(-self.epoch_batches // self.accumulate)
 
     def micro_steps(self, steps: Sequence[int]) -> int:
-        """Micro-batches in these steps together."""
+        """Return the total number of micro-batches in these steps."""
         per_epoch = self.epoch_steps
         missing = per_epoch * self.accumulate - self.epoch_batches
         ends = range(per_epoch - 1, self.steps, per_epoch)
@@ -43,14 +43,14 @@ class Length:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one spec costs.
+    """The estimated cost of one spec.
 
     Attributes:
-        firings: Steps, or evaluations, at which it is due.
-        rows_per_step: Rows in each of them, the last step of an epoch aside, which may have fewer.
-        rows: Rows in all.
-        bytes: Bytes in all, on disk.
-        seconds: What it adds to a step at which it is due; 0 where it is for evaluations.
+        firings: The number of steps, or evaluations, at which it is scheduled.
+        rows_per_step: Rows per scheduled step. The last step of an epoch may have fewer.
+        rows: Rows in total.
+        bytes: Bytes on disk in total.
+        seconds: The time that it adds to a scheduled step, in seconds; 0 for phase eval.
     """
 
     firings: int
@@ -62,12 +62,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will cost.
+    """The estimated cost of a run.
 
     Attributes:
-        cost: By spec.
-        bare: What a step takes without hooks, in seconds; to load its batches is part of it.
-        hooked: What it will take with them, on average over the run's steps.
+        cost: The cost of each spec, by name.
+        bare: The duration of a step without hooks in seconds, including data loading.
+        hooked: The duration of a step with hooks in seconds, as the mean over all steps of the run.
     """
 
     cost: dict[str, Cost]
@@ -76,22 +76,22 @@ class Forecast:
 
     @property
     def slowdown(self) -> float:
-        """By which share of itself a step becomes longer."""
+        """The relative overhead of all hooks. 0.05 means 5%."""
         return self.hooked / self.bare - 1.0
 
     def share(self, name: str, steps: int) -> float:
-        """What one spec adds to that, in a run of so many steps."""
+        """Return the relative overhead of one spec in a run of `steps` steps."""
         return self.cost[name].seconds * self.cost[name].firings / steps / self.bare
 
 
 @dataclass(frozen=True)
 class Firings:
-    """When a spec is due in a run of some length.
+    """The schedule of a spec in a run of a given length.
 
     Attributes:
-        steps: The steps at which it is due; of a spec for evaluations, the numbers of steps that were done before them.
-        times: How often it acts on each of its tensors in all: once a micro-batch, or once a step around the optimizer.
-        times_per_step: How often in one step of whole length.
+        steps: The scheduled steps. For phase eval: the numbers of steps completed before the scheduled evaluations.
+        times: How often it acts on each of its tensors in total: once per micro-batch, or once per optimizer step.
+        times_per_step: How often it acts in one complete step.
     """
 
     steps: Sequence[int]
@@ -100,7 +100,7 @@ class Firings:
 
 
 def firings_of(spec: HookSpec, length: Length) -> Firings:
-    """When a spec is due in a run of that length."""
+    """Return the schedule of a spec in a run of a given length."""
     if spec.phase == "eval":
         steps = length.evaluations.among(spec.schedule)
         return Firings(steps, len(steps) * length.eval_batches, length.eval_batches)
@@ -109,5 +109,5 @@ def firings_of(spec: HookSpec, length: Length) -> Firings:
         return Firings(steps, 0, 0)
     if spec.definition.rhythm == "step":
         stateless = spec.kind == "step_pre" and spec.tensor_role.startswith("state.") and 0 in steps
-        return Firings(steps, len(steps) - stateless, 1)  # before its first step an optimizer has no state
+        return Firings(steps, len(steps) - stateless, 1)  # before its first step, an optimizer has no state
     return Firings(steps, length.micro_steps(steps), length.accumulate)

@@ -1,4 +1,4 @@
-"""The modules of a model and all the names that they answer to."""
+"""The modules of a model and all of their names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.parameter import Parameter
 
 from ..sharded import module_type
 
-# A wrapper's attribute that holds the wrapped module, and the class names that own it. The attribute's name does
-# not count in a layer's name; a module of one's own that is called `module` keeps it.
+# The attribute of each wrapper class that contains the wrapped module. It is not part of layer names. A custom module
+# with an attribute `module` keeps its name.
 _WRAPPED = {
     "module": ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"),
     "_orig_mod": ("OptimizedModule",),
@@ -26,10 +26,10 @@ class Layer:
     """One module of a model.
 
     Attributes:
-        name: Its first name in `named_modules` order, without wrappers' segments; empty for the root.
-        aliases: The other names that the same module answers to.
-        module: The module itself, the innermost one where wrappers share its name.
-        depth: Segments in its name.
+        name: Its first name in the order of `named_modules`, without segments of wrappers; empty for the root module.
+        aliases: The other names of the same module.
+        module: The module; the innermost one if wrappers share its name.
+        depth: The number of segments in its name.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Layer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of its names, the first one first."""
+        """All of its names, starting with `name`."""
         return (self.name, *self.aliases)
 
     @property
@@ -49,22 +49,30 @@ class Layer:
 
     @property
     def label(self) -> str:
-        """Its name, fit for print: the root is `.`."""
+        """Its name for display; `.` for the root module."""
         return self.name or "."
 
     @property
     def is_holder(self) -> bool:
-        """Whether it only holds others (ModuleList, ModuleDict, ParameterList): without a forward it is never called."""
+        """Whether it is only a container (ModuleList, ModuleDict, ParameterList).
+
+        It has no forward and is never called.
+        """
         return type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
 
     def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The parameters registered on this very module, by their own names."""
+        """Yield the parameters that are registered on this module itself, with their names within it."""
         yield from ((name, parameter) for name, parameter in self.module._parameters.items() if parameter is not None)
 
     def is_a(self, type_name: str) -> bool:
-        """Whether its class, or a class above it, has this name: short, or with a package that it can be had from."""
+        """Return whether its class or a base class has this name.
+
+        Args:
+            type_name: A short name, or a name with a package from which the class can be imported.
+        """
         package, _, short = type_name.rpartition(".")
-        public = getattr(sys.modules.get(package), short, None)  # torch.nn.Conv2d is torch.nn.modules.conv's
+        # torch.nn.Conv2d is defined in torch.nn.modules.conv.
+        public = getattr(sys.modules.get(package), short, None)
         return any(
             cls is public or type_name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
             for cls in type(self.module).__mro__
@@ -73,14 +81,17 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """All modules of a model, each once, the root first, in the order of `named_modules`."""
+    """All modules of a model, each once, in the order of `named_modules` with the root module first."""
 
     model: nn.Module
     layers: tuple[Layer, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Layers:
-        """Walk a model. Wrappers (DDP, `torch.compile`, checkpoint) stand for the module that they wrap."""
+        """List the modules of a model.
+
+        A wrapper (DDP, `torch.compile`, checkpoint) is replaced by the wrapped module.
+        """
         names: dict[int, list[str]] = {}
         modules: dict[int, nn.Module] = {}
         for name, module in _walk(model, "", set()):
@@ -100,12 +111,12 @@ class Layers:
 
     @cached_property
     def by_module(self) -> dict[int, Layer]:
-        """The layer of a module, by the module's `id`."""
+        """The layer of each module, by the `id` of the module."""
         return {id(layer.module): layer for layer in self.layers}
 
     @cached_property
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """All full names of each parameter, by its `id`: tied parameters answer to several."""
+        """All full names of each parameter, by the `id` of the parameter. Tied parameters have several names."""
         found: dict[int, list[str]] = {}
         for layer in self.layers:
             for own, parameter in layer.own_parameters():
@@ -114,7 +125,7 @@ class Layers:
         return {key: tuple(names) for key, names in found.items()}
 
     def hidden(self) -> list[tuple[str, nn.Module]]:
-        """Modules that a module keeps in a plain list, tuple, set or dict, which `named_modules` cannot see."""
+        """Return the modules in plain lists, tuples, sets or dicts, which `named_modules` does not find."""
         known = {id(module) for module in self.model.modules()}
         found: dict[int, tuple[str, nn.Module]] = {}
         for layer in self.layers:
@@ -128,7 +139,7 @@ class Layers:
         return list(found.values())
 
     def hidden_messages(self) -> list[tuple[str, str]]:
-        """Where each hidden module is, and a warning of it in words."""
+        """Return the location of each hidden module and a warning about it."""
         return [
             (
                 place,
@@ -140,7 +151,7 @@ class Layers:
 
 
 def _plain_items(value: object, place: str, above: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
-    """Everything in a plain container, and in those that it holds, with the place where it is."""
+    """Yield all items of a plain container and of its nested containers, with their locations."""
     if id(value) in above:
         return
     items: Iterable[tuple[object, object]] = ()
@@ -154,13 +165,13 @@ def _plain_items(value: object, place: str, above: frozenset[int] = frozenset())
 
 
 def _walk(module: nn.Module, name: str, above: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every one of its names, parents first; a wrapper gives way to what it wraps."""
+    """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
     inner = _unwrapped(module)
     if inner is not None:
         yield from _walk(inner, name, above)
         return
     yield name, module
-    if id(module) in above:  # a module that holds itself
+    if id(module) in above:  # a module that contains itself
         return
     for key, child in module._modules.items():
         if child is not None:

@@ -1,4 +1,4 @@
-"""Which tensors of nested values a spec means, held against those that a trial forward pass saw."""
+"""Validation of `path` against the tensors that shape inference found."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .trial import Trial, tensors_of
 
 
 def refuse_idle_paths(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
-    """A `path` has to mean at least one tensor of the modules that the trial pass ran.
+    """Check that each `path` matches at least one tensor of the modules that shape inference ran.
 
     Raises:
-        ConfigError: With every spec whose path means none, and the paths that there are.
+        ConfigError: With every spec whose path matches none, and the existing paths.
     """
     mistakes = []
     for name, spec in plan.specs.items():

@@ -1,4 +1,4 @@
-"""The plan, as it is shown: the modules and what is done at each, what each spec costs, and what is not matched."""
+"""Display of a plan: the module tree with hooks, the cost of each spec, and explanations for unmatched modules."""
 
 from __future__ import annotations
 
@@ -26,14 +26,25 @@ from .sites import HookPlan
 from .tree import acting_order, module_tree
 from .trial import Trial
 
-ENDLESS = 10_000  # columns
+ENDLESS = 10_000  # columns: wide enough for any table
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def plan_view(
     plan: HookPlan, trials: Mapping[str, Trial], forecast: Forecast, steps: int, folder: Path | None = None
 ) -> RenderableType:
-    """The whole plan, to be printed by rich; the folder is where a run would be."""
+    """Render the complete plan with rich.
+
+    Args:
+        plan: The plan.
+        trials: The results of shape inference, by phase.
+        forecast: The estimated cost.
+        steps: The number of steps of the run.
+        folder: The folder in which a run would be created.
+
+    Returns:
+        A rich renderable.
+    """
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
     parts: list[RenderableType] = [
         module_tree(plan, colours),
@@ -61,7 +72,10 @@ def plan_view(
 
 @dataclass(frozen=True)
 class Costs:
-    """A row a spec: what it does, where, when, what it writes, and by how much it makes steps longer; as wide as there is room."""
+    """A table with one row per spec: action, sites, schedule, rows, bytes and overhead.
+
+    It adapts to the available width.
+    """
 
     plan: HookPlan
     forecast: Forecast
@@ -74,7 +88,7 @@ class Costs:
         yield wide if fits else self._table(narrow=True)
 
     def _table(self, *, narrow: bool) -> Table:
-        """Where it is narrow, kind and action share a cell, and rows a step are left out."""
+        """Build the table. The narrow one combines kind and action and omits rows per step."""
         title = f"{len(self.plan.specs)} hooks in {self.steps} steps"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         kind, rows_a_step = ((), ()) if narrow else (("kind",), ("rows/step",))
@@ -119,7 +133,7 @@ class Costs:
 
 
 def written(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
-    """The tables that there will be, and which hooks write to them."""
+    """Yield lines about the tables that the run will write, and the hooks that write to each."""
     into: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": []}
     for name, spec in plan.specs.items():
         for table in _tables_of(spec):
@@ -145,7 +159,7 @@ def _tables_of(spec: HookSpec) -> list[str]:
 
 
 def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:
-    """Why something that a user may expect is not matched, or cannot be seen."""
+    """Yield explanations for modules that a user may expect to match, but that do not match or cannot be recorded."""
     for name, spec in plan.specs.items():
         sites = plan.of(name)
         matched = {id(site.layer) for site in sites}
@@ -174,7 +188,7 @@ def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:
 
 
 def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tuple[str, list[Layer]]]:
-    """The layers that the globs match and something else takes away, by what does."""
+    """Yield the layers that the globs match but another field excludes, by the reason."""
     typed = [layer for layer in named if spec.types and not any(layer.is_a(name) for name in spec.types)]
     excluded = [
         layer for layer in named if any(matches(pattern, name) for pattern in spec.exclude for name in layer.names)
@@ -194,7 +208,7 @@ def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tup
 
 
 def _has_some_below_alone(spec: HookSpec, layer: Layer, seen: set[int]) -> bool:
-    """Whether a layer without parameters of its own stands above some that the spec would have meant."""
+    """Return whether a layer has no parameters itself, but submodules with parameters that the spec would select."""
     if any(True for _ in layer.own_parameters()):
         return False
     missed = [name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in seen]

@@ -1,4 +1,4 @@
-"""What there is to be said about a model and a plan, though nothing is wrong with the plan."""
+"""Remarks about a model and a plan that are not errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .sites import HookPlan
 
 @dataclass(frozen=True)
 class Remark:
-    """One remark; it is printed with the plan, and becomes a row of `events`.
+    """One remark. It is printed with the plan and written to `events`.
 
     Attributes:
-        rule: What it is about: hidden_module, fast_path.
-        layer: Where; None where it is several places.
-        message: In words.
-        severity: As in `events`.
+        rule: The topic: hidden_module, fast_path.
+        layer: The layer; None for several.
+        message: The message.
+        severity: The severity, as in `events`.
     """
 
     rule: str
@@ -30,7 +30,7 @@ class Remark:
 
 
 def remarks(plan: HookPlan) -> Iterator[Remark]:
-    """Modules that PyTorch cannot see, and fast paths that hooks switch off."""
+    """Yield remarks about modules that PyTorch cannot find, and about fast paths that hooks disable."""
     for place, message in plan.layers.hidden_messages():
         yield Remark("hidden_module", place, message, "warning")
     slowed = fast_paths(plan)
@@ -43,7 +43,10 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
 
 
 def fast_paths(plan: HookPlan) -> list[str]:
-    """The transformer encoder layers that have hooks on modules inside them: PyTorch looks for such and goes the long way."""
+    """Return the transformer encoder layers with hooks on modules inside them.
+
+    PyTorch then does not use its fast path.
+    """
     hooked = {id(site.layer.module) for site in plan.sites if site.spec.definition.family == "module"}
     return [
         layer.label

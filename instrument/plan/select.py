@@ -1,4 +1,4 @@
-"""Which layers a selection means; an empty answer is the user's mistake, told with the nearest names."""
+"""Selection of layers. A selection without matches is an error that names similar layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from .modules import Layer, Layers
 
 
 def select_layers(selection: Selection, layers: Layers, where: str) -> list[Layer]:
-    """The layers that a selection means, in the order of the model.
+    """Return the layers that a selection matches, in the order of the model.
+
+    Args:
+        selection: The selecting fields.
+        layers: The modules of the model.
+        where: The config key of the spec, for messages.
 
     Raises:
-        ConfigError: One of its globs matches no module, or `types` or `exclude` leave none.
+        ConfigError: A glob matches no module, or `types` or `exclude` remove all modules.
     """
     for key, patterns in (("layers", selection.globs), ("exclude", selection.exclude)):
         for pattern in patterns:
@@ -60,6 +65,6 @@ def _no_such_layer(pattern: str, layers: Layers, where: str) -> Mistake:
 
 
 def some(names: Sequence[str], most: int = 12) -> str:
-    """A list of names that fits on a screen: the first ones, and how many there are in all."""
+    """Shorten a list of names for display: the first ones, and the total number."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"

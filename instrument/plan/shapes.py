@@ -1,4 +1,4 @@
-"""Check the fields of a spec that name dimensions, indices and dtypes against the tensors that its hook will see."""
+"""Validation of fields that name dimensions, indices and dtypes against the tensors at a spec's sites."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_misfits(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
 
     Args:
         plan: The sites.
-        trials: What a trial forward pass saw, for each phase; without one, tensors of modules are not checked.
+        trials: The results of shape inference, by phase. Without one, the tensors of modules are not checked.
 
     Raises:
         ConfigError: With the first tensor of each spec that does not fit.
@@ -45,17 +45,16 @@ def misfits_in_smaller(
 ) -> list[Mistake]:
     """Check slices and lists of factors along the samples against the smallest batch that their hooks will see.
 
-    The dimension of the samples is dimension 0 where its size is the number of samples, or the same multiple of it in the
-    trials of both phases.
+    Dimension 0 contains the samples if its size is the number of samples, or the same multiple of it in both phases.
 
     Args:
         plan: The sites.
-        trials: What a trial forward pass saw, for each phase.
-        samples: The samples in the batch of each trial.
-        smallest: Gives the samples in the smallest batch that a spec will see.
+        trials: The results of shape inference, by phase.
+        samples: The number of samples in the batch of each phase.
+        smallest: Returns the number of samples in the smallest batch that a spec will see.
 
     Returns:
-        The first tensor of each spec that does not fit. Parts of slices that end beyond a smaller batch are cut there.
+        The first tensor of each spec that does not fit. A slice that ends beyond a smaller batch is cut there.
     """
     mistakes: dict[str, Mistake] = {}
     for spec in plan.specs.values():
@@ -76,7 +75,7 @@ def misfits_in_smaller(
 
 
 def _follows(shape: Sequence[int], samples: int, elsewhere: Sequence[int] | None, samples_there: int) -> bool:
-    """Whether dimension 0 of a tensor is the samples of a batch, as far as two batches tell."""
+    """Return whether dimension 0 of a tensor contains the samples of a batch, judged by its shapes in two batches."""
     if not shape:
         return False
     if elsewhere and samples_there != samples:
@@ -85,25 +84,25 @@ def _follows(shape: Sequence[int], samples: int, elsewhere: Sequence[int] | None
 
 
 def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
-    """Check a spec against the first tensor that one of its sites sees, where no trial forward pass has done so.
+    """Check a spec against the first tensor at one of its sites, if shape inference did not check it.
 
     Raises:
-        ConfigError: A field does not fit its shape or dtype.
+        ConfigError: A field does not fit the shape or dtype of the tensor.
     """
     if tensor.is_nested:
-        return  # its parts have shapes of their own
+        return  # its parts have different shapes
     problem = _misfit(site, TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     if problem is not None:
         raise ConfigError(problem)
 
 
 def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Mistake | None:
-    """The first field of a site's spec that does not fit a tensor there; None where all fit.
+    """Return the first field of a site's spec that does not fit a tensor; None if all fit.
 
     Args:
         site: The site.
         info: The tensor.
-        smallest: The samples of its batch, where that is smaller than the batch of the trial.
+        smallest: The number of samples of its batch, if that is smaller than the batch of shape inference.
     """
     spec = site.spec
     in_batch = "" if smallest is None else f" in the smallest batch, of {smallest} samples"
@@ -122,12 +121,12 @@ def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Mistak
 def _problems(
     spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype, *, cuts: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """For each field that does not fit: the field, the problem up to the tensor's name, and what is allowed.
+    """Yield the fields that do not fit: the field, the problem up to the name of the tensor, and what is allowed.
 
     Args:
         spec: The spec.
-        shape: The tensor's shape.
-        dtype: Its type.
+        shape: The shape of the tensor.
+        dtype: Its dtype.
         cuts: Whether a recorded slice may end beyond a dimension.
     """
     match spec:
@@ -192,10 +191,10 @@ def _spelled(part: int | slice) -> str:
 
 
 def tensors_at(site: Site, trial: Trial) -> list[tuple[int, TensorInfo]]:
-    """The tensors that a site sees in a trial, which has no backward pass: a gradient has the shape of its tensor.
+    """Return the tensors at a site according to shape inference. A gradient has the shape of its tensor.
 
     Returns:
-        Each with the number of the module's call, 0 for kinds that see no module's tensors.
+        Each with the index of the module's call; 0 for kinds without tensors of modules.
     """
     spec = site.spec
     if spec.definition.family == "loss":
@@ -206,7 +205,8 @@ def tensors_at(site: Site, trial: Trial) -> list[tuple[int, TensorInfo]]:
         assert tensor is not None, "a site at a parameter or buffer was resolved from one"
         if nn.parameter.is_lazy(tensor):
             return []
-        shape = () if spec.tensor_role == "state.step" else tuple(tensor.shape)  # the optimizer's count of steps
+        # The number of optimizer steps is a scalar.
+        shape = () if spec.tensor_role == "state.step" else tuple(tensor.shape)
         return [(0, TensorInfo(site.own_name, shape, tensor.dtype, True))]
     return [
         (call, info)

@@ -1,4 +1,4 @@
-"""The plan: each spec held against a model, as the sites where it will act."""
+"""The plan: specs resolved against a model, as a list of sites."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .select import select_layers, some
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One spec at one module, or at one parameter or buffer of it.
+    """One spec at one module, parameter or buffer.
 
     Attributes:
-        spec: What is to be done there.
+        spec: The spec.
         layer: The module.
-        own_name: The parameter's or buffer's own name; empty for kinds that see a module's tensors.
-        parameter: The parameter, where the site is at one.
-        note: Why nothing can be seen there, where that is known beforehand; empty otherwise.
-        parameters: For a penalty on the loss: what it is on.
+        own_name: The name of the parameter or buffer within the module; empty for kinds that see a module's tensors.
+        parameter: The parameter, if the site is at one.
+        note: Why the hook cannot fire there, if that is known in advance; otherwise empty.
+        parameters: For a penalty on the loss: its parameters.
     """
 
     spec: HookSpec
@@ -39,20 +39,20 @@ class Site:
 
     @property
     def label(self) -> str:
-        """Its name for print: the layer's, or the parameter's full one."""
+        """Its name for display: that of the layer, or the full name of the parameter."""
         return ".".join(part for part in (self.layer.name, self.own_name) if part) or "."
 
 
 @dataclass(frozen=True, eq=False)
 class HookPlan:
-    """All sites of all specs on one model: specs in the order written, layers in the order of the model.
+    """All sites of all specs on one model: specs in the order of the configuration, layers in the order of the model.
 
     Attributes:
         layers: The modules of the model.
         specs: The specs, by name.
-        sites: Where they act.
-        tried: Whether a trial forward pass has checked the specs against the shapes of the modules' tensors. Without
-            it each site checks the first tensor that it sees.
+        sites: The sites.
+        tried: Whether shape inference has checked the specs against the shapes of the modules' tensors. Otherwise each
+            site checks its first tensor.
     """
 
     layers: Layers
@@ -61,16 +61,23 @@ class HookPlan:
     tried: bool = False
 
     def of(self, hook: str) -> list[Site]:
-        """The sites of one spec."""
+        """Return the sites of one spec."""
         return [site for site in self.sites if site.spec.name == hook]
 
     def at(self, layer: Layer) -> list[Site]:
-        """The sites at one module."""
+        """Return the sites at one module."""
         return [site for site in self.sites if site.layer is layer]
 
 
 def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
-    """Resolve every spec against a model. Touches nothing.
+    """Resolve every spec against a model. The model is not changed.
+
+    Args:
+        specs: The specs, by name.
+        model: The model.
+
+    Returns:
+        The plan.
 
     Raises:
         ConfigError: With every spec that matches no module or no parameter.
@@ -115,7 +122,7 @@ def _only_holders(spec: HookSpec, selected: list[Layer], where: str) -> Mistake:
 
 
 def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
-    """One site for the whole model; a penalty's has the parameters that it is on."""
+    """Return the one site for the loss. For a penalty, it has the parameters of the penalty."""
     root = next(iter(layers))
     if not isinstance(spec, PenaltySpec):
         return Site(spec, root)
@@ -146,7 +153,7 @@ def _buffers(module: nn.Module) -> list[str]:
 
 
 def _entries(module: nn.Module) -> list[str]:
-    """What a module has of its own in a state dict: parameters, and the buffers that are saved."""
+    """Return the names of a module's entries in a state dict: parameters, and persistent buffers."""
     parameters = [name for name, parameter in module._parameters.items() if parameter is not None]
     return parameters + [name for name in _buffers(module) if name not in module._non_persistent_buffers_set]
 
@@ -154,7 +161,7 @@ def _entries(module: nn.Module) -> list[str]:
 def _named_sites(
     what: str, names_of: Callable[[nn.Module], list[str]], spec: HookSpec, selected: list[Layer], where: str
 ) -> list[Site]:
-    """A site for each buffer, or entry of a state dict, that the modules have of their own."""
+    """Return one site per buffer, or per entry of a state dict, of the modules."""
     there = [(layer, own) for layer in selected for own in names_of(layer.module)]
     if not there:
         below = [layer for layer in selected if any(names_of(module) for module in layer.module.modules())]
@@ -164,7 +171,7 @@ def _named_sites(
 
 
 def _wanted(spec: HookBase, names: Iterable[str]) -> bool:
-    """Whether `params` means a parameter or buffer, by one of the own names that it has."""
+    """Return whether `params` selects a parameter or buffer, given all of its names within modules."""
     return not spec.params or any(matches(pattern, name) for pattern in spec.params for name in names)
 
 
@@ -188,9 +195,9 @@ def _has_none(what: str, spec: HookBase, selected: list[Layer], below: list[Laye
 
 
 def refuse_frozen(plan: HookPlan) -> None:
-    """Stop where a pattern matches nothing but frozen parameters, and the kind needs gradients.
+    """Refuse patterns that match only frozen parameters if the kind requires gradients.
 
-    This is for a training in which they stay frozen.
+    Only for a training in which these parameters stay frozen.
 
     Raises:
         ConfigError: With every such pattern.

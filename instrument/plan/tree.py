@@ -1,4 +1,4 @@
-"""The modules of a model as a tree, with what is done at each; blocks that are alike are shown once."""
+"""The module tree of a model with the hooks at each module. Identical blocks are shown once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.tree import Tree
 from .modules import Layer
 from .sites import HookPlan
 
-LEAST_SAVED = 2  # lines, for which alike blocks are put together
+LEAST_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
 
 @dataclass
 class _Node:
-    """A module with those below it, and what has to be equal for two to be alike."""
+    """A module with its children, and a signature that is equal for identical blocks."""
 
     layer: Layer
     hooks: list[list[str]]
@@ -35,7 +35,7 @@ class _Node:
         return sum(parameter.numel() for _, parameter in self.layer.own_parameters())
 
     def sign(self) -> None:
-        """Form the signature, of this one and of all below."""
+        """Compute the signatures of this node and of all its descendants."""
         for node in self.below:
             node.sign()
         self.size = 1 + sum(node.size for node in self.below)
@@ -44,7 +44,7 @@ class _Node:
 
 
 def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
-    """Every module with its type, its own parameters and the specs that match it, in the order in which they act."""
+    """Build a tree of all modules with their types, numbers of parameters, and matching specs in execution order."""
     nodes: dict[str, _Node] = {}
     for layer in plan.layers:
         sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
@@ -68,7 +68,7 @@ def _grow(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> Non
 
 
 def _alike(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, list[_Node]]]:
-    """Neighbours that are alike, where it is worth it: the first of them, and the others."""
+    """Group adjacent identical nodes if that saves enough lines. Yield the first of each group and the others."""
     for _, group in groupby(nodes, key=lambda node: node.signature):
         first, *others = group
         if sum(node.size for node in others) - 1 >= LEAST_SAVED:
@@ -78,7 +78,7 @@ def _alike(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, list[_Node]]]:
 
 
 def acting_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
-    """The specs at a layer; those that share a kind and a role act one after the other, in the order written."""
+    """Return the specs at a layer, grouped by kind and role. Those of a group run in the order of the configuration."""
     places: dict[tuple[str, str], list[str]] = {}
     for site in plan.at(layer):
         names = places.setdefault((site.spec.kind, site.spec.tensor_role), [])

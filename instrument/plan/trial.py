@@ -1,6 +1,6 @@
-"""A trial forward pass: which modules run, on tensors of which shapes, and where a batch does not fit.
+"""Shape inference: a forward pass that lists the modules that run and the shapes of their tensors.
 
-It leaves no trace: buffers, training flags and random states are put back, and no gradient is formed.
+It has no side effects: buffers, training flags and random states are restored, and no gradient is computed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class TensorInfo(NamedTuple):
     """One tensor of a module's input or output.
 
     Attributes:
-        path: Which one of a nested value.
-        shape: Its shape; of a nested tensor, that of its parts padded to one block.
-        dtype: Its type.
-        requires_grad: Whether a gradient will come to it.
+        path: Its path in a nested value.
+        shape: Its shape; for a nested tensor, the shape of its padded parts.
+        dtype: Its dtype.
+        requires_grad: Whether it will get a gradient.
     """
 
     path: str
@@ -39,29 +39,32 @@ class TensorInfo(NamedTuple):
 
 @dataclass
 class Calls:
-    """What went into a module and what came out of it, call by call."""
+    """The inputs and outputs of a module, per call."""
 
     inputs: list[list[TensorInfo]] = field(default_factory=list)
     outputs: list[list[TensorInfo]] = field(default_factory=list)
 
 
 Trial = dict[int, Calls]
-"""The calls of every module that ran, by the module's `id`."""
+"""The calls of every module that ran, by the `id` of the module."""
 See = Callable[[nn.Module, str, Any], None]
 
 
 def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool, see: See | None = None) -> Trial:
-    """Run a forward pass once and look at every module on the way.
+    """Run one forward pass and list the tensors of every module.
 
     Args:
         model: The model.
-        forward: Runs the model on a batch, and the loss on what comes out.
-        training: Whether the model is in training mode meanwhile.
-        see: Called with each module, `input` or `output`, and the value that goes in or comes out.
+        forward: Runs the model on a batch and computes the loss.
+        training: Whether the model is in training mode during the pass.
+        see: Called with each module, `input` or `output`, and the value.
+
+    Returns:
+        The calls of every module that ran.
 
     Raises:
-        ConfigError: It fails; the message names the first layer that did, and the shapes that met there. Or `see` or
-            `forward` raised one.
+        ConfigError: The pass failed. The message contains the layer that failed first, and the shapes of its input.
+            Also errors that `see` or `forward` raise.
     """
     layers = Layers.of(model)
     trial: Trial = {}
@@ -76,7 +79,7 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool,
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         while running.pop()[0].module is not module:
-            pass  # a layer below it failed, and the model caught that itself
+            pass  # a layer below failed, and the model handled the exception
         trial[id(module)].outputs.append(_infos(output))
         if see is not None:
             see(module, "output", output)
@@ -101,12 +104,12 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool,
 
 
 def tensors_of(module: nn.Module, role: str, trial: Trial) -> list[TensorInfo]:
-    """The tensors that went into a module, or came out of it, in all of its calls in a trial pass."""
+    """Return the tensors that entered or left a module, in all of its calls."""
     return [info for call in calls_of(module, role, trial) for info in call]
 
 
 def calls_of(module: nn.Module, role: str, trial: Trial) -> list[list[TensorInfo]]:
-    """The same, call by call."""
+    """Return the tensors that entered or left a module, per call."""
     calls = trial.get(id(module))
     if calls is None:
         return []
@@ -114,12 +117,12 @@ def calls_of(module: nn.Module, role: str, trial: Trial) -> list[list[TensorInfo
 
 
 def _infos(value: Any) -> list[TensorInfo]:
-    """What is to be known of each tensor of a nested value."""
+    """List the tensors of a nested value."""
     return [TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad) for path, tensor in leaves(value)]
 
 
 def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
-    """Give lazy modules their shapes, by one forward pass that keeps the random state.
+    """Give lazy modules their shapes by one forward pass. The random state is restored.
 
     Raises:
         ConfigError: The batch does not fit the model.
@@ -130,7 +133,7 @@ def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 @contextmanager
 def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put back whatever a forward pass may change: training flags, buffers, random states."""
+    """Restore everything that a forward pass may change: training flags, buffers, random states."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -158,7 +161,7 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Put back the random states of Python, NumPy and PyTorch."""
+    """Restore the random states of Python, NumPy and PyTorch after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

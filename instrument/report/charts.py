@@ -114,9 +114,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
     for at, rows in places:
         hook, kind, role, phase, layer, path = map(str, at)
         numbers = rows.iloc[0][["counts", "quantiles"]].map(lambda cell: 0 if cell is None else len(cell)).sum()
-        first = rows.drop_duplicates(
-            "step"
-        )  # first call of each step, since histograms of several calls cannot be merged
+        first = rows.drop_duplicates("step")  # histograms of several calls cannot be merged
         some = first.iloc[spread(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
@@ -202,7 +200,7 @@ def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def effects(frame: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the norms before and after and the changed fraction of every intervention, by location and group of steps."""
+    """Return norms before and after and the changed fraction of every intervention, by location and steps."""
     found = [(series, series.of(frame)) for series in series_in(frame)]
     sizes = [len(EFFECTS) * len(rows[["layer", "path"]].drop_duplicates()) for _, rows in found]
     most = int(np.clip(EFFECTS_ROOM // max(1, sum(sizes)), FEWEST, MOST))

@@ -63,7 +63,7 @@ def _places(known: list[Maps], order: Sequence[str]) -> list[Place]:
 
 
 def _turns(places: Sequence[Place]) -> list[Place]:
-    """Return the maps in the order in which they are added: the last one of each location, the first one, then the others."""
+    """Return the maps in the order in which they are added: the last one of each location, the first, the others."""
     chosen = [spread(len(found), STEPS) for found in places]
     ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
     turns = [

@@ -145,7 +145,7 @@ def _events(events: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _coverage(coverage: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return one row per hook: expected and actual firings over all ranks, and the reasons for missing firings by location."""
+    """Return one row per hook: expected and actual firings over all ranks, and reasons for missing firings."""
     rows = []
     for hook, sites in coverage.groupby("hook", sort=False):
         causes: dict[str, list[str]] = {}

@@ -97,7 +97,7 @@ def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str])
 
 
 def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
-    """Return the effect of each intervention on each metric: mean paired difference, confidence interval, and all differences."""
+    """Return the effect of each intervention on each metric: mean paired difference, interval, and all differences."""
     groups: dict[tuple[str, str], list[Pair]] = {}
     for pair in pairs(run):
         groups.setdefault((pair.hook, pair.settings), []).append(pair)
@@ -116,7 +116,7 @@ def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
 
 
 def _paired(known: pd.DataFrame) -> dict[str, str]:
-    """Return the means without and with an intervention, and of the difference with its interval; one number per seed."""
+    """Return the means without and with an intervention, and of the difference, with its interval over the seeds."""
     known = known.assign(difference=known["treated"] - known["without"])
     seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in known.groupby("seed")])  # keeps NaN of a diverged run
     means = seeds.mean(skipna=False)

@@ -84,7 +84,10 @@ _OF_MORE = (
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in (*_OF_VALUES, *_OF_MORE)}
 ALL: tuple[str, ...] = tuple(STATISTICS)
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
-"""They are recorded with all others: without them, a gradient that is NaN but for a few zeros looks like a vanished one."""
+"""Recorded with every other statistic.
+
+Without them, a gradient that is NaN except for a few zeros would look like a small one.
+"""
 OF_VALUES: tuple[str, ...] = tuple(statistic.name for statistic in _OF_VALUES)
 DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
 USUAL_UPDATES = (1e-4, 1e-2)

@@ -173,7 +173,10 @@ def _statistics(moments: Moments, numel: int) -> dict[str, float | None]:
 
 
 def _unit(flat: Tensor) -> float:
-    """Return a power of two as the unit, so that squares of float64 neither overflow nor underflow; 1 if none is required."""
+    """Return a power of two as the unit, so that squares of float64 neither overflow nor underflow.
+
+    1 if no other unit is required.
+    """
     finite = flat[flat.isfinite()]
     exponent = math.frexp(finite.abs().max().item())[1] if finite.numel() else 0
     return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MOST_EXPONENT, min(exponent, MOST_EXPONENT))

@@ -156,7 +156,10 @@ def _histogram_on_device(x: Tensor, bins: int) -> list[Tensor]:
 
 @lru_cache(maxsize=128)
 def _places(numel: int, device: torch.device) -> Tensor:
-    """Return `SAMPLE` indices: one in each of as many equal intervals, at varying positions, so that every channel is sampled."""
+    """Return `SAMPLE` indices: one in each of as many equal intervals.
+
+    Their positions within the intervals vary, so that every channel is sampled.
+    """
     stretch = torch.arange(SAMPLE, dtype=torch.float64, device=device)
     at = (stretch + (stretch * GOLDEN) % 1.0) * (numel / SAMPLE)
     return at.long().clamp(max=numel - 1)

@@ -21,7 +21,7 @@ from .single_pass import measure_in_one_pass
 from .vector import as_vector
 
 Values = Sequence[float | None] | Tensor
-"""The result of `measure`: numbers and None, or a float64 tensor [statistics] on the device, with NaN instead of None."""
+"""The result of `measure`: numbers and None, or a float64 tensor [statistics] on the device, with NaN for None."""
 
 
 def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:

@@ -115,9 +115,9 @@ def sums(parts: Tensor, most: Tensor) -> Tensor:
         most: float64 [rows, 5], the maximum of all parts' `extremes`.
 
     Returns:
-        float64 [rows, 13]. Divided by the largest magnitude: sum, sum of squares, sum of magnitudes, sum of squares
-        about the midpoint. Counts: elements, finite elements, zeros, NaN, infinities, saturated elements, dead units,
-        units. The squared norm of the parameter, divided by the largest. The order is that of the code.
+        float64 [rows, 13]: elements, finite elements, sum, sum of squares, sum of magnitudes, zeros, NaN, infinities,
+        saturated elements, squared norm of the parameter, sum of squares about the midpoint, dead units, units. The
+        sums are of values divided by the largest magnitude. The norm is divided by the largest norm.
     """
     of, unit, weight = _columns(parts), _unit(most), _norm_unit(most)
     n = _finite(of)

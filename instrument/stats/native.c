@@ -1,19 +1,20 @@
-/* Moments and histograms of floats, each in one pass over memory.
+/* Moments and histograms of floating-point numbers, each computed in one pass over memory.
 
-   Both read `count` elements of C-contiguous memory at `address`: kind 0 float32, 1 bfloat16, 2 float64. The interpreter's
-   lock is let go of meanwhile.
+   Both functions read `count` contiguous elements at `address`. `kind` is 0 for float32, 1 for bfloat16, 2 for float64.
+   The global interpreter lock is released during the computation.
 
    moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)
 
-   Of the finite ones, n of them: how many are zero, the smallest and the largest, sum(x - shift), sum((x - shift)^2)
-   and, where it is asked for, sum(|x|). All sums are formed in double, in 16 lanes a chunk. A chunk whose sum is not
-   finite is gone through once more, element by element.
+   n is the number of finite elements; nan and inf count the others. Over the finite elements: zeros is the number of
+   zeros, low and high are the minimum and maximum, sum is sum(x - shift), squares is sum((x - shift)^2), and l1 is
+   sum(|x|) if requested. Sums are in double precision, in 16 lanes per chunk. A chunk with a sum that is not finite is
+   read again, element by element.
 
    histogram(address, count, kind, low, high, bins, counts) -> None
 
-   Adds to `bins` int64 at `counts` how many elements lie in each of that many parts, equally wide, of low to high. An
-   element that is on an edge belongs to the part above it, the last one's upper edge to the last one. What is outside
-   is left out, and so is NaN. Where low is high, all are in the first part. */
+   Adds the number of elements in each of `bins` equal-width bins from low to high to the int64 array at `counts`. An
+   element on an edge belongs to the bin above it, and high to the last bin. Elements outside the range and NaN are
+   ignored. If low equals high, all elements are in the first bin. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,9 +23,9 @@
 #include <string.h>
 
 #define LANES 16
-#define CHUNK 4096 /* elements between two looks at whether all is finite */
-#define AHEAD 1024 /* elements that are fetched ahead of their use */
-#define TURNS 4    /* counts that take turns, since one and the same cannot be raised twice at once */
+#define CHUNK 4096 /* elements between two checks for values that are not finite */
+#define AHEAD 1024 /* elements that are prefetched */
+#define TURNS 4    /* arrays of counts, used in turn: incrementing one count twice in a row would stall */
 #define MOST_BINS 65536
 
 #if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
@@ -53,7 +54,7 @@ static inline float from_bfloat16(uint16_t bits) {
 
 #define AS_IT_IS(x) (x)
 
-/* One kernel a type: ELEMENT as it lies in memory, VALUE as it is compared, READ from the one to the other. */
+/* One kernel per type: ELEMENT is the type in memory, VALUE the type for comparisons, READ converts one to the other. */
 #define KERNEL(NAME, ELEMENT, VALUE, READ)                                                                            \
     static void NAME##_slowly(const ELEMENT *x, size_t count, double shift, Moments *m) {                             \
         for (size_t i = 0; i < count; i++) {                                                                          \
@@ -151,13 +152,13 @@ static PyObject *moments(PyObject *self, PyObject *args) {
                          m.high, m.sum, m.squares, m.l1);
 }
 
-/* What all is multiplied with, so that neither the width nor its inverse leaves the numbers there are. */
+/* The factor for all values that keeps the width of the range and its inverse finite. */
 static double unit_of(double low, double high) {
     const double width = high - low;
     return !isfinite(width) ? 0.5 : width > 0.0 && width < 0x1p-1000 ? 0x1p+600 : 1.0;
 }
 
-/* Where each element of a chunk belongs: a loop that has no branch. What is left out belongs behind the last part. */
+/* The first loop finds the bin of each element without branches. Ignored elements go to an additional last bin. */
 #define HISTOGRAM(NAME, ELEMENT, READ)                                                                                \
     FOR_EACH_PROCESSOR                                                                                                \
     static void NAME(const ELEMENT *x, size_t count, double low, double high, int32_t bins, int64_t *counts) {        \

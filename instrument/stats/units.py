@@ -64,11 +64,14 @@ def dead_fraction_on_device(tensor: Tensor, dim: int) -> Tensor:
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
-    """Return which units are zero everywhere, bool [units] on the device of the tensor. All units of an empty tensor are.
+    """Return which units are zero everywhere. All units of an empty tensor are.
 
     Args:
         tensor: Any dtype with at least one dimension, strided. On the CPU, no more of it is read than required.
         dim: The dimension of the units.
+
+    Returns:
+        bool [units] on the device of the tensor.
 
     Raises:
         IndexError: The tensor has no such dimension.
