@@ -38,9 +38,10 @@ bench-peers: $(DEV_STAMP)  ## the same job through other tools, each in an envir
 bench-scale: $(DEV_STAMP)  ## a hundred million rows of a thousand runs, asked four questions; 7 GB of disk for a while
 	$(BIN)/python -W ignore benchmarks/scale.py
 
-check: $(DEV_STAMP)  ## format, lint and types, changing nothing
+check: $(DEV_STAMP)  ## check format, lint, words and types; change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python docs/words.py
 	$(BIN)/mypy
 
 format: $(DEV_STAMP)  ## put the code into its format and mend what the linter can

@@ -119,14 +119,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     keep_memory()
     print(machine())
-    print("\n| workload | what is recorded | foretold | measured | foretold over measured |")
+    print("\n| workload | what is recorded | predicted | measured | predicted / measured |")
     print("|---|---|---|---|---|")
     for workload, what, hooks in CASES:
         with process_state(seed=0, deterministic=False):
-            foretold = rehearse(made(workload, hooks)).slowdown
+            predicted = rehearse(made(workload, hooks)).slowdown
             found = measured(workload, hooks)
         print(
-            f"| {WORKLOADS[workload].name} | {what} | {foretold:.1%} | {found:.1%} | {foretold / found:.2f} |",
+            f"| {WORKLOADS[workload].name} | {what} | {predicted:.1%} | {found:.1%} | {predicted / found:.2f} |",
             flush=True,
         )
 

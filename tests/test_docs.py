@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,8 +20,8 @@ from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import STATISTICS
 
 
-def load_make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_make", REPOSITORY / "docs" / "make.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", REPOSITORY / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +29,7 @@ def load_make() -> ModuleType:
     return module
 
 
-MAKE = load_make()
+MAKE = load("make")
 
 
 @pytest.mark.parametrize("name", [*MAKE.PAGES, *MAKE.PARTS])
@@ -97,3 +98,12 @@ def test_every_trap_names_a_test() -> None:
     assert len(named) > 50
     missing = [(path, name) for path, name in named if f"def {name}(" not in (REPOSITORY / path).read_text()]
     assert not missing
+
+
+def test_words_check_finds_the_words_in_prose_only(tmp_path: Path) -> None:
+    words = load("words")
+    page, module = tmp_path / "page.md", tmp_path / "module.py"
+    page.write_text("The rows are foretold.\n\n```python\nanew = 1\n```\nThe column `anew`.\n")
+    module.write_text('"""Nobody waits."""\n\nanew = "made anew"  # made anew\n')
+    found = [(number, words.PATTERN.findall(line)) for file in (page, module) for number, line in words.prose(file)]
+    assert [(number, *matches) for number, matches in found if matches] == [(1, "foretold"), (3, "anew"), (1, "Nobody")]
