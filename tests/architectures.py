@@ -1,6 +1,6 @@
-"""The architectures that suites run over: every classification model of torchvision, and small ones of timm.
+"""Architectures for parametrized tests: all classification models of torchvision and small models of timm.
 
-Neither library is imported before a model is made.
+Each library is imported when its first model is created.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ TIMM = _TIMM.split()
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of a library, at the smallest input that it takes."""
+    """A model of a library, with a small input size that it supports.
+
+    Attributes:
+        library: `torchvision` or `timm`.
+        name: Name of the model in the library.
+        size: Height and width of the input images, in pixels. Default: 64.
+        arguments: Additional arguments of the model builder. Default: none.
+    """
 
     library: str
     name: str
@@ -52,7 +59,7 @@ class Architecture:
         return f"{self.library} {self.name}"
 
     def make(self) -> nn.Module:
-        """A new model in training mode, the same each time."""
+        """Create the model in training mode, always with the same weights."""
         torch.manual_seed(0)
         if self.library == "timm":
             import timm
@@ -64,16 +71,23 @@ class Architecture:
         return builder(weights=None, num_classes=CLASSES, **self.arguments).train()
 
     def images(self, count: int = 2) -> torch.Tensor:
-        """Images of noise, the same each time: [count, 3, size, size]."""
+        """Return images of Gaussian noise, always the same.
+
+        Args:
+            count: Number of images. Default: 2.
+
+        Returns:
+            float32 tensor [count, 3, size, size].
+        """
         return torch.randn(count, 3, self.size, self.size, generator=torch.Generator().manual_seed(1))
 
 
 def of_torchvision(name: str) -> Architecture:
-    """A classification model of torchvision."""
+    """Return a classification model of torchvision by name."""
     if name.startswith("vit_"):
         patch = int(name.rpartition("_")[2])
         return Architecture("torchvision", name, 2 * patch, {"image_size": 2 * patch})
-    if name == "inception_v3":  # its auxiliary classifier needs the size that it was made for
+    if name == "inception_v3":  # The auxiliary classifier needs the original input size.
         return Architecture("torchvision", name, 299, {"init_weights": False})
     if name == "googlenet":
         return Architecture("torchvision", name, 64, {"init_weights": False})
@@ -81,7 +95,7 @@ def of_torchvision(name: str) -> Architecture:
 
 
 def of_timm(name: str) -> Architecture:
-    """A model of timm; those that are made for one size are given theirs."""
+    """Return a model of timm by name, with the input size that its architecture needs."""
     sized = {"cait_xxs24_224", "deit_tiny_distilled_patch16_224", "mixer_s32_224", "vit_tiny_patch16_224"}
     if name in sized:
         return Architecture("timm", name, 64, {"img_size": 64})

@@ -1,4 +1,4 @@
-"""Buckets on a local S3 server, with credentials in the environment."""
+"""Fixtures for buckets on a local S3 server, with credentials in environment variables."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 KEY, SECRET = "AKIALOCALTESTKEY", "local/test+secret/that/nobody/writes/down"
-NO_ANSWER = "http://127.0.0.1:9"  # the address of no server
+NO_ANSWER = "http://127.0.0.1:9"  # an address without a server
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The address of a local S3 server."""
+    """Address of a local S3 server."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # its requests are no part of a run's log
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # keeps its requests out of the log of a run
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -29,9 +29,9 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture
 def s3(s3_server: str) -> Iterator[None]:
-    """Clients find the server and the credentials in the environment.
+    """Set the environment variables with the address and credentials of the S3 server.
 
-    A client takes a tenth of a second to make: one that was made serves the following tests too.
+    Creating a client takes 0.1 s, so later tests reuse it.
     """
     with connected(s3_server):
         yield
@@ -39,7 +39,7 @@ def s3(s3_server: str) -> Iterator[None]:
 
 @pytest.fixture
 def bucket(s3: None) -> Iterator[str]:
-    """The address of an empty bucket."""
+    """Address of an empty bucket, which is removed after the test."""
     files = _make("bucket")
     yield "s3://bucket"
     files.invalidate_cache()
@@ -48,14 +48,18 @@ def bucket(s3: None) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def kept_bucket(s3_server: str) -> str:
-    """The address of a bucket for folders that many tests read."""
+    """Address of a bucket for folders that many tests read."""
     with connected(s3_server):
         _make("kept")
     return "s3://kept"
 
 
 def connected(server: str) -> AbstractContextManager[None]:
-    """Clients find a server and the credentials in the environment, as with the fixture `s3`."""
+    """Set the environment variables of the fixture `s3` during the `with` block.
+
+    Args:
+        server: Address of the S3 server.
+    """
     return _environment(
         AWS_ENDPOINT_URL=server,
         AWS_ACCESS_KEY_ID=KEY,
@@ -69,7 +73,11 @@ def connected(server: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def new_clients(**variables: str) -> Iterator[None]:
-    """Clients are made again, and find something else in the environment."""
+    """Set environment variables and use new clients during the `with` block.
+
+    Args:
+        variables: Values by name of the variable.
+    """
     forget_clients()
     try:
         with _environment(**variables):
@@ -79,6 +87,8 @@ def new_clients(**variables: str) -> Iterator[None]:
 
 
 def forget_clients() -> None:
+    """Remove all cached S3 clients."""
+
     import fsspec
 
     fsspec.get_filesystem_class("s3").clear_instance_cache()

@@ -1,4 +1,4 @@
-"""What tests share: where real MNIST is, and the command line run in this very process."""
+"""Shared fixtures: the location of the MNIST files, a working directory, and the command line run in this process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# What holds for this process and all that tests start, said before torch and transformers are imported.
-# Each computes in one thread, where the environment says no other number: `make test` runs as many processes as fit.
+# These settings apply to this process and all processes started by tests. They are set before torch and transformers
+# are imported. Each process uses one thread by default, because `make test` runs several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Test modules are compiled once; rewriting their assertions takes longer than all that is imported for them.
+# Write bytecode, so that test modules are compiled once: rewriting their assertions takes longer than their imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-os.environ["HF_HUB_OFFLINE"] = "1"  # models are made, not downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 
-# Which examples are drawn does not change from run to run, and how long one takes is no fault of it.
+# The examples are the same in every run, and a slow example is not an error.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -34,7 +34,7 @@ MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none."""
+    """Skip tests marked `gpu` if CUDA is not available."""
     missing = [item for item in items if item.get_closest_marker("gpu")]
     if missing:
         import torch
@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Random tensors are the same in each test, whichever came before it in this process.
+    """Seed PyTorch before each test, so that the order of tests does not change random tensors.
 
-    Python's random numbers are left alone: Weights & Biases names runs with them, and takes one name for one run.
+    The `random` module is not seeded: Weights & Biases uses it for run names, which have to be unique.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -56,7 +56,13 @@ def pytest_runtest_setup() -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command printed, and how it ended."""
+    """The result of a command.
+
+    Attributes:
+        code: Exit code.
+        out: Text printed to stdout.
+        err: Text printed to stderr.
+    """
 
     code: int
     out: str
@@ -65,16 +71,16 @@ class Answer:
 
 @pytest.fixture(scope="session")
 def mnist_root() -> Path | None:
-    """The folder with real MNIST in torchvision's layout; None where there is none."""
+    """Folder with the MNIST files in the layout of torchvision; None if it is missing."""
     found = [Path(folder) for folder in MNIST_FOLDERS if folder and (Path(folder) / "MNIST" / "raw").is_dir()]
     return found[0].resolve() if found else None
 
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory, with no data configured.
+    """Empty working directory, without a configured data folder.
 
-    Modules that were imported from it are forgotten afterwards: those of another test may have the same names.
+    Modules imported from it are removed from `sys.modules` afterwards, because other tests may use the same names.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_DATA", raising=False)
@@ -88,7 +94,10 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def fresh_workers() -> Iterator[None]:
-    """joblib's processes outlive a sweep, and still print to where the test that they were started in listened."""
+    """Stop the worker processes of joblib after the test.
+
+    The workers outlive a sweep, and would still print to the captured streams of the test that started them.
+    """
     yield
     from joblib.externals.loky import get_reusable_executor
 
@@ -97,7 +106,7 @@ def fresh_workers() -> Iterator[None]:
 
 @pytest.fixture
 def few_visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan makes as many passes over the steps as have their rows kept, and not those that only its times need."""
+    """Limit the dry run of a plan to the passes whose rows are kept, without the passes that only measure time."""
     from instrument.run import visits
 
     monkeypatch.setattr(visits, "LEAST", visits.KEPT)
@@ -111,7 +120,7 @@ def cli(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., Answer]:
-    """`python -m instrument` with these arguments, in this process and in an empty working directory."""
+    """Function that runs `python -m instrument` with its arguments, in this process and an empty working directory."""
 
     def run(*arguments: str) -> Answer:
         capfd.readouterr()
@@ -122,7 +131,12 @@ def cli(
 
 
 def run_in(folder: Path, *arguments: str) -> Answer:
-    """`python -m instrument` with these arguments, in this process and in a folder: for what several tests share."""
+    """Run `python -m instrument` in this process and in a folder, for fixtures that several tests share.
+
+    Args:
+        folder: Working directory.
+        arguments: Arguments of the command line.
+    """
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
         patched.chdir(folder)

@@ -1,4 +1,4 @@
-"""Tensors on the CPU, taken for tensors on a device: the way that numbers go there, without one."""
+"""Computation of statistics by the code for accelerators, on CPU tensors, so that it is tested without a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instrument.stats.units import dead_fraction_on_device, saturated_fraction_o
 
 
 def measured_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every tensor is measured as one on a device is."""
+    """Replace the statistics functions by their versions for accelerators, until the end of the test."""
 
     def measure(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
         return measure_on_device(tensor.detach().reshape(-1), names)

@@ -1,6 +1,6 @@
-"""Commands in processes of their own that do not import PyTorch again: a server that has imported it forks each of them.
+"""Commands in separate processes, forked from a server that has already imported PyTorch.
 
-To import PyTorch, Hydra and the packages of a run takes longer than most runs of the tests. Each process of pytest has one
+Importing PyTorch, Hydra and the packages of a run takes longer than most runs of the tests. Each pytest process has one
 server, which starts with the first command.
 """
 
@@ -25,14 +25,15 @@ TESTS = str(Path(__file__).parent)
 
 
 class Command:
-    """A running command, with its output in files.
+    """A running command whose output is written to files.
 
     Args:
-        place: The working directory, which is first on the path for imports.
-        module: A module that is run as `python -m` does, or the path of a script.
-        arguments: What follows on the command line.
-        environment: Variables over those of this process; an entry of PYTHONPATH is put on the path for imports.
-        name: Of the files of the output in `place`.
+        place: Working directory, which is the first entry of `sys.path`.
+        module: Module to run as with `python -m`, or path of a script.
+        arguments: Arguments of the command line.
+        environment: Variables added to the environment of this process. The entries of `PYTHONPATH` are added to
+            `sys.path`.
+        name: Name of the output files in `place`: `.NAME.out` and `.NAME.err`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Command:
         self.process: ForkServerProcess = CONTEXT.Process(
             target=_main, args=(str(place), module, self.arguments, variables, [str(file) for file in self.outputs])
         )
-        # The server looks for the module that it preloads where PYTHONPATH says.
+        # The server imports the module `preloaded` from PYTHONPATH.
         before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), TESTS
         try:
             self.process.start()
@@ -54,16 +55,27 @@ class Command:
                 os.environ["PYTHONPATH"] = before
 
     def send(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal to the process.
+
+        Args:
+            number: Number of the signal.
+        """
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self.process.exitcode
 
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """Wait until it ends; gives its exit code and what it printed."""
+        """Wait until the process ends.
+
+        Returns:
+            The exit code, and the text printed to stdout and stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: The process runs for more than `HANGS` seconds. It is killed.
+        """
         self.process.join(HANGS)
         if self.process.exitcode is None:
             self.send(signal.SIGKILL)
@@ -82,7 +94,7 @@ def _main(
     os.environ.update(variables)
     for descriptor, file in enumerate(outputs, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a command in the background would ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A background process would ignore SIGINT.
     sys.path[:0] = [place, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = arguments
     try:
@@ -92,4 +104,4 @@ def _main(
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # which a child of multiprocessing leaves out
+        atexit._run_exitfuncs()  # A child process of multiprocessing does not call them.

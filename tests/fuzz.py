@@ -1,4 +1,4 @@
-"""Mutated configurations, the same for the same number: what anybody may write by mistake or on purpose."""
+"""Random mutations of a configuration and of command lines, reproducible by their number."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CONFIG: dict[str, Any] = {
     "sink": {"tensors": "list", "when_full": "wait", "durability": "process", "on_error": "stop"},
 }
 
-# No target here does anything to the machine: what a target can do is anything (docs/security.md).
+# A target can run any code (docs/security.md), so these targets are chosen to be harmless.
 TARGETS = [
     "",
     "nowhere.Thing",
@@ -121,7 +121,11 @@ KEYS = [
 
 
 def mutated(number: int) -> dict[str, Any]:
-    """The mutation of this number: one to four changes anywhere."""
+    """Return `CONFIG` with one, two or four random changes.
+
+    Args:
+        number: Seed of the changes.
+    """
     draw = random.Random(number)
     config = copy.deepcopy(CONFIG)
     for _ in range(draw.choice([1, 1, 1, 2, 2, 4])):
@@ -153,7 +157,13 @@ def _change(config: dict[str, Any], draw: random.Random) -> None:
 
 
 def _value(draw: random.Random, key: Any, before: Any = None) -> Any:
-    """Something else: often of the type that was there, and of a size that could be meant."""
+    """Return a random value, often of the same type and of a plausible size.
+
+    Args:
+        draw: Random number generator.
+        key: Key or index of the value.
+        before: Value to replace. Default: None.
+    """
     if key == "_target_":
         return draw.choice([*TARGETS, *OTHERS])
     if draw.random() < 0.6:
@@ -169,7 +179,7 @@ def _value(draw: random.Random, key: Any, before: Any = None) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Every key of every mapping and every index of every list, with what holds it."""
+    """Yield every container in a nested value with each of its keys or indices, as (container, key)."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
@@ -177,7 +187,11 @@ def _places(value: Any) -> Any:
 
 
 def mutated_arguments(number: int) -> list[str]:
-    """A command line of this number: overrides that fit and such that do not."""
+    """Return one to three random overrides, valid and invalid.
+
+    Args:
+        number: Seed of the overrides.
+    """
     draw = random.Random(number)
     paths = [".".join(map(str, path)) for path in _paths(CONFIG)]
     arguments = []

@@ -1,4 +1,4 @@
-"""Where hooks on modules can be: what suites go through."""
+"""The combinations of `kind` and `role` of module hooks, for parametrized tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ PLACES = [
     ("tensor", "input"),
 ]
 GRADIENTS = PLACES[2:]
-CHANGES = [place for place in GRADIENTS if place != ("full_backward", "grad_output")]  # where an intervention can be
+CHANGES = [place for place in GRADIENTS if place != ("full_backward", "grad_output")]  # supported by interventions
 
 
 def records(places: list[tuple[str, str]], layers: str = "**") -> dict[str, Any]:
-    """A hook at each place, named `kind_role`, that keeps whole tensors."""
+    """Return a hook configuration that records full tensors at several locations.
+
+    Args:
+        places: Pairs of `kind` and `role`.
+        layers: Glob of the layers. Default: all layers.
+
+    Returns:
+        Hook configuration by name; the names are `kind_role`.
+    """
     keep = {"layers": layers, "action": "record", "stats": "none", "tensors": True}
     return {f"{kind}_{role}": {"kind": kind, "role": role, **keep} for kind, role in places}

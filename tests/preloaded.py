@@ -1,4 +1,4 @@
-"""What the server of `forked` imports before it forks."""
+"""Modules that the server of `forked` imports before it forks."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from hydra.core.plugins import Plugins
 import instrument.run.runner
 import instrument.run.terminal  # noqa: F401
 
-Plugins.instance()  # imports the plugins that are installed
+Plugins.instance()  # imports the installed plugins

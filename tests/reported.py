@@ -1,4 +1,4 @@
-"""Runs to be reported on, a browser to look at reports with, and what a page carries."""
+"""Runs and sweeps for tests of reports, a headless browser, and the data embedded in a report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,19 @@ def train(
     shape: tuple[int, ...] = (4,),
     at_step: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> instrument.Run:
-    """A short training of a model on random numbers, with hooks."""
+    """Train a model on random numbers with hooks.
+
+    Args:
+        folder: Folder of the run.
+        model: Model to train, with input [8, *shape].
+        hooks: Hook configuration by name.
+        steps: Number of steps. Default: 6.
+        shape: Shape of one sample. Default: (4,).
+        at_step: Called with the step index and the model before each step. Default: no effect.
+
+    Returns:
+        The loaded run.
+    """
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
@@ -77,17 +89,26 @@ def train(
 
 
 def convolutional() -> nn.Module:
-    """A small network of images: [N, 3, 8, 8] to [N, 2]."""
+    """Create a small convolutional network from [N, 3, 8, 8] to [N, 2]."""
     return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(180, 2))
 
 
 def deep(layers: int) -> nn.Module:
-    """So many modules one after the other, of vectors of 4."""
+    """Create a sequence of alternating `Linear` and `ReLU` modules, from [N, 4] to [N, 4].
+
+    Args:
+        layers: Number of modules.
+    """
     return nn.Sequential(*(nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(layers)))
 
 
 def as_if_killed(folder: Path, to: Path) -> Callable[[int, nn.Module], None]:
-    """For `at_step`: a copy of the run's folder as it is in the middle, which no process holds."""
+    """Create an `at_step` function that copies the unfinished run at step 3. No process holds the lock of the copy.
+
+    Args:
+        folder: Folder of the run.
+        to: Folder of the copy.
+    """
 
     def copy(step: int, model: nn.Module) -> None:
         if step == 3:
@@ -97,7 +118,7 @@ def as_if_killed(folder: Path, to: Path) -> Callable[[int, nn.Module], None]:
 
 
 def data_of(html: str) -> dict[str, Any]:
-    """The numbers that a page carries."""
+    """Return the data embedded in the HTML of a report."""
     found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', html)
     assert found is not None
     data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
@@ -106,12 +127,16 @@ def data_of(html: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def reported_run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """A run with something of everything."""
+    """Run with a hook of each kind of record that a report shows."""
     return train(tmp_path_factory.mktemp("report") / "whole", convolutional(), HOOKS, shape=(3, 8, 8))
 
 
 def fail_late(tensor: torch.Tensor, context: Context) -> torch.Tensor:
-    """For a hook: fail at the second step."""
+    """Hook function that raises an error from the second step on.
+
+    Raises:
+        ValueError: The step index is not 0.
+    """
     if context.step:
         raise ValueError("odd")
     return tensor
@@ -119,7 +144,7 @@ def fail_late(tensor: torch.Tensor, context: Context) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def reported_sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """A sweep with pairs of the same seed with and without an intervention, and with jobs that failed."""
+    """Sweep with failed jobs, and with pairs of jobs of the same seed with and without an intervention."""
     folder = tmp_path_factory.mktemp("sweep")
     tame = "{layers:'**',kind:parameter_grad,action:clip,norm:0.01}"
     odd = "{layers:'layers.0',kind:forward,action:modify,fn:{_target_:reported.fail_late}}"
@@ -136,7 +161,7 @@ def reported_sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium, where there is one."""
+    """Headless Chromium; the test is skipped if it is not installed."""
     program = next(
         (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
     )
@@ -151,7 +176,12 @@ def browser() -> Iterator[Browser]:
 
 
 def new_page(browser: Browser, **options: Any) -> Page:
-    """A page that waits as long as it takes."""
+    """Open a page with a timeout of `HANGS` seconds.
+
+    Args:
+        browser: Browser of the page.
+        options: Options of `Browser.new_page`.
+    """
     page = browser.new_page(**options)
     page.set_default_timeout(HANGS * 1000)
     return page

@@ -1,4 +1,4 @@
-"""Runs of several processes, as torchrun starts them."""
+"""Distributed runs, started with and without torchrun."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ import torch.distributed as dist
 from forked import Command
 from waiting import HANGS
 
-RUN = Path(__file__).parent / "run" / "ranks"  # has models of its own
+RUN = Path(__file__).parent / "run" / "ranks"  # contains custom models for these tests
 
 
 def start(
     place: Path, *arguments: str, processes: int = 1, module: str | Path = "instrument"
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m instrument` in a folder, or as many of it as torchrun would start.
+    """Run a command in one or several processes, with the environment that torchrun would set.
+
+    Args:
+        place: Working directory; created if it does not exist.
+        arguments: Arguments of the command line.
+        processes: Number of processes. Default: 1.
+        module: Module to run as with `python -m`, or path of a script. Default: `instrument`.
 
     Returns:
-        The exit code of the first process that failed, and what all of them printed.
+        The exit code of the first rank that failed (0 if none failed), and the output of all processes.
     """
     place.mkdir(exist_ok=True)
-    # Torchrun too has the store in a process of its own, which finds a port that is free.
+    # As with torchrun, the store is outside the started processes, on a free port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANGS))
     common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUN)}
     if processes > 1:
@@ -40,7 +46,13 @@ def start(
 
 
 def torchrun(place: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """The command that a user types, for what torchrun itself does."""
+    """Run `python -m instrument` with the real torchrun, for tests of the behavior of torchrun.
+
+    Args:
+        place: Working directory.
+        arguments: Arguments of the command line.
+        processes: Number of processes.
+    """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "instrument"]
     return subprocess.run(
         [sys.executable, "-m", *launcher, *arguments],

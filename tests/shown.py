@@ -1,4 +1,4 @@
-"""What tests of trackers share: rows, and what TensorBoard and Weights & Biases have written, read back."""
+"""Helpers for tests of trackers: rows, and readers for the files of TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ TEXT = "/text_summary"
 
 
 def key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
-    """The columns of identity."""
+    """Return the values of the identity columns of a row.
+
+    Args:
+        step: Step index. Default: 0.
+        cells: Values that replace the defaults, by column.
+    """
     usual = {
         "micro_step": 0, "epoch": 0, "phase": "train", "rank": 0, "hook": "seen", "layer": "a.0", "module_type": "Linear",
         "kind": "forward", "role": "output", "path": "", "call": 0, "backward": 0, "recompute": False, "scope": "global",
@@ -26,19 +31,35 @@ def key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
 
 
 def row(table: str, *front: Any, **cells: Any) -> tuple[Any, ...]:
-    """A row: its first columns, and others by name; null where nothing is said."""
+    """Return a row of a table.
+
+    Args:
+        table: Name of the table.
+        front: Values of the first columns.
+        cells: Values of other columns, by name. Columns without a value are null.
+    """
     names = TABLES[table].names
     assert cells.keys() <= set(names)
     return (*front, *(cells.get(name) for name in names[len(front) :]))
 
 
 def metrics(step: int, phase: str = "train", **cells: Any) -> tuple[Any, ...]:
-    """A row of metrics."""
+    """Return a row of the table `metrics`.
+
+    Args:
+        step: Step index.
+        phase: Phase. Default: `train`.
+        cells: Values by column.
+    """
     return row("metrics", step, 0, phase, 0, **cells)
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[str, list[tuple[int, Any]]]]:
-    """Scalars, histograms, images and texts by tag, each as steps with what TensorBoard shows there."""
+    """Read the events of TensorBoard in a folder.
+
+    Returns:
+        The groups `scalars`, `histograms`, `images` and `texts`. Each maps a tag to a list of (step, value).
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     kinds = ("scalars", "histograms", "images", "tensors", "compressedHistograms")
@@ -59,13 +80,16 @@ def read_tensorboard(folder: Path) -> dict[str, dict[str, list[tuple[int, Any]]]
 
 
 def make_older(folder: Path) -> None:
-    """TensorBoard reads its files in the order of their names, which tell the second in which each was begun."""
+    """Rename the event files in a folder, so that TensorBoard reads them before new files.
+
+    TensorBoard reads files in the order of their names, which contain the start time in seconds.
+    """
     for number, file in enumerate(sorted(folder.iterdir())):
         file.rename(folder / f"events.out.tfevents.{number:010d}.earlier")
 
 
 def read_wandb(folder: Path) -> list[Any]:
-    """The records of the one offline run below a folder, when the service of W&B has written the last of them."""
+    """Wait until W&B has written the only offline run below a folder, and return its records."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     records: list[Any] = []
 
@@ -78,7 +102,7 @@ def read_wandb(folder: Path) -> list[Any]:
 
 
 def history(records: list[Any]) -> dict[int, dict[str, Any]]:
-    """What was logged at each step."""
+    """Return the logged values by step and key. Nested keys are joined with `/` below the first."""
     found: dict[int, dict[str, Any]] = {}
     for record in records:
         if record.WhichOneof("record_type") == "history":
@@ -94,10 +118,14 @@ def history(records: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def _records(content: bytes) -> Iterator[Any]:
-    """As LevelDB's log has them: blocks of 32 KiB, pieces with a checksum, a length and a kind."""
+    """Parse the records of a W&B file.
+
+    The file has the LevelDB log format: blocks of 32 KiB, with chunks that each have a header of 7 bytes (checksum,
+    length and type).
+    """
     from wandb.proto import wandb_internal_pb2
 
-    at, whole = 7, b""  # behind the file's own mark
+    at, whole = 7, b""  # The file starts with a header of 7 bytes.
     while at + 7 <= len(content):
         left = 32_768 - at % 32_768
         if left < 7:
@@ -105,10 +133,10 @@ def _records(content: bytes) -> Iterator[Any]:
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
         if at + 7 + size > len(content):
-            return  # it is being written
+            return  # The last chunk is not completely written yet.
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last piece of one
+        if kind in (1, 4):  # a full record, or the last chunk of a record
             record = wandb_internal_pb2.Record()
             record.ParseFromString(whole)
             yield record

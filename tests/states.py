@@ -1,4 +1,4 @@
-"""States of models, optimizers and random numbers, held against each other."""
+"""Comparison of the states of models, optimizers and random number generators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal to the last bit."""
+    """Return whether two nested states of dicts, lists, tuples, tensors and other values are bit-identical."""
     if isinstance(one, torch.Tensor):
         return (
             one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()

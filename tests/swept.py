@@ -1,4 +1,4 @@
-"""Sweeps made by hand: folders with a run.json and the rows that a test says, and no training."""
+"""Sweep folders created without training: a `run.json` and the rows that a test defines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ PLACE = {
 
 
 def row(table: str, **cells: Any) -> tuple[Any, ...]:
-    """A row: the cells that are given, usual ones where the table needs some, null elsewhere."""
+    """Return a row of a table.
+
+    Args:
+        table: Name of the table.
+        cells: Values by column. Identity columns have defaults; other columns are null (empty for label columns).
+    """
     usual = {"step": 0, "micro_step": 0, "epoch": 0, "rank": 0, "call": 0, "backward": 0, "recompute": False}
     known = TABLES[table].names
     assert set(cells) <= set(known)
@@ -40,17 +45,20 @@ def job(
     used: Mapping[str, Any] | None = None,
     rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Path:
-    """A run that ended.
+    """Write the folder of a finished run.
 
     Args:
-        folder: Where it is to be.
-        config: Its configuration, but for the seed.
-        seed: Its seed.
-        overrides: What the command line is to have said.
-        status: How it ended.
-        metrics: The last ones.
-        used: What else run.json says, as `device`, `data`.
-        rows: The rows of each table, in cells.
+        folder: Folder to create.
+        config: Configuration without the seed. Default: empty.
+        seed: Seed of the run. Default: 0.
+        overrides: Overrides of the command line, by key. Default: none.
+        status: Status of the run. Default: `done`.
+        metrics: Metrics of the last evaluation. Default: none.
+        used: Other entries of `run.json`, such as `device` and `data`. Default: none.
+        rows: Rows by table, each as values by column. Default: none.
+
+    Returns:
+        The folder.
     """
     folder.mkdir(parents=True)
     info = {

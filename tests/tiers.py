@@ -1,4 +1,4 @@
-"""Test tiers: `make test` runs the quick part of each sweep, and `make test-all` runs all of it (marker `slow`)."""
+"""Test tiers: `make test` runs the quick parameters of each test, `make test-all` also those marked `slow`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from _pytest.mark import ParameterSet
 
 
 def tiered(values: Iterable[object], quick: Collection[object]) -> list[ParameterSet]:
-    """Parameters for `pytest.mark.parametrize` and `pytest.fixture`; those that are not in `quick` are marked `slow`."""
+    """Return parameters for `pytest.mark.parametrize` and `pytest.fixture`; values outside `quick` are marked `slow`.
+
+    Args:
+        values: All values.
+        quick: Subset of the values that `make test` runs.
+    """
     values = list(values)
     assert set(quick) <= set(values)
     return [pytest.param(each, id=str(each), marks=() if each in quick else pytest.mark.slow) for each in values]
 
 
 def portions(quick: int, total: int, size: int) -> list[ParameterSet]:
-    """The numbers from 0 to `total` as ranges: the first one has `quick` numbers; the others, which are slow, `size` each.
+    """Split the numbers from 0 to `total` into ranges, so that several test processes can share them.
 
-    Portions rather than one long test, so that several processes can share them.
+    Args:
+        quick: Length of the first range, which is not marked `slow`.
+        total: Number of all cases.
+        size: Length of each other range, marked `slow`.
     """
     starts = [0, *range(quick, total, size)]
     ranges = [range(start, min(end, total)) for start, end in zip(starts, [*starts[1:], total], strict=True)]

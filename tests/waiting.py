@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, however slow the machine is."""
+"""Functions that wait for another thread or process, also on a slow machine."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from typing import Protocol
 import instrument
 
 HANGS = 1200.0
-"""Seconds after which a test takes what it waits for to hang; on a machine that is only slow, it comes long before."""
+"""Timeout of all waiting in tests, in seconds; long enough for a slow machine."""
 
 
 class Process(Protocol):
-    """What can tell whether it still runs."""
+    """A process whose `poll` returns its exit code, or None while it runs."""
 
     def poll(self) -> int | None: ...
 
 
 def until(holds: Callable[[], object], process: Process | None = None) -> None:
-    """Wait until a condition holds; a process that is to make it hold, and ends before, fails the test at once."""
+    """Wait until a condition holds.
+
+    Args:
+        holds: Condition, evaluated every 10 ms.
+        process: Process that makes the condition true. Default: None.
+
+    Raises:
+        AssertionError: The process ended first, or the condition does not hold after `HANGS` seconds.
+    """
     deadline = time.monotonic() + HANGS
     while not holds():
         if process is not None:
@@ -30,5 +38,10 @@ def until(holds: Callable[[], object], process: Process | None = None) -> None:
 
 
 def until_it_trains(process: Process, folder: Path = Path("out")) -> None:
-    """Wait until a run has rows of a step."""
+    """Wait until a run has recorded the metrics of a step.
+
+    Args:
+        process: Process of the run.
+        folder: Folder of the run. Default: `out`.
+    """
     until(lambda: list(folder.glob("journal/metrics-*")) and len(instrument.load(folder).metrics), process)

@@ -1,1 +1,1 @@
-"""A run: the model, the data, the loop, the folder that it leaves; and the same hooks on a loop of one's own."""
+"""Training runs: model, data, training loop and run folder. `attach` adds hooks to a custom training loop."""

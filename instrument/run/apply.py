@@ -1,4 +1,4 @@
-"""The apply section: changes made to modules once, before step 0, in the order of `nn.Module.apply`."""
+"""The `apply` section: one-time changes to modules before step 0, in the order of `nn.Module.apply`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ from ..targets import build, locate
 
 
 def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
-    """Change a model as the specs say, one spec after the other, each on what the ones before left.
+    """Change a model in place according to specs. Each spec acts on the result of the previous ones.
+
+    Args:
+        specs: The specs of the `apply` section, by name.
+        model: The model to change.
 
     Raises:
-        ConfigError: A spec matches nothing, or cannot be done to a module that it matches.
+        ConfigError: A spec matches no module or no parameter, or its action fails at a module.
     """
     for name, spec in specs.items():
         where = f"apply.{name}"
@@ -55,7 +59,11 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 
 
 def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
-    """The chosen layers as `nn.Module.apply` comes to them; it comes to a shared module once for each of its places."""
+    """Return the selected layers in the order in which `nn.Module.apply` visits them.
+
+    `nn.Module.apply` visits a shared module once for each of its names. The result contains it once, at its first
+    visit.
+    """
     wanted = {id(layer.module): layer for layer in chosen}
     order: dict[int, Layer] = {}
 
@@ -68,6 +76,7 @@ def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
 
 
 def _nothing_to_do(spec: ApplySpec, layers: list[Layer], where: str) -> Mistake:
+    """Return the error for a spec whose modules have no matching parameter."""
     owns = list(dict.fromkeys(name for layer in layers for name, _ in layer.own_parameters()))
     if spec.params and owns:
         close = [name for written in spec.params for name in nearest(written, owns)]
@@ -90,6 +99,7 @@ def _nothing_to_do(spec: ApplySpec, layers: list[Layer], where: str) -> Mistake:
 
 
 def _parameters(spec: ApplySpec, layer: Layer, default: tuple[str, ...] = ()) -> Iterator[Parameter]:
+    """Yield the parameters of a layer that match `params`. `default` applies if `params` is empty."""
     globs = spec.params or default
     for name, parameter in layer.own_parameters():
         if not globs or any(matches(glob, name) for glob in globs):
@@ -97,6 +107,7 @@ def _parameters(spec: ApplySpec, layer: Layer, default: tuple[str, ...] = ()) ->
 
 
 def _init(spec: InitSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Apply a function of `torch.nn.init` to the matching parameters. Return their number."""
     function = getattr(nn.init, spec.fn)
     parameters = list(_parameters(spec, layer, default=("weight",)))
     for parameter in parameters:
@@ -106,6 +117,7 @@ def _init(spec: InitSpec, layer: Layer, layers: Layers, where: str) -> int:  # n
 
 @torch.no_grad()
 def _fill(spec: FillSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Fill the matching parameters with a value. Return their number."""
     parameters = list(_parameters(spec, layer))
     for parameter in parameters:
         parameter.fill_(spec.value)
@@ -113,6 +125,7 @@ def _fill(spec: FillSpec, layer: Layer, layers: Layers, where: str) -> int:  # n
 
 
 def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Disable the gradient of the matching parameters. Return their number."""
     parameters = list(_parameters(spec, layer))
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -120,17 +133,23 @@ def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int: 
 
 
 def _replace(spec: ReplaceSpec, layer: Layer, layers: Layers, where: str) -> int:
+    """Replace a module by a new one. Return 1."""
     _put(build_module(spec.module, f"{where}.module"), layer, layers, where)
     return 1
 
 
 def _wrap(spec: WrapSpec, layer: Layer, layers: Layers, where: str) -> int:
+    """Replace a module by a new one that is built with the module as its first argument. Return 1."""
     _put(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
     return 1
 
 
 def _put(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
-    """Put a module in the place of another, under all of its names."""
+    """Replace a module under all of its names.
+
+    Raises:
+        ConfigError: The module is the root module.
+    """
     if not layer.name:
         raise ConfigError(Mistake(where, "the root module cannot be replaced: name another one under 'model'"))
     for parent in layers:
@@ -140,7 +159,12 @@ def _put(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
 
 
 class Label:
-    """A module's own `extra_repr` with a label in front; it can be copied and pickled along with the module."""
+    """An `extra_repr` that prefixes the original one with a label. It can be copied and pickled with its module.
+
+    Args:
+        label: The text in front.
+        module: The module whose `extra_repr` is prefixed.
+    """
 
     def __init__(self, label: str, module: nn.Module) -> None:
         self.label = label
@@ -152,11 +176,17 @@ class Label:
 
 
 def _repr(spec: ReprSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Add a label to the `extra_repr` of a module. Return 1."""
     layer.module.extra_repr = Label(spec.label, layer.module)  # type: ignore[method-assign]
     return 1
 
 
 def _set(spec: SetSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Set an existing attribute of a module. Return 1.
+
+    Raises:
+        ConfigError: The module has no such attribute.
+    """
     if not hasattr(layer.module, spec.attribute):
         close = nearest(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
         raise ConfigError(
@@ -172,6 +202,11 @@ def _set(spec: SetSpec, layer: Layer, layers: Layers, where: str) -> int:  # noq
 
 
 def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Register a new parameter in a module, on the device of its other parameters. Return 1.
+
+    Raises:
+        ConfigError: The module has an attribute of this name.
+    """
     if hasattr(layer.module, spec.parameter):
         raise ConfigError(
             Mistake(
@@ -187,6 +222,7 @@ def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: 
 
 
 def _call(spec: CallSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Call a function with the module and its name. Return 1."""
     locate(spec.fn.target, f"{where}.fn")(layer.module, layer.name, **(spec.fn.model_extra or {}))
     return 1
 
@@ -205,10 +241,18 @@ _DO: dict[type[Any], Callable[[Any, Layer, Layers, str], int]] = {
 
 
 def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
-    """A module from its target.
+    """Build a module from its target.
+
+    Args:
+        target: The target, with its arguments.
+        where: The configuration key of the target, for error messages.
+        positional: Positional arguments of the target.
+
+    Returns:
+        The module.
 
     Raises:
-        ConfigError: The target is not there, fails, or gives something else than a `torch.nn.Module`.
+        ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.
     """
     found = build(target, where, *positional)
     if not isinstance(found, nn.Module):

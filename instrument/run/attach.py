@@ -145,7 +145,7 @@ def attach(
 
 @contextmanager
 def _recording(place: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
-    """Write to the run's files how the block ended, and which process failed first if there are several."""
+    """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     told = told_who_died(place.path, lambda rank: place.update(failed_rank=rank))
     with place.recording(is_begun=lambda: probe.step > 0), told if several else contextlib.nullcontext():
@@ -163,6 +163,11 @@ class _Warnings:
 
 
 def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
+    """Return the remote copy of a run; it does nothing if `remote` is None.
+
+    Raises:
+        ConfigError: `remote` is given without `out`, or the address is invalid.
+    """
     if out is None and remote is not None:
         raise ConfigError(
             Mistake("remote", "rows are kept in memory, and there are no files to send", allowed="out=FOLDER")
@@ -198,6 +203,7 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
 def _folder(
     path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int, remote: str | None
 ) -> RunFolder | JoinedFolder:
+    """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
         return JoinedFolder(path, own_rank(), where="out")
     told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
@@ -240,6 +246,11 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
 
 
 def _read_file(path: Path) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read or is not YAML.
+    """
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:
@@ -249,6 +260,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _plain(spec: Any) -> Any:
+    """Convert a spec object to a mapping. Other values are returned unchanged."""
     if isinstance(spec, HookBase):
         return {
             name: value
@@ -259,5 +271,6 @@ def _plain(spec: Any) -> Any:
 
 
 def _device(model: nn.Module) -> str:
+    """Return the device of the first parameter of a model; `cpu` without parameters."""
     parameter = next(model.parameters(), None)
     return "cpu" if parameter is None else str(parameter.device)

@@ -1,13 +1,15 @@
-"""A training's whole state on disk, from which it goes on as if it had never been stopped.
+"""Checkpoints: the complete state of a training run on disk. A resumed run is identical to an uninterrupted one.
 
-    checkpoints/step-00000300.pt         the first process's, which is there when all others' are
-    checkpoints/step-00000300-0001.pt    that of rank 1: what is its own, such as random states; with fsdp2 its shards
+    checkpoints/step-00000300.pt         state of rank 0; written last, so that it exists only if all others do
+    checkpoints/step-00000300-0001.pt    state of rank 1: its random states, and its shards with FSDP2
 
-It is written when a step has ended: first all rows become Parquet parts, and their numbers go into the checkpoint; parts
-of a higher number are of steps that are done again. A checkpoint is written aside and renamed, then the one before it is
-removed. It holds tensors, numbers, texts, lists and dictionaries, and is read with `weights_only=True`.
+A checkpoint is written at the end of a step. First, all rows are written to Parquet parts, and the checkpoint stores
+the number of parts. Parts with a higher number belong to steps that are repeated after a resume. The checkpoint is
+written to a temporary file and renamed. Then the previous checkpoint is removed. A checkpoint contains only tensors,
+numbers, strings, lists and dictionaries, so that `torch.load(weights_only=True)` can read it.
 
-It holds the live values: interventions of the state-dict kinds do not change it, and no hook is attached yet when it is loaded.
+A checkpoint contains the actual values: interventions of the state-dict kinds do not change it. It is loaded before
+hooks are attached.
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: The run's folder.
-        every: A checkpoint every N steps, and after the last one; 0: none.
-        processes: Those that train together, which all save and load at once; None for a single one.
+        folder: The folder of the run.
+        every: The interval between checkpoints, in steps. A checkpoint is also written after the last step. Default: 0,
+            which disables checkpoints.
+        processes: The processes that train together; all of them save and load at the same time. Default: None, a
+            single process.
     """
 
     def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None) -> None:
@@ -55,22 +59,27 @@ class Checkpoints:
         self.processes = processes
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether there is one after so many steps of the run's."""
+        """Return whether a checkpoint is scheduled.
+
+        Args:
+            step: The number of completed steps.
+            steps: The number of steps of the run.
+        """
         return bool(self.every) and (step % self.every == 0 or step == steps)
 
     def save(
         self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
     ) -> None:
-        """Write down how everything stands after a step.
+        """Save the state after a step. With several processes, all of them call this method.
 
         Args:
-            experiment: What is trained.
-            probe: The attached hooks.
-            sink: Where the rows went.
-            metrics: Those of the last evaluation.
+            experiment: The experiment.
+            probe: The attached probe.
+            sink: The sink of the rows.
+            metrics: The metrics of the last evaluation.
 
         Raises:
-            InstrumentError: A part of the state cannot be read back, or nothing can be written.
+            InstrumentError: A part of the state cannot be read back, or the file cannot be written.
         """
         with probe.saving_checkpoint():
             states = _states(_own(experiment))
@@ -106,10 +115,16 @@ class Checkpoints:
             raise
 
     def load(self, rank: int = 0) -> dict[str, Any]:
-        """The latest checkpoint, as one of the processes needs it.
+        """Load the latest checkpoint.
+
+        Args:
+            rank: The rank of this process. Default: 0.
+
+        Returns:
+            The state for this process, with all tensors on the CPU.
 
         Raises:
-            ConfigError: There is none, or it is not one of ours.
+            ConfigError: The run has no checkpoint, or the file is not a checkpoint of this version.
         """
         found = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
         if not found:
@@ -123,7 +138,7 @@ class Checkpoints:
         step = int(found[-1].stem.partition("-")[2])
         state: dict[str, Any] = {}
         for each in (rank,) if rank == 0 else (rank, 0):
-            if "model" not in state:  # all have the same one, which the first process has kept
+            if "model" not in state:  # If the model is replicated, only the file of rank 0 contains it.
                 path = self._file(step, each)
                 try:
                     state = _read(path) | state
@@ -132,10 +147,14 @@ class Checkpoints:
         return state
 
     def _file(self, step: int, rank: int) -> Path:
+        """Return the path of a checkpoint file."""
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_others(self, step: int) -> None:
-        """Remove what is of other steps, the last file of each first: the first process's, without which it counts for nothing."""
+        """Remove the files of all other steps.
+
+        For each step, the file of rank 0 is removed first, because the other files are ignored without it.
+        """
         for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
             if not file.name.startswith(f"step-{step:08d}"):
                 with suppress(OSError):
@@ -143,10 +162,14 @@ class Checkpoints:
 
 
 def _write(state: Mapping[str, Any], aside: Path) -> None:
-    """Put a state beside the place where it belongs.
+    """Write a state to a temporary file next to its final path.
+
+    Args:
+        state: The state.
+        aside: The path of the temporary file.
 
     Raises:
-        InstrumentError: It cannot be read back, or not be written.
+        InstrumentError: The state cannot be written, or cannot be read back.
     """
     path = aside.with_suffix(".pt")
     try:
@@ -155,16 +178,18 @@ def _write(state: Mapping[str, Any], aside: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(aside)  # what cannot be read back is told now
+        _read(aside)  # Report a file that cannot be read back now, not when the run is resumed.
     except OSError as error:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # PyTorch's own of a full disk
+        # If the disk is full, PyTorch raises its own error and the OSError is the context.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
         raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
 def _put_in_place(path: Path) -> None:
+    """Rename a temporary file to its final path."""
     try:
         os.replace(path.with_suffix(ASIDE), path)
     except OSError as error:
@@ -172,9 +197,14 @@ def _put_in_place(path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint file.
+
+    Raises:
+        InstrumentError: The file cannot be read with `weights_only=True`, or is not a checkpoint of this version.
+    """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # of many kinds: what a file of any content makes torch.load raise
+    except Exception as error:  # torch.load raises many types of exceptions for a damaged file
         reason = str(error).strip().partition("\n")[0]
         raise InstrumentError(f"the checkpoint holds what cannot be read back safely: {reason}") from error
     if not isinstance(state, dict) or state.get("version") != VERSION:
@@ -183,10 +213,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None:
-    """Put an experiment and its probe, made from the same configuration, into the state of a checkpoint; random numbers aside.
+    """Load a checkpoint into an experiment and its probe, except for the random states (see `restore_random`).
+
+    Args:
+        state: The checkpoint, from `Checkpoints.load`.
+        experiment: The experiment, built from the same configuration.
+        probe: The probe, built from the same configuration.
 
     Raises:
-        ConfigError: It does not fit.
+        ConfigError: The checkpoint does not match the experiment.
     """
     mesh = mesh_of(experiment.model)
     try:
@@ -202,7 +237,14 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:
-    """Put the random numbers of the process into the state of a checkpoint; done last, before the next step."""
+    """Restore the random states of Python, NumPy and PyTorch from a checkpoint.
+
+    Call it last, directly before the next step, because building the experiment draws random numbers.
+
+    Args:
+        state: The checkpoint, from `Checkpoints.load`.
+        device: The device of the experiment. The CUDA state is restored for this device.
+    """
     kept = state["random"]
     version, words, gauss = kept["python"]
     random.setstate((version, tuple(words), gauss))
@@ -214,6 +256,7 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
+    """Return the random states of Python, NumPy, PyTorch and, on a GPU, of the CUDA device."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -224,7 +267,7 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 
 def _shared(experiment: Experiment) -> dict[str, Any]:
-    """What has a state that all processes have a copy, or a shard, of."""
+    """Return the stateful objects that are replicated or sharded over the processes, by name."""
     parts = {
         "model": experiment.model,
         "optimizer": experiment.optimizer,
@@ -235,14 +278,15 @@ def _shared(experiment: Experiment) -> dict[str, Any]:
 
 
 def _own(experiment: Experiment) -> dict[str, Any]:
-    """What has a state of this process's own: a task of the user's, where it says what its state is."""
+    """Return the stateful objects of which each process has a separate state: a custom task with a `state_dict`."""
     return {"task": experiment.task} if hasattr(experiment.task, "state_dict") else {}
 
 
 def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of each object, by name."""
     return {name: part.state_dict() for name, part in parts.items()}
 
 
 def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Buffers that are not in the model's state dict."""
+    """Return the names and tensors of buffers that are not in the state dict of the model."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]

@@ -1,4 +1,4 @@
-"""Hooks and torch.compile."""
+"""Support for models that are compiled with torch.compile."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from ..spec.kinds import KINDS
 
 
 def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
-    """Prepare a model that may be compiled, or have been compiled already, for the hooks that are about to be attached.
+    """Prepare a model that is compiled, or will be compiled, for the attachment of hooks.
 
-    Compiled code does not look for hooks that came after its first call, so it is thrown away; it is compiled anew at
-    the next one.
+    Compiled code ignores hooks that were attached after its first call. The compiled code is therefore discarded, and
+    the model is compiled again at its next call.
+
+    Args:
+        model: The model.
+        plan: The plan of the hooks.
 
     Returns:
-        What to tell the user; None where nothing is compiled.
+        A message for the user; None if no part of the model is compiled.
 
     Raises:
-        ConfigError: The model was compiled with `fullgraph=True`, which leaves no room for hooks on modules.
+        ConfigError: The model is compiled with `fullgraph=True`, which does not allow hooks on modules.
     """
-    import torch._dynamo  # hooks are kept out of graphs that are compiled after they were attached, too
+    import torch._dynamo  # Imported also if nothing is compiled yet, so that later compilations exclude the hooks.
 
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
     if not compiled:
@@ -42,13 +46,20 @@ def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
 
 
 def graph_breaks() -> Counter[str]:
-    """How often compiled graphs of this process were broken, by the reason that the compiler gives."""
+    """Return the number of graph breaks in this process, by the reason that the compiler reports."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return Counter() if compiler is None else Counter(compiler.counters["graph_break"])
 
 
 def broken_graphs(before: Counter[str]) -> str:
-    """How often compiled graphs were broken since `before`, and why; empty where they were not."""
+    """Describe the graph breaks since an earlier call of `graph_breaks`.
+
+    Args:
+        before: The result of the earlier call.
+
+    Returns:
+        The number of graph breaks with the reasons; an empty string without graph breaks.
+    """
     breaks = graph_breaks() - before
     reasons = [f"{count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items()]
     return f"{breaks.total()} graph breaks: {'; '.join(reasons)}" if reasons else ""

@@ -1,4 +1,4 @@
-"""From the data section to the slices that are trained and evaluated on, and the batches of them."""
+"""Datasets of a run: the training slice, the evaluation slice, and their batches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.run.datasets.di
 
 @dataclass(frozen=True)
 class Data:
-    """The two slices, and where they came from.
+    """The two slices of a dataset and their origin.
 
     Attributes:
-        train: What is trained on.
-        test: What is evaluated on.
-        source: For run.json: the dataset's target, sizes, and the fallback with its reason where one was used.
+        train: The training slice.
+        test: The evaluation slice.
+        source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of both slices,
+            and the reason for the fallback (None if the requested dataset is used).
     """
 
     train: Dataset[Any]
@@ -36,7 +37,7 @@ class Data:
 
     @property
     def fallback(self) -> str | None:
-        """What was used in place of the dataset asked for, and why; None where nothing was."""
+        """The message about the fallback dataset and its reason; None if the requested dataset is used."""
         reason: str | None = self.source["fallback"]
         return reason
 
@@ -44,8 +45,15 @@ class Data:
 def load_data(config: DataConfig) -> Data:
     """Load both slices.
 
+    Args:
+        config: The `data` section.
+
+    Returns:
+        The slices and their origin.
+
     Raises:
-        ConfigError: The dataset is missing and there is no fallback; its target is not there or fails; a slice is empty.
+        ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
+            exception; or a slice is empty.
     """
     target, fallback = config.dataset, None
     try:
@@ -69,7 +77,7 @@ def load_data(config: DataConfig) -> Data:
 
 
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
-    """Call the dataset's target, with the split in the way that it takes it: `split=`, or torchvision's `train=`."""
+    """Build the dataset. The split is passed as `split=`, or as `train=` for the datasets of torchvision."""
     parameters = takes(target.target, "data.dataset")
     given: dict[str, Any] = {}
     if "split" in parameters:
@@ -93,6 +101,7 @@ def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
 
 
 def _missing(error: BaseException | None) -> DatasetMissingError | None:
+    """Return the `DatasetMissingError` in the chain of causes of an error; None if it contains none."""
     while error is not None:
         if isinstance(error, DatasetMissingError):
             return error
@@ -101,6 +110,7 @@ def _missing(error: BaseException | None) -> DatasetMissingError | None:
 
 
 def _ways_out(config: DataConfig, missing: DatasetMissingError) -> Mistake:
+    """Return the error for a missing dataset, with the ways to fix it."""
     return Mistake(
         "data.dataset",
         f"{config.dataset.target} is missing: {missing}. Three ways out:\n"
@@ -111,10 +121,21 @@ def _ways_out(config: DataConfig, missing: DatasetMissingError) -> Mistake:
 
 
 def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
-    """The indices that a slice means: classes, order, indices or start/stop/stride, then per_class.
+    """Return the indices of the samples in a slice.
+
+    The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`,
+    `per_class`.
+
+    Args:
+        dataset: The dataset, with a length.
+        which: The slice.
+        where: The configuration key of the slice, for error messages.
+
+    Returns:
+        Indices into the dataset; at least one.
 
     Raises:
-        ConfigError: None are left, or an index is out of range.
+        ConfigError: The slice is empty, an index is out of range, or the dataset has no integer classes.
     """
     size = len(dataset)  # type: ignore[arg-type]
     indices = list(range(size))
@@ -150,10 +171,12 @@ def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
 
 
 def _targets(dataset: Dataset[Any], where: str) -> list[int]:
-    """The class of every sample: torchvision's `targets`, or the second item of each.
+    """Return the class of each sample.
+
+    The classes are the attribute `targets` of torchvision datasets, or else the second element of each sample.
 
     Raises:
-        ConfigError: They are no classes.
+        ConfigError: The targets cannot be converted to integers.
     """
     known = getattr(dataset, "targets", None)
     try:
@@ -167,7 +190,18 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
 
 
 class Batches:
-    """The batches of a training: `accumulate` of them a step, the data in a new random order each epoch."""
+    """An iterator over the steps of a training run. The samples are shuffled again in each epoch.
+
+    Args:
+        dataset: The training slice.
+        config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
+        seed: The seed of the shuffle.
+        share: The part of each batch that this process gets. Default: the full batch.
+
+    Attributes:
+        in_epoch: The number of micro-batches per epoch.
+        steps: The number of optimizer steps of the run.
+    """
 
     def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int, share: Share = WHOLE) -> None:
         self.dataset = dataset
@@ -179,10 +213,13 @@ class Batches:
         self.steps = config.steps if config.steps is not None else per_epoch * (config.epochs or 1)
         self._generator = torch.Generator().manual_seed(seed)
         self._before_epoch = self._generator.get_state()
-        self._done = self._epoch = self._taken = 0  # steps; the epoch, and the batches taken of it
+        self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
 
     def __iter__(self) -> Iterator[tuple[int, Group]]:
-        """The epoch and the micro-batches of each step that is left; the last step of an epoch may have fewer."""
+        """Yield the epoch and the micro-batches of each remaining step.
+
+        The last step of an epoch may have fewer micro-batches.
+        """
         while self._done < self.steps:
             for group in self._groups_of_epoch():
                 self._taken += len(group)
@@ -193,7 +230,7 @@ class Batches:
             self._epoch, self._taken = self._epoch + 1, 0
 
     def _groups_of_epoch(self) -> Iterator[Group]:
-        """The micro-batches of the steps that are left in this epoch."""
+        """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
         order = torch.randperm(len(self.dataset), generator=self._generator).tolist()  # type: ignore[arg-type]
         rest = Subset(self.dataset, order[self._taken * self.batch_size :])
@@ -208,13 +245,13 @@ class Batches:
             yield group
 
     def sizes(self, step: int) -> list[int]:
-        """The samples in each micro-batch of a step, over all processes."""
+        """Return the number of samples in each micro-batch of a step, summed over all processes."""
         first = step % -(-self.in_epoch // self.accumulate) * self.accumulate
         length = len(self.dataset)  # type: ignore[arg-type]
         return batch_sizes(length, self.batch_size, first, first + self.accumulate)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, between two steps."""
+        """Return the position in the data. It is valid between two steps."""
         return {
             "done": self._done,
             "epoch": self._epoch,
@@ -223,21 +260,36 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position that `state_dict` returned."""
         self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
         self._generator.set_state(state["generator"])
 
 
 def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None = None) -> list[int]:
-    """The samples in each batch of so many in order, over all processes: of all batches, or of `[first, stop)`."""
+    """Return the number of samples in each batch of a dataset, summed over all processes.
+
+    Args:
+        length: The number of samples in the dataset.
+        batch_size: The number of samples per batch. The last batch may be smaller.
+        first: The index of the first batch in the result. Default: 0.
+        stop: The index after the last batch in the result. Default: None, all remaining batches.
+    """
     return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
 
 
 def first_batch(dataset: Dataset[Any], batch_size: int, share: Share = WHOLE) -> Any:
-    """A batch to try the model on, of the dataset's first items: this process's share of it.
+    """Return a batch of the first samples of the dataset, for shape inference.
+
+    Args:
+        dataset: The dataset.
+        batch_size: The number of samples per batch, over all processes.
+        share: The part of the batch that this process gets. Default: the full batch.
+
+    Returns:
+        The collated batch.
 
     Raises:
-        ConfigError: No batch can be made of the dataset's items, or not one sample is made of each.
+        ConfigError: The samples cannot be collated, or dimension 0 of the tensors is not the number of samples.
     """
     size = len(share.of(range(min(batch_size, len(dataset)))))  # type: ignore[arg-type]
     try:

@@ -1,4 +1,8 @@
-"""The datasets that conf/data names. Each takes `split` ('train' or 'test') and gives (input, target) pairs."""
+"""The datasets that `conf/data` refers to.
+
+Each function takes `split` (`train` or `test`). All datasets return pairs (input, target), except `english`, which
+returns tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-DOWNLOAD_TIMEOUT = 20.0  # seconds without an answer
+DOWNLOAD_TIMEOUT = 20.0  # Seconds without a response after which a download fails.
 
-# Mean and standard deviation of each channel of the training images, as pixels from 0 to 1.
+# Mean and standard deviation of each channel over the training images, for pixels from 0 to 1.
 MNIST_STATS = ((0.1307,), (0.3081,))
 FASHION_MNIST_STATS = ((0.2860,), (0.3530,))
 CIFAR10_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -27,16 +31,16 @@ DIGITS_STATS = ((0.3053,), (0.3760,))
 
 
 class DatasetMissingError(Exception):
-    """A dataset is neither on disk nor to be had by download."""
+    """A dataset is not on disk and cannot be downloaded."""
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images in memory, normalised as they are taken.
+    """Images in memory. Each image is normalised when it is read.
 
     Args:
-        images: uint8 from 0 to 255, or float32 from 0 to 1; [N, C, H, W].
-        targets: Classes, [N].
-        stats: Mean and standard deviation of each channel.
+        images: uint8 from 0 to 255, or float32 from 0 to 1; shape [N, C, H, W].
+        targets: Integer classes; shape [N].
+        stats: Mean and standard deviation of each channel, for pixels from 0 to 1.
     """
 
     def __init__(self, images: Tensor, targets: Tensor, stats: tuple[Sequence[float], Sequence[float]]) -> None:
@@ -54,27 +58,62 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def mnist(split: str, root: str, download: bool = True) -> Images:
-    """MNIST: 60,000 and 10,000 images of handwritten digits, [1, 28, 28]."""
+    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, float32 [1, 28, 28].
+
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
+    """
     found = _torchvision("MNIST", split, root, download)
     return Images(found.data.unsqueeze(1), found.targets, MNIST_STATS)
 
 
 def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
-    """Fashion-MNIST: 60,000 and 10,000 images of clothing, [1, 28, 28]."""
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothing, float32 [1, 28, 28].
+
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
+    """
     found = _torchvision("FashionMNIST", split, root, download)
     return Images(found.data.unsqueeze(1), found.targets, FASHION_MNIST_STATS)
 
 
 def cifar10(split: str, root: str, download: bool = True) -> Images:
-    """CIFAR-10: 50,000 and 10,000 colour photographs, [3, 32, 32]."""
+    """Load CIFAR-10: 50,000 training and 10,000 test colour photographs, float32 [3, 32, 32].
+
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
+    """
     found = _torchvision("CIFAR10", split, root, download)
     return Images(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets), CIFAR10_STATS)
 
 
 def digits(split: str, size: int = 8) -> Images:
-    """Scikit-learn's real handwritten digits, which are always there: 1,437 and 360 images, [1, size, size].
+    """Load the handwritten digits of scikit-learn: 1,437 training and 360 test images, float32 [1, size, size].
 
-    They are 8x8; another size is interpolated bilinearly. The last 360, by writers of their own, are the test split.
+    The dataset is part of scikit-learn and needs no download. The last 360 images are the test split. They are from
+    other writers than the training split.
+
+    Args:
+        split: `train` or `test`.
+        size: Height and width in pixels. The original size is 8; other sizes are interpolated bilinearly. Default: 8.
+
+    Raises:
+        DatasetMissingError: scikit-learn is not installed.
     """
     table = _digits_table()
     images = table[:, :-1].float().div(16).view(-1, 1, 8, 8)
@@ -89,18 +128,29 @@ def digits(split: str, size: int = 8) -> Images:
 def random_tensors(
     split: str, shape: Sequence[int] = (1, 28, 28), classes: int = 10, samples: int = 1024, seed: int = 0
 ) -> TensorDataset:
-    """Gaussian noise of any shape with random classes: nothing to learn, for trying out shapes and speed."""
+    """Create standard normal noise with random classes, to test shapes and speed.
+
+    Args:
+        split: `train` or `test`. The splits contain different noise.
+        shape: The shape of one input. Default: (1, 28, 28).
+        classes: The number of classes. Default: 10.
+        samples: The number of samples. Default: 1024.
+        seed: The seed of the noise. Default: 0.
+
+    Returns:
+        Pairs of float32 `shape` and an int64 scalar.
+    """
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
     inputs = torch.randn(samples, *shape, generator=generator)
     return TensorDataset(inputs, torch.randint(classes, (samples,), generator=generator))
 
 
 class Sequences(Dataset[Tensor]):
-    """Windows of a long row of tokens, each `length` tokens, next to each other.
+    """Adjacent windows of a token sequence, without overlap. An incomplete last window is dropped.
 
     Args:
-        tokens: int64, [T].
-        length: Tokens in a window.
+        tokens: int64, shape [T].
+        length: The number of tokens per window.
     """
 
     def __init__(self, tokens: Tensor, length: int) -> None:
@@ -114,9 +164,19 @@ class Sequences(Dataset[Tensor]):
 
 
 def english(split: str, length: int = 64) -> Sequences:
-    """English text that is always there: the descriptions that come with scikit-learn's datasets, in ASCII codes.
+    """Load an English text of about 30,000 ASCII characters: the descriptions of the datasets in scikit-learn.
 
-    About 30,000 characters; the last tenth is the test split. Tokens are from 0 to 127.
+    The text is part of scikit-learn and needs no download. The last tenth is the test split.
+
+    Args:
+        split: `train` or `test`.
+        length: The number of tokens per window. Default: 64.
+
+    Returns:
+        Windows of tokens, int64 [length], from 0 to 127.
+
+    Raises:
+        DatasetMissingError: scikit-learn is not installed.
     """
     names = ("breast_cancer", "diabetes", "digits", "iris", "wine_data")
     text = "".join(_scikit_learn(f"descr/{name}.rst").read_text(encoding="utf-8") for name in names)
@@ -127,13 +187,15 @@ def english(split: str, length: int = 64) -> Sequences:
 
 @cache
 def _digits_table() -> Tensor:
-    """Integers [1797, 65]: 64 pixels from 0 to 16, and the target."""
+    """Return int64 [1797, 65]: 64 pixels from 0 to 16, and the class."""
     with gzip.open(_scikit_learn("data/digits.csv.gz")) as file:
         return torch.from_numpy(np.loadtxt(file, dtype=np.int64, delimiter=","))
 
 
 def _scikit_learn(name: str) -> Path:
-    """A file of those in `sklearn.datasets`, which is not imported: that takes half as long as to import torch.
+    """Return the path of a file in `sklearn.datasets`.
+
+    scikit-learn is not imported, because its import takes half as long as the import of torch.
 
     Raises:
         DatasetMissingError: scikit-learn is not installed, or has no such file.
@@ -148,6 +210,11 @@ def _scikit_learn(name: str) -> Path:
 
 
 def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
+    """Load a dataset of torchvision from disk, or download it.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
+    """
     import torchvision
 
     dataset = getattr(torchvision.datasets, name)
@@ -167,7 +234,7 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
 
 @contextmanager
 def _timeout(seconds: float) -> Iterator[None]:
-    """Connections that are opened inside give up when nothing is heard for so long."""
+    """Set the socket timeout of connections that are opened inside the block, in seconds."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

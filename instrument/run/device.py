@@ -1,4 +1,4 @@
-"""The device, the seeds, and the switches of the process that a run sets and puts back."""
+"""The device, the random seeds and the global settings that a run changes and restores."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from ..errors import ConfigError, Mistake
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`: the GPU where there is one; of several processes on one machine each has its own.
+    """Return the device of this process.
+
+    Args:
+        name: `auto`, `cpu`, `cuda` or another device of PyTorch. `auto` selects the GPU if one is available. If the
+            environment variable `LOCAL_RANK` is set, as by torchrun, it selects the GPU: `LOCAL_RANK` modulo the number
+            of GPUs.
 
     Raises:
-        ConfigError: `cuda` was asked for, and there is no GPU.
+        ConfigError: `name` is `cuda`, and no GPU is available.
     """
     if name != "cpu" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -35,7 +40,14 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
-    """Seed everything, choose the algorithms, and leave the process afterwards as it was: jobs of a sweep share it."""
+    """Seed the random generators inside the block, and restore the global state of the process afterwards.
+
+    The state is restored because the jobs of a sweep run in the same process.
+
+    Args:
+        seed: The seed of Python, NumPy and PyTorch.
+        deterministic: Whether to enable `torch.use_deterministic_algorithms`.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     algorithms = torch.are_deterministic_algorithms_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
@@ -46,11 +58,13 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
             if deterministic:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch's note on randomness asks for it
+                # Deterministic cuBLAS requires this variable, see PyTorch's note on reproducibility.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
             yield
         finally:
-            if torch.are_deterministic_algorithms_enabled() != algorithms:  # the call imports the compiler
+            # Called only if necessary, because the call imports the compiler.
+            if torch.are_deterministic_algorithms_enabled() != algorithms:
                 torch.use_deterministic_algorithms(algorithms)
             torch.set_default_dtype(default_dtype)
             torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What is shown while a run trains: how far it is and what came of it, as a bar on a screen, as a few lines in a pipe."""
+"""Display of training progress: a live progress bar on a terminal, and a few plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..analysis.files import size_on_disk
 from ..quantities import human_bytes
 from .loop import Progress
 
-LINES_IN_A_PIPE = 10  # how often progress is told where nobody looks at a screen
+LINES_IN_A_PIPE = 10  # Progress lines per run if the output is not a terminal.
 SECONDS_BETWEEN_DRAWINGS = 0.1
-SECONDS_BETWEEN_LOOKS = 1.0  # at the folder, and a hundred times as long as a look takes
-SMOOTHED_OVER = 3.0  # seconds
-LEAST_BAR, MOST_BAR = 5, 30
+SECONDS_BETWEEN_LOOKS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
+SMOOTHED_OVER = 3.0  # Time constant of the smoothing, in seconds.
+LEAST_BAR, MOST_BAR = 5, 30  # Width of the bar, in characters.
 
-# What is left out last stands first; what is shown stands in the order in which `facts` has it.
+# The most important text is first and is omitted last. The order on the screen is that of `facts`.
 IMPORTANCE = ("step", "loss", "accuracy", "left", "speed", "bar", "overhead", "rows", "size")
 
 NOT_FINITE = ("loss nan", "loss inf", "loss -inf")
@@ -31,7 +31,7 @@ Show = Callable[[Progress], None]
 
 
 class Pace:
-    """How fast it goes, smoothed over the latest seconds; evaluations are kept apart."""
+    """The speed of training, exponentially smoothed. The time of evaluations is measured separately."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -39,7 +39,7 @@ class Pace:
         self._steps = self._seconds = self._paused = 0.0
 
     def step(self) -> None:
-        """A step is over."""
+        """Record the end of a step."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         fading = math.exp(-seconds / SMOOTHED_OVER)
@@ -48,23 +48,34 @@ class Pace:
         self._seconds = self._seconds * fading + seconds
 
     def pause(self) -> None:
-        """What is over was no step."""
+        """Record the end of an evaluation or of another interval that is not a step."""
         now = time.perf_counter()
         self._paused += now - self._last
         self._last = now
 
     @property
     def seconds(self) -> float:
-        """Of a step; 0 before the first one."""
+        """The smoothed duration of a step, in seconds. 0 before the first step."""
         return self._seconds / self._steps if self._steps else 0.0
 
     def left(self, steps: int) -> float | None:
-        """Seconds until so many more steps are done; None before the second step, since the first one takes its time."""
+        """Estimate the remaining time, including evaluations at their present frequency.
+
+        Args:
+            steps: The number of remaining steps.
+
+        Returns:
+            Seconds; None before the end of the second step, because the first step is slower than the others.
+        """
         return steps * (self.seconds + self._paused / self._done) if self._done > 1 else None
 
 
 class Size:
-    """The bytes of a run's tables; the folder is not looked at all the time."""
+    """The size of the tables of a run on disk. The folder is read at most once per second.
+
+    Args:
+        folder: The folder of the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +84,7 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """As of the last second or so."""
+        """The size in bytes. It may be about a second old."""
         began = time.perf_counter()
         if began >= self._again:
             self._bytes = size_on_disk(self.folder)
@@ -83,7 +94,13 @@ class Size:
 
 
 def facts(progress: Progress, pace: Pace, size: int) -> dict[str, str]:
-    """What there is to be said after a step of training, by name; what is not known is left out."""
+    """Return the texts to display after a training step, by name. Unknown values are omitted.
+
+    Args:
+        progress: The progress after the step.
+        pace: The speed of training.
+        size: The size of the tables, in bytes.
+    """
     metrics = progress.metrics
     found = {
         "step": step_text(progress),
@@ -103,12 +120,12 @@ def facts(progress: Progress, pace: Pace, size: int) -> dict[str, str]:
 
 
 def step_text(progress: Progress) -> str:
-    """`step  50/100`."""
+    """Return a text such as `step  50/100`."""
     return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
 
 
 def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """`loss 0.3402` and `accuracy 88.3%`, as far as they are known."""
+    """Return texts such as `loss 0.3402` and `accuracy 88.3%`, by name. Unknown metrics are omitted."""
     found = {}
     if (loss := metrics.get("loss")) is not None:
         found["loss"] = f"loss {loss:.4f}" if loss == 0.0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}"
@@ -118,21 +135,25 @@ def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def evaluation_text(progress: Progress) -> str:
-    """`step 50/100  evaluation  loss 0.3819  accuracy 88.6%`."""
+    """Return a text such as `step 50/100  evaluation  loss 0.3819  accuracy 88.6%`."""
     return "  ".join([step_text(progress), "evaluation", *metric_texts(progress.metrics).values()])
 
 
 def _clock(seconds: float) -> str:
+    """Format seconds as `m:ss` or `h:mm:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Bar:
-    """One line that fits the screen, whatever its width, and below it the last warning.
+    """A progress line that fits the width of the terminal, with the last warning in the line below.
 
-    The least important parts are left out first. A part that was once so wide keeps its room, so that nothing that is shown
-    moves to and fro.
+    If the line is too narrow, the least important texts are omitted. The width reserved for a text never shrinks, so
+    that the texts after it do not move.
+
+    Args:
+        steps: The number of steps of the run.
     """
 
     def __init__(self, steps: int) -> None:
@@ -142,13 +163,18 @@ class Bar:
         self._widths: dict[str, int] = {}
 
     def update(self, progress: Progress, told: dict[str, str]) -> None:
-        """Other things are to be shown."""
+        """Set the texts to display.
+
+        Args:
+            progress: The progress after the step.
+            told: The texts by name, from `facts`.
+        """
         self.step, self.facts = progress.step, told
         for name, text in told.items():
             self._widths[name] = max(len(text), self._widths.get(name, 0))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width - 1  # many terminals go to the next line when the last column is written
+        width = options.max_width - 1  # Many terminals start a new line after the last column.
         shown, room = self._chosen(width)
         parts = []
         for name, text in self.facts.items():
@@ -161,7 +187,7 @@ class Bar:
         yield from (_cut(line, width), *([] if self.warning is None else [_cut(self._told(), width)]))
 
     def _chosen(self, width: int) -> tuple[set[str], int]:
-        """The names of the parts that there is room for, and the width of the bar."""
+        """Return the names of the texts that fit into a width, and the width of the bar."""
         shown: set[str] = set()
         left, room = width + 2, 0
         for name in IMPORTANCE:
@@ -174,9 +200,11 @@ class Bar:
         return shown | {"step"}, min(MOST_BAR, LEAST_BAR + room)
 
     def _width(self, name: str) -> int:
+        """Return the reserved width of a text: the largest width so far."""
         return max(len(self.facts[name]), self._widths.get(name, 0))
 
     def _bar(self, console: Console, options: ConsoleOptions, width: int) -> Text:
+        """Return the bar, of `width` characters."""
         character = "-" if options.ascii_only else "━"
         done = width * self.step // max(1, self.steps)
         plain = console.no_color or console.color_system is None
@@ -184,10 +212,12 @@ class Bar:
         return Text.assemble((character * done, "bar.complete"), (rest, "bar.back"))
 
     def _told(self) -> Text:
+        """Return the last warning as one line."""
         return Text.assemble(("warning ", "yellow"), str(self.warning).replace("\n", " "))
 
 
 def _cut(line: Text, width: int) -> Text:
+    """Truncate a line to a width, with an ellipsis."""
     line.truncate(width, overflow="ellipsis")
     line.no_wrap = True
     return line
@@ -195,7 +225,18 @@ def _cut(line: Text, width: int) -> Text:
 
 @contextmanager
 def shown_as_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
-    """A bar at the foot of the screen, drawn anew ten times a second at most; evaluations stay above it."""
+    """Show a progress bar at the bottom of the terminal. Evaluations are printed above it.
+
+    The bar is updated at most ten times per second.
+
+    Args:
+        console: The console.
+        steps: The number of steps of the run.
+        folder: The folder of the run.
+
+    Yields:
+        The function to call after each step and each evaluation.
+    """
     bar, pace, size = Bar(steps), Pace(), Size(folder)
     drawn = 0.0
     with Live(bar, console=console, transient=True, auto_refresh=False) as live:
@@ -219,7 +260,17 @@ def shown_as_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
 
 
 def shown_as_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
-    """A few plain lines in all, and each warning when it comes."""
+    """Print about ten progress lines during a run, and each warning when it occurs.
+
+    Args:
+        console: The console.
+        steps: The number of steps of the run.
+        folder: The folder of the run.
+        warn: Called with the text of each warning.
+
+    Returns:
+        The function to call after each step and each evaluation.
+    """
     every = max(1, steps // LINES_IN_A_PIPE)
     pace = Pace()
     warned = shown_as_warnings(warn)
@@ -238,7 +289,14 @@ def shown_as_lines(console: Console, steps: int, folder: Path, warn: Callable[[s
 
 
 def shown_as_warnings(warn: Callable[[str], None]) -> Show:
-    """Each warning when it comes, and nothing else."""
+    """Show each warning when it occurs, and no progress.
+
+    Args:
+        warn: Called with the text of each warning.
+
+    Returns:
+        The function to call after each step and each evaluation.
+    """
     count = 0
 
     def show(progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""An experiment made ready: everything that a run needs, built from its configuration and checked, nothing trained."""
+"""Preparation of a run: `prepare` builds all objects from the configuration and checks them, without training."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from .uncompiled import spare_methods, spare_step
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a run is made of.
+    """All objects of a run.
 
     Attributes:
         config: The configuration.
-        device: Where it runs.
+        device: The device of this process.
         data: The slices of the dataset.
-        batches: The training's batches.
-        evaluation: The evaluation's batches.
-        task: What makes a loss of a batch.
-        model: The model, changed as `apply` says, on its device.
+        batches: The batches of the training.
+        evaluation: The batches of an evaluation.
+        task: Computes the loss of a batch.
+        model: The model on its device, after the changes of the `apply` section.
         optimizer: The optimizer.
-        scheduler: The learning-rate schedule; None where there is none.
-        scaler: The gradient scaler; it does nothing but for fp16.
-        strategy: How it is trained by one process, or by several.
-        callable: What the task calls: the model, or what torch.compile made of it.
-        trained: Makes the outcome of a batch and its loss, see `Forward`; or what brings the gradients of several processes
-            together around it.
-        plan: The hooks' sites.
-        trials: What a trial forward pass saw, for each phase.
-        archive: Where the tensors of other runs are found.
+        scheduler: The learning-rate scheduler; None without one.
+        scaler: The gradient scaler. It is disabled unless the precision is fp16.
+        strategy: How one or several processes train the model.
+        callable: The model that the task calls: `model`, or its compiled version.
+        trained: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
+            wrapper that reduces the gradients.
+        plan: The plan of the hooks.
+        trials: The result of shape inference for each phase, `train` and `eval`.
+        archive: Reads the recorded tensors of other runs.
     """
 
     config: RunConfig
@@ -81,34 +81,41 @@ class Experiment:
     archive: RunArchive
 
     def autocast(self) -> torch.autocast:
-        """The context that forward passes run in."""
+        """Return the autocast context of forward passes."""
         return _autocast(self.config.train.precision, self.device)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that make the steps: several where each holds the parameters of another module."""
+        """The optimizers that make the steps. `PerModule` contains several."""
         return parts_of(self.optimizer)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run."""
+        """The number of optimizer steps of the run."""
         return self.batches.steps
 
     @property
     def length(self) -> Length:
-        """How long the run is."""
+        """The length of the run."""
         return _length(self.config, self.batches, self.evaluation)
 
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
-    """Build an experiment in the order in which each part needs the one before.
+    """Build an experiment from its configuration, and check it.
+
+    Shape inference runs one forward pass per phase. It restores the state of the model and the random states.
 
     Args:
         config: The configuration.
-        strategy: How several processes train it together, all of which build it at once; one process without it.
+        strategy: How several processes train the model; all of them call this function. Default: None, a single
+            process.
+
+    Returns:
+        The experiment, ready to train.
 
     Raises:
-        ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
+        ConfigError: An object that the configuration names does not exist or cannot be built; a spec matches no module,
+            or does not fit the shape of its tensors; or the model has no trainable parameter.
     """
     strategy = strategy or Strategy()
     strategy.refuse(config)
@@ -146,7 +153,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     refuse_unfit_recordings(plan, archive, tried, _length(config, batches, evaluation))
     strategy.refuse_parts(called_whole=id(model) in trials["train"])
     if strategy.shard(model):
-        plan = make_plan(config.hooks, model)  # nobody holds on to the whole parameters
+        plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, tried=True)
     optimizer = _build_optimizer(config.optimizer, model)
     require_optimizer(plan, parts_of(optimizer))
@@ -178,6 +185,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
 
 
 def _length(config: RunConfig, batches: Batches, evaluation: DataLoader[Any]) -> Length:
+    """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
     return Length(batches.steps, config.train.accumulate, batches.in_epoch, evaluations, len(evaluation))
 
@@ -185,7 +193,19 @@ def _length(config: RunConfig, batches: Batches, evaluation: DataLoader[Any]) ->
 def _try(
     task: Task, model: nn.Module, batch: Any, evaluated: Any, functions: FunctionTrial, *, looks_for_idle: bool
 ) -> tuple[dict[str, Trial], bool]:
-    """What a forward pass sees, for each phase; whether a parameter gets no gradient, where that is looked for."""
+    """Run shape inference for each phase.
+
+    Args:
+        task: The task.
+        model: The model.
+        batch: The first training batch.
+        evaluated: The first evaluation batch.
+        functions: Calls the custom hook functions.
+        looks_for_idle: Whether to search for parameters without a gradient.
+
+    Returns:
+        The result of shape inference for each phase, and whether a parameter gets no gradient (False without a search).
+    """
     idle = False
 
     def forward_and_look() -> None:
@@ -202,23 +222,32 @@ def _try(
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the autocast context of a precision: `fp32` (disabled), `fp16` or `bf16`."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    # Hooks are attached before the first call, which is when it is compiled; that of another job must not be met.
+    """Return the compiled model."""
+    # The compiler runs at the first call, after hooks are attached. Reset it first, because its cache may contain
+    # the compiled model of a previous job of a sweep.
     torch.compiler.reset()
     return torch.compile(model)  # type: ignore[return-value]
 
 
 def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch, after a check of the task's outcome."""
     outcome = task(model, batch)
     check_outcome(outcome)
     return outcome.loss
 
 
 def _require_trained(config: RunConfig, model: nn.Module) -> None:
+    """Check that the model has a trainable parameter.
+
+    Raises:
+        ConfigError: The model has no trainable parameter.
+    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             Mistake(
@@ -230,7 +259,14 @@ def _require_trained(config: RunConfig, model: nn.Module) -> None:
 
 
 def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
-    """Call the optimizer's target with the parameters that train, or with the model where it takes that in their place."""
+    """Build the optimizer from its target.
+
+    The target is called with the trainable parameters. If it has a parameter `model` and no parameter `params`, it is
+    called with the model.
+
+    Raises:
+        ConfigError: The target does not exist, raises an exception, or does not return an optimizer.
+    """
     spare_methods()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = takes(target.target, "optimizer")
@@ -249,7 +285,14 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
 
 
 def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Call the scheduler's target with the optimizer, and with the run's length where it takes `steps`."""
+    """Build the scheduler from its target.
+
+    The target is called with the optimizer. If it has a parameter `steps`, it also gets the number of steps of the run.
+
+    Raises:
+        ConfigError: The target does not exist, raises an exception, or does not return a scheduler that works without a
+            metric.
+    """
     given = {"steps": steps} if "steps" in takes(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **given)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):

@@ -1,4 +1,4 @@
-"""The folder of a run and its run.json."""
+"""The folder of a run, its lock and its run.json."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote import refuse_address
 from .snapshot import Snapshot
 
-CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints, in its own
-PATIENCE = 60.0  # seconds that the processes of a run wait for the first one
+CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
+PATIENCE = 60.0  # Seconds that the other processes of a run wait for rank 0.
 Status = Literal["running", "done", "failed", "interrupted", "killed"]
-ASIDE = ".aside"  # beside a sweep's jobs: what is left of those that are done again, as 3.1, 3.2, ... of job 3
+# Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
+ASIDE = ".aside"
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 
 
 def refuse_taken(folder: Path, where: str) -> None:
-    """A run is never written over another one, nor where nothing can be written.
+    """Check that a new run can use a folder. A run never overwrites another run.
 
     Args:
-        folder: Where the run is to be.
-        where: What the user says it by.
+        folder: The folder of the new run. It is created if it does not exist.
+        where: The configuration key of the folder, for error messages.
 
     Raises:
-        ConfigError: The folder holds a run, is an address, or cannot be made or written.
+        ConfigError: The folder contains a run, is a remote address, or cannot be created or written.
     """
     refuse_address(folder, where)
     if (folder / "run.json").exists():
@@ -51,7 +52,7 @@ def refuse_taken(folder: Path, where: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
-        probe.unlink(missing_ok=True)  # another process may try the same folder at the same moment
+        probe.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
     except OSError as error:
         raise ConfigError(
             Mistake(
@@ -64,10 +65,14 @@ def refuse_taken(folder: Path, where: str) -> None:
 
 
 def refuse_other_count(path: Path, ranks: int) -> None:
-    """A run goes on with as many processes as there were.
+    """Check that a run is resumed with the same number of processes.
+
+    Args:
+        path: The folder of the run.
+        ranks: The number of processes now.
 
     Raises:
-        ConfigError: There are more, or fewer; or there is no run.
+        ConfigError: The number is different, or the folder contains no run.
     """
     before = read_record(path, "resume").get("ranks", 1)
     if before != ranks:
@@ -80,17 +85,21 @@ def refuse_other_count(path: Path, ranks: int) -> None:
 
 
 class RunFolder:
-    """A new folder for one run.
+    """The folder of a new run. This process holds its lock and writes its run.json.
 
     Args:
         path: The folder.
-        where: What the user says it by.
-        on_error: What becomes of an error in writing run.json: `stop` raises it, `continue` goes on without it.
-        record: What run.json says; it is written anew at every change.
+        where: The configuration key of the folder, for error messages. Default: `hydra.run.dir`.
+        on_error: `stop` (default) raises an error if run.json cannot be written; `continue` ignores the error.
+        record: The entries of run.json. The file is written again after each change.
+
+    Attributes:
+        path: The folder.
+        record: The content of run.json.
 
     Raises:
-        ConfigError: The folder holds a run, another process has just begun one there, or it cannot be written.
-        SinkError: From all methods: run.json cannot be written any more.
+        ConfigError: The folder contains a run, another process has just started a run there, or it cannot be written.
+        SinkError: From all methods: run.json cannot be written.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class RunFolder:
         if not self._lock.acquire():
             raise ConfigError(Mistake(where, "another process has just begun a run in this folder", written=str(path)))
         try:
-            refuse_taken(path, where)  # it may have ended by now too
+            refuse_taken(path, where)  # A run may have started and ended since the first check.
         except ConfigError:
             self._lock.release()
             raise
@@ -127,10 +136,14 @@ class RunFolder:
 
     @classmethod
     def again(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
-        """The folder of a run that was stopped, to go on with it.
+        """Open the folder of a stopped run, to resume the run.
+
+        Args:
+            path: The folder.
+            on_error: See `RunFolder`.
 
         Raises:
-            ConfigError: There is no run, it is done, or a process still writes to it.
+            ConfigError: The folder contains no run, the run is complete, or a process still writes to the folder.
         """
         record = read_record(path, "resume")
         if record["status"] == "done":
@@ -150,10 +163,11 @@ class RunFolder:
 
     @contextmanager
     def recording(self, is_begun: Callable[[], bool]) -> Iterator[None]:
-        """Say in the record how the block inside ended: done, interrupted or failed.
+        """Write to run.json how the block ended: `done`, `interrupted` or `failed`. Then release the lock.
 
         Args:
-            is_begun: Whether the run has been accepted. A configuration error before that leaves the folder as it was.
+            is_begun: Returns whether training has begun. If a configuration error occurs earlier, the folder is
+                restored to its previous content.
         """
         try:
             yield
@@ -173,12 +187,18 @@ class RunFolder:
         self.finish("done")
 
     def update(self, **record: Any) -> None:
-        """Add to the record."""
+        """Add entries to run.json."""
         self.record |= record
         self._write()
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
-        """The run is over. That an error cannot be written down does not take the error's place."""
+        """Write the final status to run.json and release the lock.
+
+        Args:
+            status: The final status.
+            error: The exception that ended the run. It takes precedence over an error in writing run.json. Default:
+                None.
+        """
         try:
             self.update(**ending(status, error))
         except SinkError:
@@ -188,6 +208,11 @@ class RunFolder:
             self._lock.release()
 
     def _write(self) -> None:
+        """Write run.json.
+
+        Raises:
+            SinkError: The file cannot be written, and `on_error` is `stop`.
+        """
         try:
             write_json(self.path / "run.json", self.record)
         except OSError as error:
@@ -196,22 +221,22 @@ class RunFolder:
 
 
 class JoinedFolder:
-    """The folder of a run that several processes write to, in one that does not keep the record.
+    """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
 
     Args:
         path: The folder.
-        rank: Which of the processes this is.
-        where: What the user says the folder by.
+        rank: The rank of this process, at least 1.
+        where: The configuration key of the folder, for error messages. Default: `hydra.run.dir`.
 
     Raises:
-        ConfigError: The first process does not begin a run there.
+        ConfigError: Rank 0 did not begin a run in the folder within 60 seconds, or another process has the same rank.
     """
 
     def __init__(self, path: Path, rank: int, *, where: str = "hydra.run.dir") -> None:
         self.path = path
         self._lock = FolderLock(path, rank)
         deadline = time.monotonic() + PATIENCE
-        while not is_locked(path):  # by the first process, which refuses a folder that holds another run
+        while not is_locked(path):  # Rank 0 locks the folder, after it checked that it contains no other run.
             if time.monotonic() > deadline:
                 problem = f"the first process has begun no run in this folder within {PATIENCE:.0f} seconds"
                 raise ConfigError(Mistake(where, problem, written=str(path)))
@@ -221,7 +246,13 @@ class JoinedFolder:
 
     @contextmanager
     def recording(self, is_begun: Callable[[], bool]) -> Iterator[None]:  # noqa: ARG002
-        """Let go of the folder at the end. Where the process that keeps the record has died, say so in its place."""
+        """Release the lock at the end of the block.
+
+        If rank 0 died before it wrote a final status, this method writes the failure to run.json.
+
+        Args:
+            is_begun: Ignored; see `RunFolder.recording`.
+        """
         try:
             yield
         except RankError as error:
@@ -232,26 +263,36 @@ class JoinedFolder:
             self._lock.release()
 
     def update(self, **record: Any) -> None:
-        """Nothing: the first process keeps the record."""
+        """Do nothing, because rank 0 writes run.json."""
 
     def _record_failure(self, error: RankError) -> None:
+        """Write the failure of rank 0 to run.json, if the status is still `running`."""
         record = json.loads((self.path / "run.json").read_text())
         if record["status"] == "running":
-            with suppress(FileNotFoundError):  # another survivor was faster
+            with suppress(FileNotFoundError):  # Another process wrote the file at the same time.
                 write_json(self.path / "run.json", {**record, **ending("failed", error), "failed_rank": error.rank})
 
 
 def ending(status: Status, error: BaseException | None) -> dict[str, Any]:
-    """What the record says of the end of a run."""
+    """Return the entries of run.json at the end of a run.
+
+    Args:
+        status: The final status.
+        error: The exception that ended the run; None without one.
+    """
     told = None if error is None else f"{type(error).__name__}: {error}"
     return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": told}
 
 
 def read_record(path: Path, where: str) -> dict[str, Any]:
-    """The run.json of a folder.
+    """Read the run.json of a folder.
+
+    Args:
+        path: The folder of the run.
+        where: The configuration key of the folder, for error messages.
 
     Raises:
-        ConfigError: There is none, or it is not one.
+        ConfigError: The file does not exist, is not JSON, or was not written by this package.
     """
     try:
         record = json.loads((path / "run.json").read_text())
@@ -266,29 +307,41 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
 
 
 def mark_killed(folder: Path) -> None:
-    """Say in the run.json of a run whose process is gone that it was killed, where it does not say how it ended."""
+    """Set the status in run.json to `killed`, if it is `running`. Call it only if the process of the run is gone.
+
+    Args:
+        folder: The folder of the run.
+    """
     path = folder / "run.json"
     record = None
-    with suppress(ValueError):  # it is damaged: whoever loads the run says so
+    with suppress(ValueError):  # The file is damaged; `load` reports it.
         record = json.loads(path.read_text())
     if isinstance(record, dict) and record.get("status") == "running":
         write_json(path, {**record, "status": "killed"})
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Put a record in the place of another one, which is there until the new one is whole."""
+    """Write a JSON file atomically: the previous file remains until the new one is complete.
+
+    Args:
+        path: The file.
+        record: Its content.
+    """
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(aside, path)
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a configuration, whatever the order of its keys."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a configuration, independent of the order of keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` where it has changes; None outside a checkout."""
+    """Return the commit of the working directory; None outside a git checkout.
+
+    The suffix `-dirty` marks uncommitted changes.
+    """
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"],
@@ -303,6 +356,7 @@ def git_revision() -> str | None:
 
 
 def _version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,8 +1,9 @@
-"""How large a run's tables will be on disk, from the rows of a few of its steps.
+"""Estimate the size of the tables of a run on disk from the rows of a few steps.
 
-Rows are small numbers of many kinds, whose compression nobody foretells. So a part is written as the run would write it: the
-rows of the steps that were seen, again and again with other numbers in the same places. Numbers that were the same in all steps
-stay so, equal ones stay equal, and each keeps its precision: what a float32 can hold is held by one.
+The compression ratio of the rows cannot be computed from their number. Therefore a sample of each table is written as
+the run would write it: the rows of the measured steps are repeated with perturbed values. Values that were constant in
+all measured steps stay constant, equal values stay equal, and each value keeps its precision: a value that a float32
+represents exactly is perturbed to a value with the same property.
 """
 
 from __future__ import annotations
@@ -25,24 +26,23 @@ from ..sinks.log import TableLog
 from ..sinks.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES
 from ..sinks.parts import parts_of
 
-ROW_BYTES = 64  # of a recorded tensor, beside its values, about
-DRIFT = 1.15  # how much more numbers vary in a run than in the few steps that were seen
+ROW_BYTES = 64  # Approximate bytes per recorded tensor in addition to its values.
+DRIFT = 1.15  # Ratio of the variation in a run to that in the measured steps.
 FRACTIONS = ("fraction", "fraction of the finite values")
 MOST_SPREAD = 1.0
-EXACT = frozenset(
-    column.name for column in TABLES["tensors"].columns
-)  # of which nothing is changed: identity and shapes
+# Columns that are not perturbed: identity and shapes.
+EXACT = frozenset(column.name for column in TABLES["tensors"].columns)
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass
 class Seen:
-    """What one spec wrote into one table in a rehearsal.
+    """The rows of one spec in one table, from a dry run.
 
     Attributes:
-        visits: The rows of each step that was made, of one length all.
-        due: The steps of the run at which there will be such rows.
-        rows: How many rows there will be in all.
+        visits: The rows of each measured step. All steps have the same number of rows.
+        due: The steps of the run at which the spec writes such rows.
+        rows: The total number of rows in the run.
     """
 
     visits: list[list[Row]]
@@ -51,13 +51,13 @@ class Seen:
 
 
 def bytes_of_rows(scratch: Path, table: Table, seen: Mapping[str, Seen], most_rows: float) -> dict[str, float]:
-    """What a table of rows will take on disk.
+    """Estimate the size of a table of rows on disk.
 
     Args:
-        scratch: An empty folder.
-        table: Any but `tensors`.
-        seen: What each spec wrote.
-        most_rows: How many rows a part has at most, beside what the size of its journal allows.
+        scratch: An empty folder for temporary files.
+        table: Any table except `tensors`.
+        seen: The measured rows of each spec.
+        most_rows: The maximum number of rows per part. The size of the journal is a further limit.
 
     Returns:
         Bytes by spec.
@@ -75,7 +75,11 @@ def bytes_of_rows(scratch: Path, table: Table, seen: Mapping[str, Seen], most_ro
 
 
 def estimate(sizes: Sequence[int]) -> int:
-    """About what recorded tensors of these bytes take on disk."""
+    """Return the approximate size of recorded tensors before compression, in bytes.
+
+    Args:
+        sizes: The size of each tensor, in bytes.
+    """
     return sum(sizes) + ROW_BYTES * len(sizes)
 
 
@@ -87,15 +91,15 @@ def bytes_of_tensors(
     times: Mapping[str, float],
     least_parts: float,
 ) -> dict[str, float]:
-    """What recorded tensors will take on disk.
+    """Estimate the size of the recorded tensors on disk.
 
     Args:
-        scratch: An empty folder.
-        written: The folder of a rehearsal, closed.
-        estimated: The estimate of all that is there.
-        rows: By spec, the bytes of each tensor that it kept in some of the steps.
-        times: By spec, how often as much will be kept in the run.
-        least_parts: How many parts there are to be whatever the bytes: one a checkpoint.
+        scratch: An empty folder for temporary files.
+        written: The folder of the dry run, with a closed sink.
+        estimated: The result of `estimate` for all tensors in `written`.
+        rows: By spec, the size of each recorded tensor in the measured steps, in bytes.
+        times: By spec, the number of times that the run records this amount.
+        least_parts: The minimum number of parts. Each checkpoint closes a part.
 
     Returns:
         Bytes by spec.
@@ -113,13 +117,14 @@ def bytes_of_tensors(
 
 
 def _by_step(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
-    """Rows as the steps hand them over."""
+    """Split rows into one batch per step, as a run writes them."""
     steps = batch.column("step").to_numpy()
     starts = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), batch.num_rows]
     return [batch.slice(start, end - start) for start, end in pairwise(starts)]
 
 
 def _size_of_part(scratch: Path, table: Table, batches: Sequence[pa.RecordBatch]) -> int:
+    """Write batches to a part and return its size in bytes."""
     log = TableLog(scratch, table, journal_bytes=2**62)
     for batch in batches:
         log.append(batch)
@@ -132,15 +137,27 @@ def _size_of_part(scratch: Path, table: Table, batches: Sequence[pa.RecordBatch]
 
 @dataclass
 class _Copies:
-    """Rows to be written, and for each the row that it is a copy of."""
+    """The rows of a sample, and the origin of each row.
+
+    Attributes:
+        rows: The rows.
+        cycle: For each row, how often its original was copied before.
+        origin: For each row, the index of the spec and the index of the row in its step.
+    """
 
     rows: list[Row] = field(default_factory=list)
-    cycle: list[int] = field(default_factory=list)  # how often it was copied before
-    origin: list[tuple[int, int]] = field(default_factory=list)  # spec, and place in the step
+    cycle: list[int] = field(default_factory=list)
+    origin: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _grown(table: Table, specs: Sequence[Seen], most: int) -> pa.RecordBatch:
-    """As many rows as a part may have, or as there will be, as the run will write them."""
+    """Repeat the measured rows up to the size of one part, in the order of the run, with perturbed values.
+
+    Args:
+        table: The table.
+        specs: The measured rows of each spec.
+        most: The maximum number of rows.
+    """
     copies = _Copies()
     dues = merge(*(zip(spec.due, repeat(number)) for number, spec in enumerate(specs)))
     made = [0] * len(specs)
@@ -168,15 +185,23 @@ def _grown(table: Table, specs: Sequence[Seen], most: int) -> pa.RecordBatch:
 
 
 def _of_elements(fractions: pa.Array, elements: pa.Array) -> pa.Array:
-    """Fractions that are a whole number of so many elements."""
+    """Round fractions to multiples of 1 / `elements`."""
     numel = pc.max_element_wise(elements, 1)
     return pc.divide(pc.round(pc.multiply(fractions, numel)), numel)
 
 
 def _spread(column: int, specs: Sequence[Seen], origin: Sequence[tuple[int, int]]) -> Floats:
-    """By which share of itself each row's number in a column varies from step to step, as far as was seen; 0: not at all.
+    """Return the relative variation of each row's value in a column from step to step. 0 means constant.
 
-    What varies at all varies alike in all rows of a spec, so that equal numbers stay equal.
+    All varying values of a spec get the median variation of the spec, so that equal values stay equal.
+
+    Args:
+        column: The index of the column.
+        specs: The measured rows of each spec.
+        origin: For each row, the index of the spec and the index of the row in its step.
+
+    Returns:
+        float64, shape [rows].
     """
     known: dict[tuple[int, int], float] = {}
     for number, spec in enumerate(specs):
@@ -188,7 +213,7 @@ def _spread(column: int, specs: Sequence[Seen], origin: Sequence[tuple[int, int]
 
 
 def _share(cells: Sequence[Any]) -> float:
-    """By which share of itself one number varied in the steps that were seen, and a little more."""
+    """Return the relative variation of one value over the measured steps, times `DRIFT`."""
     if any(isinstance(cell, list) for cell in cells):
         return median(map(_share, zip(*(cell for cell in cells if cell is not None), strict=False)))
     if len(cells) < 2:
@@ -199,7 +224,14 @@ def _share(cells: Sequence[Any]) -> float:
 
 
 def _varied(column: pa.Array, cycle: np.ndarray[Any, Any], spread: Floats, *, whole: bool = False) -> pa.Array:
-    """The numbers of copies of rows, somewhat different from cycle to cycle; not yet as `whole` numbers of elements."""
+    """Perturb the values of copied rows, differently in each cycle. Originals (cycle 0) keep their values.
+
+    Args:
+        column: The column.
+        cycle: For each row, the number of its cycle.
+        spread: For each row, the relative variation.
+        whole: Whether the values are rounded to multiples of 1 / numel later; they then need not keep their precision.
+    """
     if pa.types.is_list(column.type):
         lengths = np.diff(column.offsets.to_numpy())
         flat = _varied(column.flatten(), np.repeat(cycle, lengths), np.repeat(spread, lengths))
@@ -217,15 +249,22 @@ def _varied(column: pa.Array, cycle: np.ndarray[Any, Any], spread: Floats, *, wh
 
 
 def _as_short(values: Floats, as_these: Floats) -> Floats:
-    """Numbers with as many zeros at the end of their binary fraction as others: those of a float32, or of sums of them."""
+    """Truncate values to the number of significant mantissa bits of other values.
+
+    This keeps the precision of values that are float32, or sums of float32.
+    """
     bits = as_these.view(np.uint64)
-    last = bits & (~bits + np.uint64(1))  # the lowest bit that is set
+    last = bits & (~bits + np.uint64(1))  # The lowest set bit.
     short: Floats = (values.view(np.uint64) & ~np.maximum(last, np.uint64(1)) + np.uint64(1)).view(np.float64)
     return short
 
 
 def _noise(values: Floats, cycle: np.ndarray[Any, Any]) -> Floats:
-    """Numbers from -1 to 1 (SplitMix64's finaliser), the same for the same value in the same cycle, and for twice as much."""
+    """Return pseudorandom numbers from -1 to 1, from the finaliser of SplitMix64.
+
+    The result depends only on the cycle and the mantissa of the value. Equal values get equal noise, and so do values
+    that differ by a power of two.
+    """
     x = (values.view(np.uint64) & np.uint64(2**52 - 1)) ^ (cycle.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)

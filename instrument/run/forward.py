@@ -1,4 +1,4 @@
-"""What is done with each batch before its backward pass, as one module."""
+"""The forward pass and the loss of a batch, as one module."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .tasks import Outcome, Task
 
 
 class Forward(nn.Module):
-    """A task on its model, and the loss as hooks change it.
+    """A module that runs a task on a model and applies the loss hooks.
 
-    It is one module so that whoever brings gradients together sees all that a loss is made of: parts of the model that the
-    task calls itself, and penalties on the loss.
+    The wrappers that reduce gradients over processes need one module that computes the complete loss. It includes
+    submodules that the task calls directly, and penalties that hooks add to the loss.
 
     Args:
-        model: What the task is given.
-        task: What makes a loss of a batch.
-        precision: Makes the context that the task runs in.
+        model: The model that the task gets.
+        task: Computes the loss of a batch. It is not registered as a submodule.
+        precision: Returns the autocast context of the task.
     """
 
     task: Task
@@ -28,15 +28,18 @@ class Forward(nn.Module):
     def __init__(self, model: nn.Module, task: Task, precision: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.model = model
-        object.__setattr__(self, "task", task)  # one that is a module is no part of what trains
+        object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
         self.precision = precision
 
     def forward(self, batch: Any, see: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
-        """What came of a batch, and the loss to call backward on.
+        """Compute the outcome of a batch and the loss for the backward pass.
 
         Args:
-            batch: As the data loader gives it.
-            see: Shown the loss; gives the one that takes its place.
+            batch: The batch, on the device of the model.
+            see: Called with the loss; returns the loss that replaces it.
+
+        Returns:
+            The outcome of the task, and the loss that `see` returned.
         """
         with self.precision():
             outcome: Outcome = self.task(self.model, batch)

@@ -1,4 +1,4 @@
-"""A trial call of the functions that `fn: {_target_: ...}` names, so that a result that does not fit is found before step 0."""
+"""Trial calls of custom hook functions (`fn: {_target_: ...}`), to report invalid results before step 0."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from ..spec.schedule import Schedule
 
 
 class FunctionTrial:
-    """Calls each function once for each tensor at each of its sites, on a copy. Nothing is recorded or changed.
+    """Calls each custom function once for each tensor at each of its sites. Nothing is recorded or changed.
 
-    It belongs inside a trial forward pass, which keeps the random states.
-
-    A gradient has the shape of its tensor, and the tensor stands in for it. What an optimizer keeps is not there yet, and is
-    not tried.
+    Each function gets a copy of the tensor. For a gradient, the copy of the forward tensor is used, which has the same
+    shape. Functions on the state of an optimizer are not called, because the state does not exist yet. Use this class
+    inside the forward pass of shape inference, which restores the random states.
 
     Args:
-        plan: The sites.
+        plan: The plan of the hooks.
         seed: The seed of the run.
 
     Raises:
-        ConfigError: A function does not exist, or cannot be called. From all methods: it fails, or its result cannot take
-            the tensor's place.
+        ConfigError: A function does not exist or is not callable. From all methods: a function raises an exception, or
+            its result cannot replace the tensor.
     """
 
     def __init__(self, plan: HookPlan, seed: int) -> None:
@@ -49,7 +48,14 @@ class FunctionTrial:
                 self.by_module.setdefault(id(live.site.layer.module), []).append(live)
 
     def see(self, module: nn.Module, role: str, value: Any, phase: str = "train") -> None:
-        """Try the functions at a module on the tensors that go in or come out (`role`: `input` or `output`)."""
+        """Call the functions at a module with its input or output tensors.
+
+        Args:
+            module: The module.
+            role: `input` or `output`.
+            value: The input or output: a tensor, or nested tensors.
+            phase: `train` (default) or `eval`.
+        """
         for live in self.by_module.get(id(module), ()):
             spec = live.site.spec
             if spec.phase != phase or role != ("input" if "input" in spec.tensor_role else "output"):
@@ -59,13 +65,13 @@ class FunctionTrial:
                     self._call(live, tensor, path)
 
     def see_loss(self, loss: Tensor) -> None:
-        """Try the functions on the loss."""
+        """Call the functions of kind `loss` with the loss."""
         for live in self.lives:
             if live.site.spec.kind == "loss":
                 self._call(live, loss, "")
 
     def see_parameters(self) -> None:
-        """Try the functions at parameters, buffers and entries of state dicts."""
+        """Call the functions at parameters, buffers and entries of state dicts."""
         for live in self.lives:
             site = live.site
             if site.spec.definition.family in ("module", "loss") or site.spec.tensor_role.startswith("state."):
@@ -77,6 +83,11 @@ class FunctionTrial:
                 self._call(live, tensor.detach(), site.own_name, value)
 
     def _call(self, live: LiveSite, tensor: Tensor, path: str, value: Tensor | None = None) -> None:
+        """Call one function with a copy of a tensor, unless it was called for this path before.
+
+        Raises:
+            ConfigError: The function raises an exception, or its result is invalid.
+        """
         if (live, path) in self.seen:
             return
         self.seen.add((live, path))
@@ -84,7 +95,7 @@ class FunctionTrial:
         is_gradient = spec.definition.gradient
         copy = tensor.detach().clone()
         if tensor.requires_grad and not is_gradient:
-            copy = copy.requires_grad_().clone()  # no leaf, so that writing to it in place is seen for what it is
+            copy = copy.requires_grad_().clone()  # Not a leaf, because PyTorch refuses in-place writes to a leaf.
         if is_gradient and spec.definition.family == "module":
             value = tensor.detach().clone()
         try:
@@ -98,17 +109,18 @@ class FunctionTrial:
 
 
 def _action(site: Site) -> Intervention:
+    """Return an intervention that calls the function of a site and records no effect."""
     assert isinstance(site.spec, FunctionSpec), "others are not tried"
     return Intervention(Modify(site.spec, NoArchive()), _NoRows())
 
 
 def _first(schedule: Schedule) -> Moment:
-    """The first moment at which a schedule is due."""
+    """Return the first step of a schedule."""
     return Moment(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
 
 
 class _NoRows:
-    """Keeps the effects of a trial nowhere."""
+    """A recorder that discards the effects of interventions."""
 
     def add_effect(self, context: Context, effect: Effect) -> None:
-        """Nothing."""
+        """Do nothing."""

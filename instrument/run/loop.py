@@ -1,4 +1,4 @@
-"""The training loop, in the textbook's order."""
+"""The training loop: optimizer steps and evaluations."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .tasks import CountsTerms, Outcome, accuracy, mean_loss
 
 @dataclass(frozen=True)
 class Progress:
-    """What there is to be shown after a step or an evaluation.
+    """The state of a run after a step or an evaluation, for display.
 
     Attributes:
-        step: Steps done.
-        steps: Steps in all.
-        metrics: The row of metrics: loss, accuracy and the like; None where there is none.
-        rows: Rows recorded so far.
+        step: The number of completed steps.
+        steps: The number of steps of the run.
+        metrics: The metrics of the step or evaluation, such as loss and accuracy. Missing values are None.
+        rows: The number of rows recorded so far.
         phase: `train`, or `eval` for an evaluation.
-        overhead: By which share of itself hooks make a step longer; None where it was not measured.
-        warnings: Those that came since the training began.
+        overhead: The relative overhead of hooks per step; 0.05 means 5%. None if it was not measured.
+        warnings: The warnings since the start of the training.
     """
 
     step: int
@@ -49,14 +49,15 @@ def train(
     keep: Callable[[Mapping[str, float | None]], None] | None = None,
     last: Mapping[str, float | None] | None = None,
 ) -> Mapping[str, float | None]:
-    """Train to the end, and evaluate when it is time.
+    """Train to the last step, with scheduled evaluations.
 
     Args:
-        experiment: What is trained.
-        probe: The attached hooks; it is told when a micro-step, a step and an evaluation end.
+        experiment: The experiment.
+        probe: The attached probe.
         show: Called after each step and each evaluation.
-        keep: Called when all of a step is over, with the metrics of the last evaluation: the time for a checkpoint.
-        last: The metrics of the last evaluation before this, of a training that goes on.
+        keep: Called at the end of each step, after an evaluation, with the metrics of the last evaluation. Checkpoints
+            are saved here. Default: None.
+        last: The metrics of the last evaluation before a resume. Default: None.
 
     Returns:
         The metrics of the last evaluation.
@@ -83,25 +84,39 @@ def train(
 
 
 class Watcher(Protocol):
-    """What a step is shown to: a probe."""
+    """An observer of a step, such as a `Probe`."""
 
     def loss(self, loss: Tensor) -> Tensor:
-        """The loss of a micro-batch; gives the one to call backward on."""
+        """Return the loss to call backward on, given the loss of a micro-batch (a scalar)."""
 
     def end_micro_step(self) -> None:
-        """A micro-batch's backward pass is over."""
+        """Record the end of the backward pass of a micro-batch."""
 
     def end_step(
         self, *, loss: Tensor | None, samples: int, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """The optimizer has made its step; gives the row of metrics."""
+        """Record the end of an optimizer step.
+
+        Args:
+            loss: The mean loss of the step, a scalar.
+            samples: The number of samples in the step, over all processes.
+            metrics: Further scalars by name.
+
+        Returns:
+            The metrics of the step.
+        """
 
 
 def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) -> Mapping[str, float | None]:
-    """One optimizer step on its micro-batches.
+    """Make one optimizer step, with gradient accumulation over its micro-batches.
+
+    Args:
+        experiment: The experiment.
+        watcher: The observer, such as a `Probe`.
+        micro_batches: The micro-batches of the step.
 
     Returns:
-        The step's metrics, as the watcher has them.
+        The metrics of the step, as the watcher returned them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     strategy, trained = experiment.strategy, experiment.trained
@@ -111,7 +126,7 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
     for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with strategy.micro_step(trained, last=number == len(micro_batches)):
             outcome, loss = trained(to_device(batch, experiment.device), watcher.loss)
-            # The loss is the mean over all samples of the step, or over all terms.
+            # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
             scaler.scale(loss * (weight / total)).backward()
         outcomes.append(outcome)
         watcher.end_micro_step()
@@ -127,7 +142,7 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
 
 
 def _weights(experiment: Experiment, micro_batches: Group) -> tuple[list[int], int]:
-    """What each micro-batch counts in the mean of a step, and the sum over all processes."""
+    """Return the weight of each micro-batch in the mean of a step, and the sum of weights over all processes."""
     if not isinstance(experiment.task, CountsTerms):
         return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
     weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
@@ -137,7 +152,7 @@ def _weights(experiment: Experiment, micro_batches: Group) -> tuple[list[int], i
 def _means(
     experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Loss and accuracy over the batches of all processes, each with its weight."""
+    """Return the weighted mean loss and accuracy over the batches of all processes."""
     own = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
     loss, right = experiment.strategy.mean(own, sum(weights))
     return loss, right
@@ -145,7 +160,15 @@ def _means(
 
 @torch.no_grad()
 def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
-    """Loss and accuracy over the evaluation's slice, in eval mode; the model's mode is put back."""
+    """Evaluate the model in eval mode, without gradients. The mode of the model is restored.
+
+    Args:
+        experiment: The experiment.
+        probe: The attached probe.
+
+    Returns:
+        The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
+    """
     model = experiment.model
     began = time.perf_counter()
     was_training = model.training
@@ -173,9 +196,16 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
 
 
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
-    """The L2 norm of all gradients of a model as one vector; None where there are none."""
+    """Return the L2 norm of all gradients of a model as one vector.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A scalar; None if no parameter has a gradient.
+    """
     gradients = [_entries(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    if any(gradient.element_size() < 4 for gradient in gradients):  # a norm in half precision has three digits
+    if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
         norms = [
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
         ]
@@ -184,5 +214,5 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
 
 
 def _entries(gradient: Tensor) -> Tensor:
-    """The values of a sparse gradient, each index once; any other gradient as it is."""
+    """Return the values of a sparse gradient, with duplicate indices summed; any other gradient unchanged."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

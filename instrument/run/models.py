@@ -1,4 +1,4 @@
-"""Small models to start from. Any other `torch.nn.Module` is named by its `_target_`."""
+"""Small example models. Any other `torch.nn.Module` is selected by its `_target_`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
-    """Convolution 3x3, batch norm, ReLU, and a max pooling that halves height and width."""
+    """Return a 3x3 convolution, batch norm, ReLU and a 2x2 max pooling, which halves height and width."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -21,31 +21,34 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 def linear(in_features: int | None, out_features: int) -> nn.Linear:
-    """A linear layer; without `in_features` it takes as many as its first input has."""
+    """Return a linear layer. If `in_features` is None, it is inferred from the first input."""
     if in_features is not None:
         return nn.Linear(in_features, out_features)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # some versions of PyTorch say that lazy modules are new
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch may warn that lazy modules are experimental.
         return nn.LazyLinear(out_features)
 
 
 def dense_block(in_features: int | None, out_features: int) -> nn.Sequential:
-    """Linear and ReLU."""
+    """Return a linear layer and ReLU. If `in_features` is None, it is inferred from the first input."""
     return nn.Sequential(linear(in_features, out_features), nn.ReLU())
 
 
 class MnistCNN(nn.Module):
-    """A convolutional encoder and a dense decoder, built from lists of their sizes.
+    """A convolutional encoder and a dense decoder, built from lists of layer sizes.
 
-    `encoder.0` is the first convolutional block, `decoder.0` the first dense one; the decoder's last module is the
-    linear classifier.
+    `encoder.0` is the first convolutional block, and `decoder.0` is the first dense block. The last module of the
+    decoder is a linear classifier.
 
     Args:
-        encoder: Channels of each convolutional block.
-        decoder: Features of each dense block.
-        in_channels: Channels of the image.
-        image_size: Height and width of the image, in pixels.
-        classes: Number of classes.
+        encoder: The output channels of each convolutional block. Default: (16, 32).
+        decoder: The output features of each dense block. Default: (64,).
+        in_channels: The number of channels of the image. Default: 1.
+        image_size: Height and width of the image, in pixels. Default: 28.
+        classes: The number of classes. Default: 10.
+
+    Raises:
+        ValueError: The image is too small for the number of convolutional blocks.
     """
 
     def __init__(
@@ -65,16 +68,20 @@ class MnistCNN(nn.Module):
         self.decoder = nn.Sequential(*map(dense_block, features, features[1:]), nn.Linear(features[-1], classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, classes]."""
+        """Map images [N, C, H, W] to logits [N, classes]."""
         maps = self.encoder(images)  # [N, channels, H / 2^blocks, W / 2^blocks]
         return self.decoder(torch.flatten(maps, 1))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    """Dense blocks between the flattened input and a linear classifier.
+    """A multilayer perceptron: dense blocks and a linear classifier on the flattened input.
 
     Args:
-        sizes: Features of the input (None: as many as the first batch has), of each hidden layer, and of the output.
+        sizes: The number of features of the input, of each hidden layer, and of the output. None for the input:
+            inferred from the first batch. Default: (None, 128, 64, 10).
+
+    Raises:
+        ValueError: A size other than the first is None.
     """
 
     def __init__(self, sizes: Sequence[int | None] = (None, 128, 64, 10)) -> None:
@@ -87,13 +94,19 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*hidden, linear(inputs[-2], features[-1]))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs [N, ...] of sizes[0] elements each to logits [N, sizes[-1]]."""
+        """Map inputs [N, ...] with sizes[0] elements per sample to logits [N, sizes[-1]]."""
         return self.layers(torch.flatten(inputs, 1))  # type: ignore[no-any-return]
 
 
 class LeNet(nn.Module):
-    """LeNet-5 of LeCun et al. 1998, "Gradient-based learning applied to document recognition", with plain tanh and
-    average pooling; 28x28 images are padded to the paper's 32x32."""
+    """LeNet-5 with tanh and average pooling. Images of 28x28 are padded to the 32x32 of the paper.
+
+    Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition".
+
+    Args:
+        in_channels: The number of channels of the image. Default: 1.
+        classes: The number of classes. Default: 10.
+    """
 
     def __init__(self, in_channels: int = 1, classes: int = 10) -> None:
         super().__init__()
@@ -110,16 +123,17 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, 28, 28] to logits [N, classes]."""
+        """Map images [N, C, 28, 28] to logits [N, classes]."""
         maps = self.features(images)  # [N, 16, 5, 5]
         return self.classifier(torch.flatten(maps, 1))  # type: ignore[no-any-return]
 
 
 class Autoencoder(nn.Module):
-    """Dense blocks from the flattened image down to a code and up again; the output has the input's shape.
+    """A dense encoder and a dense decoder with mirrored sizes. The output has the shape of the input.
 
     Args:
-        sizes: Features of the input, of each layer on the way down, and of the code.
+        sizes: The number of features of the input, of each hidden layer of the encoder, and of the code. Default: (64,
+            32, 8).
     """
 
     def __init__(self, sizes: Sequence[int] = (64, 32, 8)) -> None:
@@ -129,20 +143,20 @@ class Autoencoder(nn.Module):
         self.decoder = nn.Sequential(*map(dense_block, up[:-2], up[1:-1]), nn.Linear(up[-2], up[-1]))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs [N, ...] of sizes[0] elements each to outputs of the same shape."""
+        """Map inputs [N, ...] with sizes[0] elements per sample to outputs of the same shape."""
         code = self.encoder(torch.flatten(inputs, 1))  # [N, sizes[-1]]
         return self.decoder(code).view_as(inputs)  # type: ignore[no-any-return]
 
 
 class TinyGPT(nn.Module):
-    """A small transformer that sees tokens before each place only.
+    """A small transformer with a causal attention mask.
 
     Args:
-        vocabulary: Number of tokens.
-        length: Tokens in a sequence, at most.
-        width: Features of each token.
-        layers: Transformer layers.
-        heads: Attention heads in each.
+        vocabulary: The number of different tokens. Default: 128.
+        length: The maximum number of tokens per sequence. Default: 64.
+        width: The number of features per token. Default: 32.
+        layers: The number of transformer layers. Default: 2.
+        heads: The number of attention heads per layer. Default: 2.
     """
 
     def __init__(
@@ -159,7 +173,7 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [N, T] to logits [N, T, vocabulary]."""
+        """Map tokens [N, T] to logits [N, T, vocabulary]."""
         count = tokens.shape[1]
         hidden = self.tokens(tokens) + self.places(torch.arange(count, device=tokens.device))  # [N, T, width]
         mask = nn.Transformer.generate_square_subsequent_mask(count, device=tokens.device)
@@ -169,12 +183,12 @@ class TinyGPT(nn.Module):
 
 
 class DenseGAN(nn.Module):
-    """A dense generator and a dense critic, for images of `image` elements.
+    """A dense generator and a dense critic.
 
     Args:
-        latent: Size of the noise.
-        image: Shape of an image.
-        width: Features of the hidden layers.
+        latent: The number of features of the noise. Default: 16.
+        image: The shape of an image. Default: (1, 8, 8).
+        width: The number of features of the hidden layers. Default: 64.
     """
 
     def __init__(self, latent: int = 16, image: Sequence[int] = (1, 8, 8), width: int = 64) -> None:
@@ -188,5 +202,5 @@ class DenseGAN(nn.Module):
         )
 
     def forward(self, noise: Tensor) -> Tensor:
-        """Noise [N, latent] to images [N, *image]."""
+        """Map noise [N, latent] to images [N, *image]."""
         return self.generator(noise)  # type: ignore[no-any-return]

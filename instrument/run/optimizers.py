@@ -1,4 +1,4 @@
-"""Several optimizers of one model, trained in one loop."""
+"""Several optimizers for the submodules of one model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.optim import Optimizer
 
 
 class PerModule(Optimizer):
-    """An optimizer for each of several modules, such as the generator and the critic of a GAN.
+    """A separate optimizer for each of several submodules, such as the generator and the critic of a GAN.
 
-    To schedules, gradient scalers and checkpoints it is one optimizer, whose step makes the step of each. Hooks at the
-    optimizer boundary act at the step of the one that holds the parameter.
+    Schedulers, gradient scalers and checkpoints treat it as one optimizer. Its `step` calls the step of each part. A
+    hook on a parameter runs at the step of the part that holds the parameter.
 
     Args:
         model: The model.
-        optimizers: By the name of a module, what makes the optimizer of its parameters that train: in a configuration a
-            target with `_partial_: true`.
+        optimizers: By submodule name, a function that builds the optimizer from the trainable parameters of the
+            submodule. In YAML: a target with `_partial_: true`.
 
     Attributes:
-        parts: The optimizers, by the name of their module.
+        parts: The optimizers by submodule name.
 
     Raises:
-        ValueError: A parameter that trains is in none of the modules, or in two of them; or an optimizer's `step` requires
-            a closure, which calls backward for all modules at once.
-        AttributeError: The model has no such module.
+        ValueError: A trainable parameter belongs to none of the submodules or to several of them. Or the `step` of an
+            optimizer requires a closure, which would run the backward pass of all submodules.
+        AttributeError: The model has no submodule of this name.
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Callable[[list[Parameter]], Optimizer]]) -> None:
@@ -49,11 +49,21 @@ class PerModule(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """A schedule changes the groups in place: they are the very groups of the parts."""
+        """Use the parameter groups of the parts as the parameter groups of this optimizer.
+
+        Schedulers change the groups in place, so they must be the same objects.
+        """
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make the step of each optimizer, in the order in which they were given."""
+        """Call the step of each optimizer, in the order of `optimizers`.
+
+        Args:
+            closure: Called once before the steps, with gradients enabled. Default: None.
+
+        Returns:
+            The result of the closure; None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,22 +73,26 @@ class PerModule(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each optimizer, by the name of its module."""
+        """Return the state of each optimizer, by submodule name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put each optimizer into its state."""
+        """Load the state of each optimizer.
+
+        Args:
+            state_dict: The result of `state_dict`.
+        """
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         self._share_groups()
 
 
 def _requires_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step cannot be called without an argument, as that of LBFGS."""
+    """Return whether `step` of an optimizer requires an argument, as in LBFGS."""
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:
         return True
-    except ValueError:  # compiled code may have no signature
+    except ValueError:  # Compiled code may have no signature.
         return False
     return False

@@ -1,4 +1,7 @@
-"""Whether specs fit all batches of a run: their slices and factors, and the tensors of other runs that replace and patch use."""
+"""Checks before a run that specs fit the shapes of all its batches.
+
+The checks cover slices, factors, and the tensors of other runs that the actions `replace` and `patch` use.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from ..spec.functions import RecordedSpec
 from ..spec.hooks import HookSpec
 
 Shape = tuple[int, ...]
-ONCE = 0  # stands for the number of a batch where a kind acts once a step
+ONCE = 0  # The micro-batch index of kinds that act once per step.
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class Tried:
     """The batches of a phase.
 
     Attributes:
-        trial: What a forward pass on the first one saw.
-        samples: The samples in that one, of this process.
-        sizes: Called with a step; gives the samples in each of its batches, over all processes.
+        trial: The result of shape inference on the first batch.
+        samples: The number of samples in the first batch of this process.
+        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
     """
 
     trial: Trial
@@ -39,7 +42,13 @@ class Tried:
 
 
 class Place(NamedTuple):
-    """Where a tensor is in the model."""
+    """The location of a tensor in the model.
+
+    Attributes:
+        layer: The name of the module.
+        path: The path of the tensor in nested inputs or outputs; empty for a single tensor.
+        call: The index of the call of the module within one forward pass, from 0.
+    """
 
     layer: str
     path: str
@@ -51,7 +60,13 @@ class Place(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that a run kept: by which hook, its shape, and the shape that it was taken from; none where it is a shard."""
+    """A tensor that another run recorded.
+
+    Attributes:
+        hook: The hook that recorded it.
+        shape: The recorded shape; None for a shard.
+        source: The shape of the tensor before slicing; None for a shard.
+    """
 
     hook: str
     shape: Shape | None
@@ -59,16 +74,22 @@ class Kept(NamedTuple):
 
 
 def refuse_unfit_recordings(plan: HookPlan, archive: RunArchive, tried: Mapping[str, Tried], length: Length) -> None:
-    """Every slice has to fit all batches, and every replace and patch has to find tensors of them, in shapes that fit.
+    """Check that slices fit all batches, and that `replace` and `patch` find tensors of matching shape.
+
+    Args:
+        plan: The plan of the hooks.
+        archive: Reads the recorded tensors of other runs.
+        tried: The batches of each phase.
+        length: The length of the run.
 
     Raises:
-        ConfigError: With the first problem of every spec, and what would fit.
+        ConfigError: With the first problem of each spec, and the allowed values.
     """
 
     def smallest(spec: HookSpec) -> int:
-        """The samples in the smallest batch that a process gets at the steps at which a spec is due."""
+        """Return the number of samples in the smallest batch of this process at the scheduled steps of a spec."""
         steps = firings_of(spec, length).steps
-        if spec.phase == "train":  # every epoch has the same sizes
+        if spec.phase == "train":  # The batch sizes are the same in every epoch.
             steps = sorted({step % length.epoch_steps for step in steps})
         batches = tried[spec.phase]
         sizes = [size for step in steps for size in batches.sizes(step)]
@@ -93,7 +114,7 @@ def refuse_unfit_recordings(plan: HookPlan, archive: RunArchive, tried: Mapping[
 
 
 def _kept(spec: RecordedSpec, archive: RunArchive) -> dict[Place, dict[tuple[int, int], list[Kept]]]:
-    """The tensors that a spec can mean: by place, then by step and batch."""
+    """Return the recorded tensors that a spec may refer to: by location, then by (step, micro-batch)."""
     rows = archive.index(spec.run)
     rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
     if spec.hook is not None:
@@ -107,25 +128,26 @@ def _kept(spec: RecordedSpec, archive: RunArchive) -> dict[Place, dict[tuple[int
         shape, source = (None if is_shard else tuple(map(int, row[column])) for column in ("shape", "source_shape"))
         if not there or there[-1].hook != row["hook"]:
             there.append(Kept(row["hook"], shape, source))
-        elif spec.definition.family == "module" and row["scope"] == "local":  # samples of another process
+        elif spec.definition.family == "module" and row["scope"] == "local":  # The batch shard of another process.
             there[-1] = Kept(row["hook"], _joined(there[-1].shape, shape), _joined(there[-1].source, source))
     return kept
 
 
 def _joined(one: Shape | None, other: Shape | None) -> Shape | None:
+    """Return the shape of two batch shards, concatenated along dimension 0; None if one shape is unknown."""
     return (one[0] + other[0], *one[1:]) if one and other else one
 
 
 @dataclass(frozen=True)
 class _Check:
-    """What one spec asks for, and what there is.
+    """The tensors that one spec needs, and the recorded tensors.
 
     Attributes:
         spec: The spec.
-        shapes: The tensors that it will change, with their shapes in the trial.
-        tried: The batches of its phase.
-        kept: The tensors that it can mean.
-        fitting: Places, sizes of a batch and shapes of a tensor that were found to fit.
+        shapes: The tensors that the spec changes, with their shapes in shape inference.
+        tried: The batches of the phase of the spec.
+        kept: The recorded tensors that the spec may refer to.
+        fitting: The combinations of location, batch size and recorded shape that are known to fit.
     """
 
     spec: RecordedSpec
@@ -135,11 +157,15 @@ class _Check:
     fitting: set[tuple[Place, int, Shape]] = field(default_factory=set)
 
     def problems(self, due: Collection[int]) -> Iterator[Mistake]:
-        """What of the tensors is missing at the steps at which the spec is due, is there twice, or does not fit."""
+        """Yield the tensors that are missing, ambiguous or of the wrong shape.
+
+        Args:
+            due: The steps at which the spec is scheduled.
+        """
         if not due or not self.shapes:
             return
         missing = [place for place in self.shapes if place not in self.kept]
-        # A gradient need not have come to each of them, in that run nor in this one.
+        # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
         if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
             problem = f"that run kept no tensors with role {self.spec.tensor_role!r} of {some([*map(str, missing)])}"
             yield self._mistake("layers", problem, list(self.spec.globs), some(sorted(map(str, self.kept))) or "none")
@@ -153,7 +179,7 @@ class _Check:
             yield self._mistake("step", problem, self.spec.step, allowed)
             return
         per_batch = self.spec.definition.rhythm == "micro_step"
-        checked: set[tuple[int, tuple[int, ...]]] = set()  # steps of that run, and sizes of batches of this one
+        checked: set[tuple[int, tuple[int, ...]]] = set()  # Steps of the other run, and batch sizes of this run.
         for step in due:
             sizes = tuple(self.tried.sizes(step)) if per_batch else (0,)
             if (self._from(step), sizes) not in checked:
@@ -163,9 +189,11 @@ class _Check:
                         yield from self._problems_at(place, step, sizes)
 
     def _from(self, step: int) -> int:
+        """Return the step of the other run whose tensor is used at a step of this run."""
         return step if self.spec.step is None else self.spec.step
 
     def _problems_at(self, place: Place, step: int, sizes: Sequence[int]) -> Iterator[Mistake]:
+        """Yield the problems of one tensor in the batches of one step."""
         for batch, size in enumerate(sizes):
             kept = self.kept[place].get((self._from(step), batch), [])
             if not kept:
@@ -180,7 +208,10 @@ class _Check:
                     self.fitting.add((place, size, shape))
 
     def _misfits(self, place: Place, step: int, kept: Kept, size: int) -> Iterator[Mistake]:
-        """Whether the tensor fits into a batch of `size` samples; those at parameters are the same for all."""
+        """Yield a problem if a recorded tensor does not fit a batch of `size` samples.
+
+        Tensors at parameters do not depend on the batch size.
+        """
         shape = self.shapes[place]
         samples, size = (self.tried.samples, size) if self.spec.definition.family == "module" else (1, 1)
         here = _scaled(shape, samples, size)
@@ -202,7 +233,10 @@ class _Check:
             yield self._mistake("run", problem, self.spec.run, ())
 
     def _other_batches(self, place: Place, step: int) -> Mistake:
-        """That the batches of a step are others there than here, and what would make them the same."""
+        """Return the problem that the batches of a step differ between the runs.
+
+        The message contains the settings that make them equal.
+        """
         evaluates = self.spec.phase == "eval"
         follows = self.spec.definition.family == "module" and self.shapes[place][:1] == (self.tried.samples,)
         by_step: dict[int, list[int | None]] = {}
@@ -237,22 +271,34 @@ class _Check:
         return self._mistake("run", problem, self.spec.run, allowed)
 
     def _mistake(self, key: str, problem: str, written: object, allowed: Sequence[str] | str) -> Mistake:
+        """Return the problem of a key of the spec."""
         return Mistake(f"hooks.{self.spec.name}.{key}", problem, written, allowed)
 
 
 def _scaled(shape: Shape, samples: int, size: int) -> Shape:
-    """A shape of the trial in a batch of another size, where dimension 0 is the samples or so many of each."""
+    """Return the expected shape in a batch of `size` samples, given the shape in a batch of `samples` samples.
+
+    Dimension 0 scales with the batch if it is a multiple of the number of samples.
+    """
     return (shape[0] // samples * size, *shape[1:]) if shape and shape[0] % samples == 0 else shape
 
 
 def _fits(recorded: Shape, shape: Shape, samples: int, size: int) -> bool:
-    """Whether a shape can be that of a tensor in a batch of `size` samples, which is `shape` with `samples`.
+    """Return whether a recorded shape is possible in a batch of `size` samples.
 
-    Where dimension 0 is the samples it has to follow; another dimension may, and a dimension 0 that has nothing to do with them
-    may depend on the data.
+    If dimension 0 of `shape` is the number of samples, it must scale with the batch. Other dimensions may scale with
+    the batch or stay the same. If dimension 0 is not a multiple of the number of samples, it may depend on the data and
+    is not compared.
+
+    Args:
+        recorded: The recorded shape.
+        shape: The shape in a batch of `samples` samples.
+        samples: The number of samples in shape inference.
+        size: The number of samples in the batch.
     """
 
     def follows(old: int, tried: int) -> bool:
+        """Return whether a dimension scales with the number of samples."""
         return old * samples == tried * size
 
     if len(recorded) != len(shape):
@@ -265,5 +311,6 @@ def _fits(recorded: Shape, shape: Shape, samples: int, size: int) -> bool:
 
 
 def _batches(sizes: Sequence[int | None]) -> str:
+    """Describe the number of batches and their sizes."""
     many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
     return many if None in sizes or not sizes else f"{many} of {some([*map(str, sizes)], 6)} samples"

@@ -1,7 +1,7 @@
-"""A rehearsal: a few steps of a run, made to tell what all of it will cost.
+"""Dry run: execute a few steps of a run to estimate the cost of the complete run.
 
-Those are the steps at which each hook is due for the first time, made on the run's first batches, again and again for a while,
-and beside them steps without hooks. Rows go to a folder that is thrown away. The experiment is spent by it.
+The dry run executes the first scheduled step of each hook, repeatedly for about two seconds, and some steps without
+hooks. It uses the first batches of the run. Rows are written to a temporary folder.
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ from .visits import SECONDS, TABLES_OF_ROWS, Found, Visit, bare_steps, first_bat
 
 
 def rehearse(experiment: Experiment) -> Forecast:
-    """Make a few steps of a run.
+    """Estimate the cost of a run from a few of its steps.
+
+    The steps change the experiment, so it cannot be used for training afterwards.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        The estimated cost of the run.
 
     Raises:
-        ConfigError: A step fails, with hooks or without; the message says which.
+        ConfigError: A step fails. The message says whether it fails without hooks or with them.
     """
     spent = replace(experiment, scheduler=None)
     try:
@@ -47,9 +55,18 @@ def rehearse(experiment: Experiment) -> Forecast:
 
 
 def _result(experiment: Experiment, found: Found, bare: Sequence[float], loading: float, folder: Path) -> Forecast:
+    """Compute the estimated cost of the run.
+
+    Args:
+        experiment: The experiment.
+        found: The measurements of the steps with hooks.
+        bare: The durations of steps without hooks, in seconds.
+        loading: The time to load the batches of a step, in seconds.
+        folder: The temporary folder with the rows.
+    """
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
-    rows: dict[str, int] = {}  # by spec, in a micro-step, or in a step for kinds around the optimizer
+    rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
     seen: dict[str, dict[str, Seen]] = {table: {} for table in TABLES_OF_ROWS}
     kept: dict[str, list[int]] = {}
     times: dict[str, float] = {}
@@ -84,7 +101,7 @@ def _result(experiment: Experiment, found: Found, bare: Sequence[float], loading
 
 
 def _checkpoints(experiment: Experiment) -> float:
-    """How many there will be; each closes the parts of all tables."""
+    """Return the expected number of checkpoints. Each of them closes the parts of all tables."""
     every = experiment.config.train.checkpoint.every
     return experiment.steps / every if every else 0.0
 
@@ -97,7 +114,16 @@ def _sizes(
     times: Mapping[str, float],
     checkpoints: float,
 ) -> dict[str, float]:
-    """Bytes by spec, in all tables together."""
+    """Return the estimated bytes on disk by spec, summed over all tables.
+
+    Args:
+        folder: The temporary folder with the rows.
+        seen: By table and spec, the measured rows.
+        estimated: The approximate size of all tensors in the folder, in bytes.
+        kept: By spec, the size of each recorded tensor, in bytes.
+        times: By spec, the number of times that the run records this amount.
+        checkpoints: The expected number of checkpoints.
+    """
     scratch = folder / "scratch"
     scratch.mkdir()
     tables = [bytes_of_tensors(scratch, folder, estimated, kept, times, checkpoints)]
@@ -108,7 +134,16 @@ def _sizes(
 
 
 def _seconds(found: Found, bare: Sequence[float], specs: Sequence[str]) -> tuple[dict[str, float], float]:
-    """What each spec adds to a step at which it is due, and what hooks add to every step, due or not."""
+    """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step.
+
+    Args:
+        found: The measurements of the steps with hooks.
+        bare: The durations of steps without hooks, in seconds.
+        specs: The names of the specs of the training phase.
+
+    Returns:
+        Seconds by spec, and seconds per step.
+    """
     visits = [visit for visit in found.visits if visit.phase == "train"]
     if not visits:
         return {}, 0.0
@@ -132,7 +167,7 @@ def _seconds(found: Found, bare: Sequence[float], specs: Sequence[str]) -> tuple
 
 
 def _usual(visits: Sequence[Visit]) -> Visit:
-    """What visits of one step usually took: medians, so that one in which the machine did something else does not count."""
+    """Return the medians over several measurements of one step. Medians suppress interruptions by other processes."""
     first = visits[0]
     acting = {name: median(visit.acting[name] for visit in visits) for name in first.firings}
     seconds, told = median(visit.seconds for visit in visits), median(visit.told for visit in visits)
@@ -140,6 +175,7 @@ def _usual(visits: Sequence[Visit]) -> Visit:
 
 
 def _failure(where: str, problem: str, error: Exception) -> Mistake:
+    """Return the error for a step that failed."""
     told = str(error).strip()
     if not isinstance(error, InstrumentError):
         told = f"{type(error).__name__}: {told.splitlines()[0] if told else ''}"

@@ -1,4 +1,4 @@
-"""A run's second place: what `sink.remote` says, while the run goes on and when it is over."""
+"""The copy of a run in the remote folder `sink.remote`, which is uploaded during and after the run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,36 @@ from .folder import ASIDE
 
 
 class Voice(Protocol):
-    """Who tells the user: a terminal, or warnings."""
+    """The output for messages about uploads: a terminal, or Python warnings."""
 
     def warn(self, message: str) -> None:
-        """Something went wrong."""
+        """Show a warning."""
 
     def sent(self, address: str, size: int) -> None:
-        """All is there, and so many bytes were sent."""
+        """Show that the upload is complete.
+
+        Args:
+            address: The address of the remote folder.
+            size: The number of uploaded bytes.
+        """
 
 
 class RemoteCopy:
-    """Sends a run to a remote folder, beside it and behind it; does nothing where none is asked for.
+    """Uploads a run to a remote folder, in the background and at the end. Does nothing without a remote address.
+
+    Use it as a context manager: the remaining files are uploaded at the end of the block.
 
     Args:
-        folder: The run's folder.
-        sink: What is asked for: the address that runs lie below, and whether parts stay here too.
-        voice: Who tells what was sent, and what was not.
-        where: What the user says the address by.
+        folder: The folder of the run.
+        sink: The `sink` section: the remote address and whether local files are kept.
+        voice: The output for messages.
+        where: The configuration key of the address, for error messages. Default: `sink.remote`.
 
     Attributes:
-        address: Of the run's own folder there.
+        address: The address of the remote folder of this run; None without a remote address.
 
     Raises:
-        ConfigError: The address is none, or a package is missing.
+        ConfigError: The address is invalid, or a required package is missing.
     """
 
     def __init__(self, folder: Path, sink: SinkConfig, voice: Voice, *, where: str = REMOTE) -> None:
@@ -56,27 +63,27 @@ class RemoteCopy:
         self._ended = False
 
     def take_back(self, parts: Mapping[str, int]) -> None:
-        """Of a run that goes on, take away what was sent of the steps that are done again.
+        """Remove remote parts that contain rows of repeated steps, after a resume.
 
         Args:
-            parts: How many parts of each table stay.
+            parts: By table, the number of parts that remain.
 
         Raises:
-            ConfigError: They cannot be taken away.
+            ConfigError: The parts cannot be removed.
         """
         if self._remote is None:
             return
         try:
             take_back(self._remote, own_rank(), parts)
-        except Exception as error:  # of many kinds: whatever a client raises
+        except Exception as error:  # Each storage client raises its own exceptions.
             problem = f"rows of steps that are done again cannot be taken back there: {told(error)}"
             raise ConfigError(Mistake(self._remote.where, problem, written=self.address)) from None
 
     def begin(self) -> None:
-        """The run is about to make its first step.
+        """Start the upload in the background. Call it before the first step.
 
         Raises:
-            ConfigError: The place cannot be written, or holds another run.
+            ConfigError: The remote folder is not writable, or contains another run.
         """
         if self._remote is not None:
             if own_rank() == 0:
@@ -85,14 +92,14 @@ class RemoteCopy:
             self._upload.begin()
 
     def _put_aside(self, remote: RemoteFolder) -> None:
-        """Of a sweep's job that is done again, put aside there too what it left."""
+        """Move the remote files of previous attempts of a sweep's job to the folder of previous attempts."""
         for aside in sorted((self.folder.parent / ASIDE).glob(f"{self.folder.name}.*")):
-            with suppress(Exception):  # of many kinds: who cannot be reached is met again when the upload begins
+            with suppress(Exception):  # An unreachable server is reported when the upload begins.
                 if is_of(aside, remote):
                     remote.move(f"{ASIDE}/{aside.name}")
 
     def messages(self) -> list[str]:
-        """What has gone wrong, or right again, since this was asked last."""
+        """Return the messages about failed and recovered uploads since the last call."""
         return [] if self._upload is None else self._upload.messages()
 
     def __enter__(self) -> RemoteCopy:
@@ -101,7 +108,7 @@ class RemoteCopy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The run is over, however it ended: send what is left."""
+        """Upload the remaining files, also after an exception."""
         if self._upload is None or self._upload.is_refused:
             return
         try:
@@ -112,25 +119,29 @@ class RemoteCopy:
         self._tell(sent)
 
     def readable(self) -> Path:
-        """Where the rows of a run that is over are: here, or, where what is sent is removed here, there once all is sent."""
+        """Return the folder from which the rows of a finished run can be read.
+
+        This is the local folder, unless local files are removed after the upload and the upload is complete.
+        """
         if self.address is None or self.keep_local or own_rank():
             return self.folder
         return self.folder if self._end().missing else folder_at(self.address)
 
     def _end(self) -> Sent:
-        """Send what is left; a second time, what has been added since the first."""
+        """Upload the remaining files. A second call uploads the files that were added since the first call."""
         assert self._upload is not None
         assert self._remote is not None
         if self._ended:
             if self._upload.sent.missing:
                 return self._upload.sent
-            with suppress(Exception):  # of many kinds: what is missing was told
+            with suppress(Exception):  # Missing files were reported after the first call.
                 send_all(self.folder, self._remote, self._upload.sent)
             return self._upload.sent
         self._ended = True
         return self._upload.end()
 
     def _tell(self, sent: Sent) -> None:
+        """Report the result of the upload."""
         if sent.missing:
             name, problem = next(iter(sent.missing.items()))
             first = f"{name}: {problem}" if name else problem

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run in its folder."""
+"""Execution of a run: from the configuration to the finished folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ from .terminal import Terminal
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run: its folder, and the metrics of its last evaluation."""
+    """The result of a run.
+
+    Attributes:
+        folder: The folder of the run.
+        metrics: The metrics of the last evaluation.
+    """
 
     folder: Path
     metrics: Mapping[str, float | None]
@@ -44,19 +49,23 @@ class Result:
 def run(
     config: RunConfig, folder: Path, terminal: Terminal, *, raw: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Result:
-    """Run an experiment, or go on with one that was stopped where `config.resume` says so.
+    """Run an experiment, or resume a stopped run if `config.resume` is set.
 
     Args:
-        config: The configuration, checked.
-        folder: The run's folder; it may exist, but hold no run other than the one to go on with.
-        terminal: Where progress and results are shown.
-        raw: The configuration as it was composed, for run.json.
-        overrides: What the user put over it, by key.
+        config: The validated configuration.
+        folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
+        terminal: The output for progress and results.
+        raw: The composed configuration, for run.json.
+        overrides: The overrides by key, for run.json.
+
+    Returns:
+        The folder and the metrics of the last evaluation.
 
     Raises:
-        ConfigError: Something that the configuration names is not there, does not fit, or matches nothing.
-        HookError: A hook failed; what was recorded before is kept and readable.
-        SinkError: Rows cannot be written any more.
+        ConfigError: An object that the configuration names does not exist, does not fit, or matches nothing.
+        HookError: A hook failed. The rows recorded before remain readable.
+        SinkError: Rows cannot be written.
+        RankError: Another process failed.
     """
     processes = joined()
     if processes is not None and not processes.leads:
@@ -83,7 +92,7 @@ def run(
                 training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()
-            if processes is not None:  # all rows are on disk
+            if processes is not None:  # The rows of this process are on disk.
                 failures = enumerate(processes.exchange(failure))
                 failure = next((f"rank {rank}: {told}" for rank, told in failures if told), None)
             place.update(metrics=dict(metrics), overhead=training.probe.overhead, recording_stopped=failure)
@@ -107,6 +116,7 @@ def _place(
     overrides: Mapping[str, Any],
     processes: Processes | None,
 ) -> RunFolder:
+    """Create the folder of a new run, or open the folder of the run to resume."""
     if config.resume is not None:
         return RunFolder.again(folder, on_error=config.sink.on_error)
     return RunFolder(
@@ -125,6 +135,11 @@ def _place(
 
 
 def _require_report() -> None:
+    """Check that the packages for the report are installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
     try:
         report.check_packages()
     except InstrumentError as error:
@@ -132,7 +147,15 @@ def _require_report() -> None:
 
 
 class _Training:
-    """One training with its hooks, its rows and its checkpoints; from the last checkpoint on where it is to go on."""
+    """One training with its hooks, rows and checkpoints. It starts at the last checkpoint if the run is resumed.
+
+    Args:
+        experiment: The experiment.
+        folder: The folder of the run.
+        terminal: The output for progress.
+        raw: The composed configuration, for the trackers.
+        copy: The remote copy of the run.
+    """
 
     def __init__(
         self, experiment: Experiment, folder: Path, terminal: Terminal, raw: Mapping[str, Any], copy: RemoteCopy
@@ -169,7 +192,11 @@ class _Training:
             restore(self.state, experiment, self.probe)
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
-        """Train to the end; gives the metrics of the last evaluation, and why recording stopped where it did."""
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last evaluation, and the reason if recording stopped (None otherwise).
+        """
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show:
             breaks = graph_breaks()
@@ -186,8 +213,11 @@ class _Training:
         return metrics, self.sink.failure
 
     def begin(self) -> None:
-        """Open the trackers. Of a run that goes on, take back the rows of the steps that are done again, and show the
-        trackers what is left of the first of them: the evaluation before it."""
+        """Open the trackers and start the upload.
+
+        If the run is resumed, first remove the rows of the steps that are repeated. Then send the remaining rows of the
+        first repeated step to the trackers. They are rows of the evaluation before this step.
+        """
         since = None if self.state is None else self.state["step"]
         with ExitStack() as opened:
             trackers = {}
@@ -205,6 +235,7 @@ class _Training:
         self.is_begun = True
 
     def _keep(self, metrics: Mapping[str, float | None]) -> None:
+        """Record upload messages, and save a checkpoint if it is scheduled."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
         if self.checkpoints.due(self.probe.step, self.experiment.steps):

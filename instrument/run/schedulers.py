@@ -1,4 +1,4 @@
-"""The learning-rate schedules that conf/scheduler names and PyTorch does not have as they are needed."""
+"""Learning-rate schedulers for `conf/scheduler` that PyTorch does not provide in the required form."""
 
 from __future__ import annotations
 
@@ -7,5 +7,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 
 def cosine(optimizer: Optimizer, steps: int, eta_min: float = 0.0) -> CosineAnnealingLR:
-    """One half of a cosine from the learning rate down to `eta_min`, over all steps of the run."""
+    """Return a cosine annealing from the initial learning rate to `eta_min` over all steps of the run.
+
+    Args:
+        optimizer: The optimizer.
+        steps: The number of steps of the run.
+        eta_min: The final learning rate. Default: 0.
+    """
     return CosineAnnealingLR(optimizer, T_max=steps, eta_min=eta_min)

@@ -1,4 +1,4 @@
-"""What a folder holds before a run is begun in it, so that a run that is refused leaves it as it was."""
+"""The content of a folder before a run, used to restore the folder if the run is rejected."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RECORDS = ("run.json", "instrument.log", ".hydra/config.yaml", ".hydra/hydra.yam
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The names in a folder, and the records that a run writes over or appends to.
+    """The names of the files in a folder, and the content of the files that a run overwrites or appends to.
 
     Attributes:
-        folder: The folder, which need not exist.
-        missing: The folder and those above it that do not exist, the innermost first.
-        names: What is in it.
-        records: The contents of the records in it, by their paths.
+        folder: The folder. It need not exist.
+        missing: The folder and its parents that do not exist, the innermost first.
+        names: The names in the folder.
+        records: The content of its record files, by relative path.
     """
 
     folder: Path
@@ -31,23 +31,23 @@ class Snapshot:
 
     @classmethod
     def take(cls, folder: Path) -> Snapshot:
-        """The state of a folder now."""
-        folder = folder.absolute()  # a job may change the working directory
+        """Return the present state of a folder."""
+        folder = folder.absolute()  # A job may change the working directory.
         if not folder.is_dir():
             return cls(folder, tuple(path for path in (folder, *folder.parents) if not path.exists()), frozenset(), {})
         records = {name: (folder / name).read_bytes() for name in RECORDS if (folder / name).is_file()}
         return cls(folder, (), frozenset(path.name for path in folder.iterdir()), records)
 
     def has_new_run(self) -> bool:
-        """Whether a run was begun in the folder, or below it, since."""
+        """Return whether a run was started in the folder, or in a subfolder, since the snapshot."""
         new = (path for path in self.folder.glob("*") if path.name not in self.names)
         return any(path.name == "run.json" or _has(path, "run.json") for path in new)
 
     def restore(self) -> None:
-        """Remove what a run has left in the folder, and put its records back.
+        """Remove the files of a run from the folder, and restore the record files.
 
-        Other new files stay where they are: a loop of the user's may have written them. A folder in which another process
-        runs is left alone.
+        Other new files remain, because the user's own code may have written them. Nothing is changed if another process
+        runs in the folder.
         """
         if is_locked(self.folder):
             return
@@ -60,19 +60,22 @@ class Snapshot:
         for name, content in self.records.items():
             (self.folder / name).write_bytes(content)
         for path in self.missing:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # The folder is not empty.
                 path.rmdir()
 
 
 def _remove_what_is_of_a_run(path: Path) -> None:
-    """Remove a file or folder that a run or a sweep makes: of a table's folder its parts, and the folder if it is then empty."""
-    from ..capture.tables import TABLES  # they import pyarrow, which most refusals do without
+    """Remove a file or folder that a run or a sweep creates.
+
+    In the folder of a table, only the parts are removed, and then the folder if it is empty.
+    """
+    from ..capture.tables import TABLES  # Imported late: it imports pyarrow, which is not needed for most errors.
     from ..sinks.parts import JOURNALS
     from ..sinks.tracking import PLACES
     from .sweep.jobs import REFUSED
     from .sweep.told import SUBMITTED
 
-    if path.is_symlink():  # no run makes one
+    if path.is_symlink():  # Runs do not create symbolic links.
         return
     if path.is_file():
         if path.name in {*RECORDS, SWEEP_RECORD}:
@@ -80,14 +83,14 @@ def _remove_what_is_of_a_run(path: Path) -> None:
     elif path.name in TABLES:
         for part in path.glob("part-*.parquet"):
             part.unlink()
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # The folder is not empty.
             path.rmdir()
     elif path.name in {".hydra", *PLACES.values(), JOURNALS, SUBMITTED} or (
-        _has(path, ".hydra", REFUSED) and not _has(path, "run.json")  # a sweep's job that was not begun
+        _has(path, ".hydra", REFUSED) and not _has(path, "run.json")  # A job of a sweep that did not start.
     ):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _has(folder: Path, *names: str) -> bool:
-    """Whether a file or folder of one of these names is in a folder, or below it."""
+    """Return whether a folder or its subfolders contain a file or folder with one of these names."""
     return any(next(folder.rglob(name), None) is not None for name in names)

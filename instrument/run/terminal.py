@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a header, progress, and a summary read back from what was written."""
+"""Terminal output of a run: a header, the progress, and a summary of the recorded data."""
 
 from __future__ import annotations
 
@@ -27,53 +27,61 @@ from .display import Show, metric_texts, shown_as_bar, shown_as_lines, shown_as_
 from .experiment import Experiment
 
 WIDTH_IN_A_PIPE = 120
-SHARED = frozenset({"fallback", "coverage"})  # rules of warnings that come of what the jobs of a sweep are all made of
+# Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
+SHARED = frozenset({"fallback", "coverage"})
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
 class PatientConsole(Console):
-    """A console that falls silent where nobody listens any more (`| head`), and lets the run go on."""
+    """A console that becomes silent when its pipe is closed, as by `| head`. The run continues."""
 
     def on_broken_pipe(self) -> None:
-        """What rich calls; its own way out ends the process."""
+        """Become silent. The implementation of rich ends the process."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Terminal:
-    """One run's voice.
+    """The terminal output of one run.
 
     Args:
-        quiet: Nothing but warnings.
-        brief: One line at the end in place of tables: for the jobs of a sweep.
-        job: What tells a sweep's job from the others, for that line.
+        quiet: Whether to show only warnings. Default: False.
+        brief: Whether to show one line at the end instead of tables, for the jobs of a sweep. Default: False.
+        job: The overrides that identify a job of a sweep, for this line. Default: empty.
+
+    Attributes:
+        of_jobs: The messages that jobs in this process have shown, with the folder of their sweep.
     """
 
     of_jobs: ClassVar[set[tuple[Path, str]]] = set()
-    """What jobs of this process have told, with the folder that theirs are in."""
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
         self.brief = brief
         self.job = job
         self.folder = Path()
-        self._warned: set[str] = set()  # what was told when it came
+        self._warned: set[str] = set()  # Warnings that were already shown.
         self.console = PatientConsole(highlight=False)
         if not self.console.is_terminal:
             self.console.width = WIDTH_IN_A_PIPE
 
     def silence(self) -> None:
-        """Another process speaks."""
+        """Disable the output, because another process shows it."""
         self.quiet = self.console.quiet = True
 
     def begin(self, experiment: Experiment, folder: Path) -> None:
-        """What will run, on what, and where it is recorded; a fallback is told loudly, whatever else is quiet."""
+        """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes.
+
+        Args:
+            experiment: The experiment.
+            folder: The folder of the run.
+        """
         self.folder = folder
         fallback = experiment.data.fallback
         if fallback and self._is_news(fallback):
             self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
             if self.brief:
-                self._warned.add(fallback)  # it is near enough to the end
+                self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
         for _, message in experiment.plan.layers.hidden_messages():
             self.warn(message)
         if self.quiet or self.brief:
@@ -92,15 +100,21 @@ class Terminal:
         )
 
     def warn(self, message: str) -> None:
-        """A warning, in yellow."""
+        """Show a warning."""
         self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
 
     def alarm(self, message: str) -> None:
-        """What nobody may overlook, whatever else is quiet."""
+        """Show that recording stopped. Shown in all modes."""
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
     def plan(self, experiment: Experiment, forecast: Forecast, folder: Path | None) -> None:
-        """The whole plan, and the folder that a run would be in."""
+        """Show the plan and the estimated cost of a run.
+
+        Args:
+            experiment: The experiment.
+            forecast: The estimated cost.
+            folder: The folder that the run would use; None if it is unknown.
+        """
         self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps, folder))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
@@ -108,7 +122,14 @@ class Terminal:
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Show]:
-        """What is to be called with the progress after each step: a bar on a screen, a few plain lines in a pipe or in CI."""
+        """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
+
+        Args:
+            steps: The number of steps of the run.
+
+        Yields:
+            The function to call after each step and each evaluation.
+        """
         if self.quiet or self.brief:
             yield shown_as_warnings(self._warn_at_once)
         elif self._is_live:
@@ -119,18 +140,19 @@ class Terminal:
 
     @property
     def _is_live(self) -> bool:
-        """Whether somebody looks at a screen on which lines can be written again."""
+        """Whether the output is an interactive terminal on which lines can be overwritten."""
         console = self.console
         return (
             console.is_terminal and not console.is_dumb_terminal and console.file.isatty() and not os.environ.get("CI")
         )
 
     def _warn_at_once(self, message: str) -> None:
+        """Show a warning, and omit it from the summary."""
         self._warned.add(message)
         self.warn(message)
 
     def _is_news(self, message: str) -> bool:
-        """Whether a job that was here before has not told the same; a run that is no job has all to tell."""
+        """Return whether a message is new. For the jobs of a sweep, a message is new only once per sweep."""
         told = (self.folder.resolve().parent, message)
         if self.brief and told in Terminal.of_jobs:
             return False
@@ -140,17 +162,17 @@ class Terminal:
     def end(
         self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None], report: Path | None = None
     ) -> None:
-        """The summary: what was recorded, what is telling, what is wrong, where the files are, what to type next.
+        """Show the summary: recorded data, findings, warnings, files and next commands.
 
         Args:
-            experiment: What was trained.
-            folder: The run's folder.
-            metrics: Of the last evaluation.
-            report: The file of the report; the command that makes it is told without one.
+            experiment: The experiment.
+            folder: The folder of the run.
+            metrics: The metrics of the last evaluation.
+            report: The file of the report. Default: None; the command that creates it is shown instead.
         """
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())
-        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # above
+        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # Already shown.
         events = [event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in told]
         left = {str(event.message): event.rule for event in events if event.message not in self._warned}
         news = [message for message, rule in left.items() if rule not in SHARED or self._is_news(message)]
@@ -177,17 +199,28 @@ class Terminal:
             self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
 
     def sent(self, address: str, size: int) -> None:
-        """Where the run is besides, and how many bytes it took."""
+        """Show the address of the remote copy.
+
+        Args:
+            address: The address of the remote folder.
+            size: The number of uploaded bytes.
+        """
         if not (self.quiet or self.brief):
             self.console.print(f"remote      {address}  ({human_bytes(size)} sent)", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
-        """The end of a training that went on without recording."""
+        """Show the summary of a training that continued after recording stopped.
+
+        Args:
+            failure: The reason.
+            metrics: The metrics of the last evaluation.
+        """
         self.alarm(failure)
         self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
 
 
 def _table(title: str, *columns: tuple[str, str]) -> Table:
+    """Return an empty table with a title. Each column is a name and its alignment."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name, justify in columns:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -195,6 +228,7 @@ def _table(title: str, *columns: tuple[str, str]) -> Table:
 
 
 def _recorded(experiment: Experiment, run: Run) -> Table:
+    """Return the table of the record hooks and the amount of recorded data."""
     table = _table(
         "Recorded",
         *(("hook", "left"), ("kind", "left"), ("role", "left")),
@@ -211,6 +245,7 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
 
 
 def _findings(run: Run) -> Table:
+    """Return the table of findings."""
     table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
     for finding in findings(run):
         step = "" if finding.when is None else f"{finding.when:,}"

@@ -1,11 +1,12 @@
-"""Optimizers that do not import PyTorch's compiler.
+"""Use optimizers without importing the compiler of PyTorch.
 
-`import torch._dynamo` takes half as long as `import torch`, and every optimizer imports it, compiled or not: PyTorch keeps
-`add_param_group`, `zero_grad` and the like out of compiled graphs, and breaks the graph around `step`. As long as the compiler
-is not imported nothing is compiled, and the methods that PyTorch has wrapped can be called directly. Each function here looks
-at every call whether it is imported, and from then on calls what PyTorch has wrapped around the method.
+`import torch._dynamo` takes half as long as `import torch`, and every optimizer imports it, also without compilation.
+PyTorch excludes `add_param_group`, `zero_grad` and similar methods from compiled graphs, and breaks the graph around
+`step`. Nothing is compiled before the compiler is imported, so until then the wrapped methods can be called directly.
+The functions in this module check at each call whether the compiler is imported. If it is, they call the wrappers of
+PyTorch.
 
-The training is the same to the last bit. With a version of PyTorch that wraps its methods in another way nothing is replaced.
+The training is bit-identical. If a version of PyTorch wraps its methods in another way, nothing is replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 from ..compiler import compiler_imported
 
 _NEVER_TRACED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-_IN_PLACE = "__dynamo_disable"  # the attribute in which PyTorch keeps what it calls in place of such a method
+_IN_PLACE = "__dynamo_disable"  # The attribute in which PyTorch caches the replacement of a method.
 
 
 @cache
@@ -35,18 +36,29 @@ def spare_methods() -> None:
 
 
 def _until_imported(wrapper: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
+    """Return a function that calls a method directly until the compiler is imported.
+
+    Args:
+        wrapper: The wrapper of PyTorch, which imports the compiler.
+        method: The wrapped method.
+    """
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if not compiler_imported():
             return method(*args, **kwargs)
         if vars(method).get(_IN_PLACE) is call:
-            delattr(method, _IN_PLACE)  # the wrapper puts its own there
+            delattr(method, _IN_PLACE)  # The wrapper then caches its own replacement.
         return wrapper(*args, **kwargs)
 
     return call
 
 
 def spare_step(optimizer: Optimizer) -> None:
-    """Let `step` of one of PyTorch's optimizers run without the compiler; one of another kind is left as it is."""
+    """Let `step` of a PyTorch optimizer run without the compiler. Other optimizers are not changed.
+
+    Args:
+        optimizer: The optimizer, which is changed in place.
+    """
     wrapper = getattr(type(optimizer).step, "__wrapped__", None)
     if "step" in vars(optimizer) or not isinstance(wrapper, FunctionType):
         return

@@ -1,4 +1,4 @@
-"""What is done to runs that are over, by `python -m instrument.compact` and `python -m instrument.recover`."""
+"""Maintenance of finished runs, for `python -m instrument.compact` and `python -m instrument.recover`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from ..sinks.lock import FolderLock, is_written
 from ..sinks.remote import refuse_address
 
 Work = Callable[[Path], tuple[str, Sequence[str]]]
-"""Given the folder of a run, which nobody else writes to meanwhile: what was done, and what could not be, in words."""
+"""An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Nobody else writes to a run's folder meanwhile.
+    """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
+
+    Args:
+        folder: The folder of the run.
 
     Raises:
-        InstrumentError: Somebody does.
-        OSError: It cannot be written.
+        InstrumentError: A process of the run still writes to the folder.
+        OSError: The folder is not writable.
     """
     lock = FolderLock(folder)
     if is_written(folder) or not lock.acquire():
@@ -37,15 +40,18 @@ def held(folder: Path) -> Iterator[None]:
 def each_run(
     arguments: Sequence[str] | None, work: Work, *, name: str, description: str, metavar: str, reason: str
 ) -> int:
-    """The command line of a module; gives the exit code.
+    """Apply an operation to each run that the command line names.
 
     Args:
-        arguments: Those behind its name; None: those of this process.
-        work: Done to each run.
-        name: The module's.
-        description: What it does, for `--help`.
-        metavar: What folders are called there.
-        reason: Why it needs a folder of this machine.
+        arguments: The command-line arguments; None uses those of the process.
+        work: The operation. Called with the folder of each run.
+        name: The name of the module, for `--help`.
+        description: The description of the command, for `--help`.
+        metavar: The name of the folder argument, for `--help`.
+        reason: Why the command requires a local folder, for error messages.
+
+    Returns:
+        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
     """
     parser = argparse.ArgumentParser(prog=f"python -m instrument.{name}", description=description)
     parser.add_argument("runs", nargs="+", metavar=metavar, type=Path, help="a run's folder, or one above several")
@@ -64,6 +70,7 @@ def each_run(
 
 
 def _done(folder: Path, work: Work) -> int:
+    """Apply the operation to one run, print the result, and return the exit code."""
     try:
         with held(folder):
             told, problems = work(folder)

@@ -1,4 +1,4 @@
-"""Proof that recording changes nothing: an experiment trained without and with its record hooks, compared bit by bit."""
+"""Verify that record hooks do not change training: compare trainings without and with them bit by bit."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from .device import process_state
 from .experiment import Experiment, prepare
 from .loop import Progress, train
 
-UNCOMPARED = ("seconds", "samples_per_second", "grad_norm")  # times differ always; gradients are compared one by one
+UNCOMPARED = ("seconds", "samples_per_second", "grad_norm")  # Times always differ; gradients are compared one by one.
 
 Key = tuple[str, str]
-"""What a digest is of, and where: `("the gradient", "fc.weight")`; the second is empty where there is only one."""
+"""The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The state after a training step or an evaluation.
+    """The digests of the state after a training step or an evaluation.
 
     Attributes:
-        step: The training step, from 0; of an evaluation, the number of steps before it.
+        step: The index of the training step, from 0. For an evaluation, the number of completed steps.
         phase: `train` or `eval`.
-        digests: Of the outputs of an evaluation, the metrics, gradients, parameters, buffers, the state of the optimizer, and
-            random states: in this order, in which a difference spreads.
+        digests: The digests of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
+            states. This is the order in which a difference spreads.
     """
 
     step: int
@@ -49,14 +49,15 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two trainings part.
+    """The first difference between two trainings.
 
     Attributes:
-        step: The first step that differs; of an evaluation, the number of steps before it.
-        what: What differs first: `the loss`, `the gradient`, ...
-        where: The parameter, the buffer, or the call of the model in an evaluation; empty where there is only one.
-        hook: The hook that makes the difference; empty where both trainings have none.
-        phase: `train` or `eval`.
+        step: The index of the first step that differs. For an evaluation, the number of completed steps.
+        what: The first quantity that differs, such as `the loss` or `the gradient`.
+        where: The parameter, the buffer, or the call of the model in an evaluation; empty if the quantity exists only
+            once.
+        hook: The hook that causes the difference; empty if both trainings have no hooks.
+        phase: `train` (default) or `eval`.
     """
 
     step: int
@@ -74,19 +75,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was compared, and the result.
+    """The result of a verification.
 
     Attributes:
-        steps: Training steps.
-        evaluations: Evaluations.
-        hooks: The record hooks.
-        left_out: Hooks that change values by design, which were not attached.
-        tensors: Gradients, parameters, buffers and tensors of the optimizer that were compared after the last step.
-        sites: Places at which record hooks were attached.
-        rows: Rows that they recorded.
-        difference: Where the training with hooks parts from the one without; None where they are equal to the last bit, or
-            where the training without hooks does not repeat.
-        unrepeated: Where two trainings without hooks part; None where they are equal, or no second one was needed.
+        steps: The number of training steps.
+        evaluations: The number of evaluations.
+        hooks: The names of the record hooks.
+        left_out: The names of the hooks that change values. They were not attached.
+        tensors: The number of gradients, parameters, buffers and optimizer tensors compared after the last step.
+        sites: The number of sites of the record hooks.
+        rows: The number of recorded rows.
+        difference: The first difference between the trainings with and without hooks. None if they are bit-identical,
+            or if the training without hooks is not reproducible.
+        unrepeated: The first difference between two trainings without hooks. None if they are bit-identical, or if a
+            second training was not needed.
     """
 
     steps: int
@@ -106,12 +108,16 @@ class Certificate:
 
 
 def verify(config: RunConfig) -> Certificate:
-    """Train an experiment without hooks and with its record hooks, and compare every step and every evaluation.
+    """Train an experiment without hooks and with its record hooks, and compare each step and each evaluation.
 
-    Where the two differ, it is trained without hooks once more: a difference between those two is not made by hooks.
+    If they differ, the experiment is trained without hooks a second time. If these two trainings differ as well, the
+    training is not reproducible, and the difference is not attributed to hooks.
 
     Args:
-        config: The experiment; its `train.steps` is how many steps are compared.
+        config: The experiment. `train.steps` is the number of compared steps.
+
+    Returns:
+        The result of the comparison.
 
     Raises:
         ConfigError: The experiment cannot be built.
@@ -133,21 +139,21 @@ def verify(config: RunConfig) -> Certificate:
 
 
 class _EnoughError(Exception):
-    """The fingerprints that are needed were taken."""
+    """The required number of fingerprints is reached."""
 
 
 def trace(
     config: RunConfig, hooks: Mapping[str, HookSpec], most: int | None = None
 ) -> tuple[list[Fingerprint], int, int]:
-    """Train an experiment and take a fingerprint after each step and each evaluation.
+    """Train an experiment and compute a fingerprint after each step and each evaluation.
 
     Args:
         config: The experiment.
-        hooks: The hooks in place of its own.
-        most: The number of fingerprints after which the training is broken off; None: none.
+        hooks: The hooks to attach instead of those in the configuration.
+        most: The number of fingerprints after which the training stops. Default: None, no limit.
 
     Returns:
-        The fingerprints, the number of sites, and the number of rows recorded.
+        The fingerprints, the number of sites, and the number of recorded rows.
     """
     taken: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
@@ -167,10 +173,10 @@ def trace(
 
 
 class _WatchingProbe(Probe):
-    """The probe of an experiment, which digests the outputs of the model in evaluations.
+    """A probe that also computes digests of the model outputs in evaluations.
 
     Attributes:
-        outputs: By call, the digests of each tensor of the output.
+        outputs: For each call of the model, the digests of its output tensors by path.
     """
 
     def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
@@ -191,16 +197,16 @@ class _WatchingProbe(Probe):
 
 
 class _Watched:
-    """Digests the outputs of a model; put in front of the model's own class, of which the model stays an instance.
+    """A mixin that computes digests of the outputs of a model. It precedes the class of the model in a new subclass.
 
-    A hook would not do: where a module has hooks, PyTorch may compute it another way.
+    A forward hook would not be equivalent, because PyTorch may select another implementation for modules with hooks.
     """
 
     own_class: type[nn.Module]
     outputs: list[dict[str, str]]
 
     def __init_subclass__(cls) -> None:
-        """Keep the model's own class from registering the new one."""
+        """Do nothing, so that a model class that registers its subclasses does not register the new class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         output = super().__call__(*arguments, **named)  # type: ignore[misc]
@@ -208,7 +214,7 @@ class _Watched:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy the model as an instance of its own class."""
+        """Copy or pickle the model as an instance of its original class."""
         watched = type(self)
         object.__setattr__(self, "__class__", self.own_class)
         try:
@@ -219,11 +225,16 @@ class _Watched:
 
 @contextmanager
 def _watched(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
-    """Inside, the digests of the model's outputs are added to `outputs`, one entry a call."""
+    """Compute digests of the model outputs inside the block.
+
+    Args:
+        model: The model. Its class is replaced inside the block.
+        outputs: The list to which the digests of each call are appended.
+    """
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
     watched = new_class(own.__name__, (_Watched, own), exec_body=lambda body: body.update(names))
-    object.__setattr__(model, "__class__", watched)  # a compiled model would pass it on to the model inside
+    object.__setattr__(model, "__class__", watched)  # A compiled model forwards setattr to its inner model.
     try:
         yield
     finally:
@@ -231,6 +242,13 @@ def _watched(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
 
 
 def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
+    """Compute the fingerprint of the present state.
+
+    Args:
+        experiment: The experiment.
+        progress: The progress after the step or evaluation.
+        calls: For each call of the model in the evaluation, the digests of its output tensors.
+    """
     metrics = {(f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name not in UNCOMPARED}
     outputs = {
         ("the output", f"call {call}" + (f", {path}" if path else "")): found
@@ -243,7 +261,7 @@ def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[st
 
 
 def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
-    """Every tensor that a training goes on from; buffers that no state dict has are among them."""
+    """Yield all tensors of the training state, including buffers that are not in the state dict."""
     parameters = dict(experiment.model.named_parameters())
     for name, parameter in parameters.items():
         if parameter.grad is not None:
@@ -259,24 +277,37 @@ def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _random_state() -> str:
-    """One digest of the generators of PyTorch, on each device, Python and NumPy."""
+    """Return a digest of the random states of PyTorch (all devices), Python and NumPy."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count()))]
     return digest(torch.cat(states)) + _hash(repr((random.getstate(), np.random.get_state(legacy=False))).encode())
 
 
 def digest(tensor: Tensor) -> str:
-    """BLAKE2b of a tensor's bytes: equal where, and as good as only where, all bits are."""
+    """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal.
+
+    Equal bytes give equal digests. Different bytes give different digests, except with negligible probability.
+
+    Args:
+        tensor: A tensor of any dtype, layout and device.
+    """
     plain = tensor.detach()
     flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
     return _hash(flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
 
 
 def _hash(content: bytes) -> str:
+    """Return the BLAKE2b digest of bytes: 16 bytes, hexadecimal."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def first_difference(one: list[Fingerprint], other: list[Fingerprint], hook: str = "") -> Difference | None:
-    """Where two trainings part, with the hook that tells them apart; None where they are equal."""
+    """Return the first difference between two trainings; None if they are equal.
+
+    Args:
+        one: The fingerprints of one training.
+        other: The fingerprints of the other training.
+        hook: The name of the hook to report as the cause. Default: empty.
+    """
     for left, right in zip_longest(one, other):
         if left is None or right is None:
             return Difference((left or right).step, "the number of steps", "", hook, (left or right).phase)
@@ -289,7 +320,7 @@ def first_difference(one: list[Fingerprint], other: list[Fingerprint], hook: str
 def _blame(
     config: RunConfig, hooks: Mapping[str, HookSpec], baseline: list[Fingerprint], observed: list[Fingerprint]
 ) -> Difference | None:
-    """Attach one hook at a time, and see which of them makes the difference."""
+    """Attach one hook at a time to find the hook that causes the difference."""
     most = next(number for number, pair in enumerate(zip_longest(baseline, observed), 1) if pair[0] != pair[1])
     for name, spec in hooks.items():
         alone, _, _ = trace(config, {name: spec}, most)

@@ -1,4 +1,4 @@
-"""Steps made to be looked at: without hooks, and with them, where everything that they write is noted."""
+"""Profiling of steps: durations of steps without hooks, and durations and rows of steps with hooks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .experiment import Experiment
 from .loop import evaluate, make_step
 from .ranks.shares import Group
 
-SECONDS = 2.0  # that steps are made for, where they are short
-LEAST, MOST, KEPT = 2, 40, 4  # passes over the steps: at least, at most, and those whose rows are kept
-BATCHES = 8  # micro-batches that are trained on; more where one step has more
-MOST_BYTES = 256_000_000  # of tensors, after which no more passes are made
+SECONDS = 2.0  # Duration of a measurement, if steps are short.
+LEAST, MOST, KEPT = 2, 40, 4  # Repetitions of the steps: minimum, maximum, and those whose rows are stored.
+BATCHES = 8  # Micro-batches to train on; more if one step has more.
+MOST_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
 HOOK = TABLES["stats"].names.index("hook")
 TABLES_OF_ROWS = ("stats", "distributions", "effects")
 
 
 class _Bare:
-    """Watches nothing."""
+    """A watcher that does nothing, for steps without hooks."""
 
     def loss(self, loss: Tensor) -> Tensor:
         return loss
@@ -48,17 +48,17 @@ class _Bare:
 
 @dataclass
 class Visit:
-    """One step, or one batch of an evaluation, with hooks.
+    """The measurements of one step, or of one batch of an evaluation, with hooks.
 
     Attributes:
-        step: Which one.
+        step: The index of the step.
         phase: `train` or `eval`.
-        rows: By table and spec.
-        kept: By spec, the bytes of each tensor that was kept.
-        seconds: What it took.
-        told: What of it was spent in hooks, as the stopwatch says.
-        acting: By spec, what its actions took of that.
-        firings: By spec.
+        rows: The written rows, by table and spec.
+        kept: By spec, the size of each recorded tensor, in bytes.
+        seconds: The duration of the step.
+        told: The time spent in hooks, from the stopwatch, in seconds.
+        acting: By spec, the part of `told` that its actions took, in seconds.
+        firings: By spec, the number of firings.
     """
 
     step: int
@@ -72,13 +72,22 @@ class Visit:
 
 
 class _Noting:
-    """A sink that hands everything on, and notes it."""
+    """A sink that passes all rows to another sink and stores them for the profile.
+
+    Args:
+        sink: The other sink.
+
+    Attributes:
+        visit: The present step, to which rows are added.
+        notes: Whether rows are stored.
+        sizes: The size of each recorded tensor, in bytes.
+    """
 
     def __init__(self, sink: ParquetSink) -> None:
         self.sink = sink
         self.visit = Visit(0, "train")
         self.notes = True
-        self.sizes: list[int] = []  # of all tensors that were kept
+        self.sizes: list[int] = []
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         if table in TABLES_OF_ROWS and self.notes:
@@ -104,14 +113,14 @@ class _Noting:
 
 @dataclass
 class Found:
-    """What the hooked steps told.
+    """The measurements of all steps with hooks.
 
     Attributes:
-        visits: Those that count for time.
-        idle: What the stopwatch says of a step in which nothing is due, in seconds.
-        kept: Those whose rows count.
-        micro_batches: In each of them.
-        tensors: The bytes of all tensors that were written.
+        visits: The measurements for durations.
+        idle: The time spent in hooks in a step at which no hook is scheduled, in seconds.
+        kept: The measurements for rows.
+        micro_batches: The number of micro-batches per step.
+        tensors: The size of each recorded tensor, in bytes.
     """
 
     visits: list[Visit]
@@ -122,26 +131,39 @@ class Found:
 
 
 def first_batches(experiment: Experiment) -> tuple[list[Group], float]:
-    """The micro-batches of some first steps: of several, where that is not much to hold.
+    """Load the micro-batches of the first steps: of several steps if they are few, of at least one step.
+
+    Args:
+        experiment: The experiment.
 
     Returns:
-        The micro-batches, and what it takes to load those of a step, in seconds: a step of a run waits for them.
+        The micro-batches of each step, and the time to load those of one step, in seconds. Training waits for this
+        time.
     """
     groups: list[Group] = []
     taken: list[float] = []
     began = time.perf_counter()
     for _, group in experiment.batches:
-        if not groups or len(group) == len(groups[0]):  # an epoch's last one may be shorter
+        if not groups or len(group) == len(groups[0]):  # The last step of an epoch may be shorter.
             groups.append(group)
             taken.append(time.perf_counter() - began)
         if sum(map(len, groups)) >= BATCHES:
             break
         began = time.perf_counter()
-    return groups, median(taken[1:] or taken)  # the first one waits for the dataset too
+    return groups, median(taken[1:] or taken)  # The first step also waits for the dataset.
 
 
 def bare_steps(experiment: Experiment, batches: Sequence[Group], seconds: float) -> list[float]:
-    """What steps without hooks take; the first one, which allocates, is left out."""
+    """Measure steps without hooks. The first step is omitted, because it allocates memory.
+
+    Args:
+        experiment: The experiment.
+        batches: The micro-batches of each step, used in turn.
+        seconds: The duration of the measurement. It ends earlier after `MOST` steps.
+
+    Returns:
+        The duration of each step, in seconds.
+    """
     _compile_anew(experiment)
     experiment.model.train()
     watcher = _Bare()
@@ -155,17 +177,30 @@ def bare_steps(experiment: Experiment, batches: Sequence[Group], seconds: float)
 
 
 def _compile_anew(experiment: Experiment) -> None:
-    """What was compiled without hooks does not notice those that come, nor what was compiled with them that they have gone."""
+    """Discard compiled code, because it does not notice that hooks were attached or removed."""
     if experiment.config.train.compile:
         torch.compiler.reset()
 
 
 def _of_sizes(batches: Sequence[Group], sizes: Sequence[int]) -> Sequence[Group]:
-    """The steps whose micro-batches have these sizes, which recorded tensors are put into; all steps where none has."""
+    """Return the steps with the given micro-batch sizes; all steps if no step has them.
+
+    Recorded tensors of another run fit only batches of the same size.
+    """
     return [group for group in batches if [number_of_samples(batch) for batch in group] == sizes] or batches
 
 
 def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path) -> Found:
+    """Measure steps with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
+
+    Args:
+        experiment: The experiment.
+        batches: The micro-batches of each step, used in turn.
+        folder: The folder to which rows are written.
+
+    Returns:
+        The measurements.
+    """
     config, plan = experiment.config, experiment.plan
     firings = {name: firings_of(spec, experiment.length) for name, spec in plan.specs.items()}
     first = {
@@ -189,12 +224,13 @@ def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path)
     shown = {step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in first["train"]}
 
     def visit(step: int, phase: str) -> Visit:
+        """Execute and measure one step or evaluation."""
         sink.visit = made = Visit(step, phase)
         probe.go_to(step)
         meter.reset()
         began = time.perf_counter()
         metrics = make_step(experiment, probe, next(shown[step])) if phase == "train" else evaluate(evaluation, probe)
-        metrics["loss"]  # waits for a device to be done
+        metrics["loss"]  # Synchronizes with the device.
         made.seconds = time.perf_counter() - began
         made.told = meter.seconds
         for live, seconds in meter.at.items():

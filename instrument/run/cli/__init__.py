@@ -1,1 +1,1 @@
-"""The command line: Hydra in, exit code out."""
+"""The command line: compose a configuration with Hydra, run a job, return an exit code."""

@@ -1,8 +1,8 @@
-"""The command line around a job: Hydra in, exit code out.
+"""The command line around a job: compose a configuration with Hydra, run the job, return an exit code.
 
-0    done
-1    a failure while running: in a hook, in the user's own code, in the machine; or a proof that failed
-2    a mistake in what was asked, found before a step was spent on it
+0    success
+1    failure during the run (in a hook, in custom code, or of the machine), or a failed verification
+2    error in the command line or configuration, found before the first step
 130  interrupted by Ctrl-C
 """
 
@@ -25,13 +25,21 @@ from .launch import JobFailedError, complain, refused
 from .loader import fields_known
 from .search_path import OwnConf, conf_folder
 
-FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: set to 1 by the user, a whole traceback is shown
+FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
 
 
 def command(job: Callable[[DictConfig], object]) -> None:
-    """Compose a configuration of what stands on the command line, and do a job with it; ends the process."""
+    """Compose a configuration from the command line and run a job with it.
+
+    Args:
+        job: Function that is called with the composed configuration.
+
+    Raises:
+        SystemExit: The command failed or was interrupted; see the exit codes above.
+        Exception: The original error of the composition, if `HYDRA_FULL_ERROR=1`.
+    """
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a model of the user's own lies in the working directory
+        sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
     Plugins.instance().register(OwnConf)
     app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
     try:
@@ -48,11 +56,11 @@ def command(job: Callable[[DictConfig], object]) -> None:
         _tell_sweep()
         sys.exit(130)
     except Exception as error:
-        # A job tells about its own errors: this one is about what there is to compose.
+        # A job reports its own errors, so this error comes from the composition.
         if os.environ.get(FULL_ERROR) == "1":
             raise
         own = refused(error, sys.argv[1:])
-        with suppress(InstrumentError), agreed(joined()):  # of several processes one speaks
+        with suppress(InstrumentError), agreed(joined()):  # Only rank 0 prints the error.
             raise own from error
         complain(own)
         _end(own.exit_code)
@@ -62,7 +70,7 @@ def command(job: Callable[[DictConfig], object]) -> None:
 
 
 def _end(exit_code: object) -> None:
-    """A run that was refused leaves no folder; of a sweep it is told which jobs are not done."""
+    """Remove the folder of a run that was refused; otherwise print the summary of the sweep, if there is one."""
     if exit_code == ConfigError.exit_code and Guard.withdraw():
         return
     _tell_sweep()
@@ -75,7 +83,10 @@ def _tell_sweep() -> None:
 
 @contextmanager
 def hydra_hands_errors_on() -> Iterator[None]:
-    """Hydra raises what it would otherwise print itself, with a traceback where it is no exception of its own."""
+    """Make Hydra raise errors during the `with` block, instead of printing them.
+
+    Hydra reads the variable `HYDRA_FULL_ERROR`, which is set to 1 and restored afterwards.
+    """
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
     try:

@@ -1,4 +1,4 @@
-"""What Hydra refuses to compose, in the words of this project: where, what was written, what is allowed, the nearest."""
+"""Translation of composition errors of Hydra into problems with a location, the given value and the allowed values."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from ...extras import pip_command
 from ...spec.keys import fields_below
 from ..sweep.objective import KEY as OBJECTIVE
 
-PACKAGE_LINE = "# @package _global_"  # what the file of an experiment begins with
+PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
 EXTRAS = {
     "hydra/launcher": {"joblib": "joblib", "submitit_slurm": "submitit", "submitit_local": "submitit", "ray": "ray"},
     "hydra/sweeper": {"optuna": "optuna"},
 }
-"""What plugins of Hydra's bring, and the extra that brings the plugin."""
+"""The options that Hydra plugins provide, by group, with the extra that installs the plugin."""
 
 
 def composition_mistake(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Mistake:
-    """The mistake behind an error that Hydra, OmegaConf or YAML raised while a configuration was composed.
+    """Translate an error that Hydra, OmegaConf or YAML raised during composition.
 
     Args:
-        error: What was raised.
-        overrides: The command line's.
-        folders: Where configurations are looked for.
+        error: Error that was raised.
+        overrides: Overrides of the command line.
+        folders: Folders that are searched for configuration files.
+
+    Returns:
+        The problem, with a suggestion if a similar name exists.
     """
     if isinstance(error, MarkedYAMLError):
         return _not_yaml(error)
@@ -93,7 +96,7 @@ def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:
 
 
 def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mistake | None:
-    """`model=3`: a group is chosen by a file's name; Hydra says so without naming the group."""
+    """Report a group option that is not a string, such as `model=3`. The error of Hydra does not name the group."""
     settings = [override for override in overrides if "=" in override]
     for override in OverridesParser.create().parse_overrides(settings):
         value, options = override.value(), _options(override.key_or_group, folders)
@@ -109,7 +112,7 @@ def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mi
 
 
 def _told(error: Exception) -> str:
-    """What it says, in one line, without OmegaConf's notes on types and Hydra's on where to read on."""
+    """Return an error message in one line, without the type notes of OmegaConf and the links of Hydra."""
     noise = ("full_key:", "object_type=", "reference_type=", "See https:")
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(noise)) or type(error).__name__

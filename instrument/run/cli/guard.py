@@ -1,4 +1,4 @@
-"""What stands between Hydra and its folders: mistakes are told before one is made, and no folder is anybody else's."""
+"""Hydra callback that checks a configuration before Hydra creates a folder, and that reserves the folder."""
 
 from __future__ import annotations
 
@@ -37,33 +37,37 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class Guard(Callback):
-    """Stops before Hydra makes a folder: at a mistake in the configuration, or when only the plan is asked for."""
+    """Hydra callback that stops an invalid configuration, or a command with `plan`, before a folder is created."""
 
     sweep: ClassVar[Path | None] = None
-    """The folder of the sweep that goes on in this process, for whoever has to tell how it ended."""
+    """Folder of the sweep that runs in this process; its summary is printed at the end. None if no sweep runs."""
     lock: ClassVar[FolderLock | None] = None
-    """What holds it."""
+    """Lock of the sweep folder, held while the sweep runs."""
     before: ClassVar[Snapshot | None] = None
-    """What the folder of the run, or of the sweep, was before."""
+    """Snapshot of the folder of the run or sweep, taken before it was used."""
 
     def __init__(self) -> None:
         self.scratch: TemporaryDirectory[str] | None = None
         self.arguments = sys.argv
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the processes of a launcher, which have nothing to clean up."""
+        """Return the state for the processes of a launcher, which have no scratch folder to remove."""
         return {"scratch": None, "arguments": self.arguments}
 
     @classmethod
     def let_go(cls) -> None:
-        """The sweep of this process is over, however it ended."""
+        """Release the sweep folder after the sweep has ended or failed."""
         if cls.lock is not None:
             cls.lock.release()
         cls.sweep = cls.lock = cls.before = None
 
     @classmethod
     def withdraw(cls) -> bool:
-        """Leave the folder as it was, where no run was begun in it; whether that is so."""
+        """Restore the folder of the run or sweep if no run was started in it.
+
+        Returns:
+            Whether the folder was restored.
+        """
         if cls.before is None or cls.before.has_new_run():
             return False
         if cls.sweep is not None:
@@ -75,7 +79,16 @@ class Guard(Callback):
         return True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """A single run is about to start; it may be one process of several."""
+        """Check the configuration and reserve the folder of a single run, or print its plan and exit.
+
+        In a distributed run, rank 0 chooses the folder for all processes.
+
+        Args:
+            config: Composed configuration.
+
+        Raises:
+            SystemExit: The configuration is invalid, or only the plan is requested.
+        """
         processes = joined()
         with _stopping():
             folder = Path(config.hydra.run.dir)
@@ -94,14 +107,24 @@ class Guard(Callback):
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
             if parsed.resume is not None:
-                config.hydra.output_subdir = None  # Hydra's record of the run's beginning stays as it is
+                config.hydra.output_subdir = None  # keeps the record that Hydra wrote when the run started
             if processes is not None:
                 config.hydra.run.dir = processes.exchange(config.hydra.run.dir)[0]
             if processes is not None and not processes.leads:
-                config.hydra.output_subdir = config.hydra.job_logging.root = None  # one record, one log
+                # Only rank 0 writes the record and the log.
+                config.hydra.output_subdir = config.hydra.job_logging.root = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """A sweep is about to start; where only the plans are asked for, Hydra gets a folder that will not stay."""
+        """Check the configuration and reserve the folder of a sweep.
+
+        If only the plans are requested, Hydra writes to a temporary folder.
+
+        Args:
+            config: Composed configuration of the sweep.
+
+        Raises:
+            SystemExit: The configuration is invalid.
+        """
         with _stopping():
             _refuse_what_cannot_be_swept(config)
             _refuse_secrets(config)
@@ -116,14 +139,18 @@ class Guard(Callback):
                 Guard.sweep = self._begin(config)
 
     def _begin(self, config: DictConfig) -> Path:
-        """Take a folder for the sweep, and hold it as long as this process lives."""
+        """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder.
+
+        Raises:
+            ConfigError: The folder cannot be used, or it already contains a sweep.
+        """
         folder = Path(config.hydra.sweep.dir)
         refuse_address(folder, "hydra.sweep.dir")
         folder, before = _take(folder, named_by_clock=is_named_by_clock(config.hydra.sweep))
         refuse_taken(folder, "hydra.sweep.dir")
         _put(config, folder.absolute())
         try:
-            with open(folder / SWEEP_RECORD, "x") as record:  # whoever makes this file has the folder
+            with open(folder / SWEEP_RECORD, "x") as record:  # creating the file reserves the folder
                 OmegaConf.save(config, record)
         except FileExistsError:
             problem = "there is a sweep in this folder already, and none is ever overwritten"
@@ -135,7 +162,7 @@ class Guard(Callback):
         return folder
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """All jobs of a sweep are over."""
+        """Print the summary of a finished sweep, or remove the temporary folder of its plans."""
         if self.scratch is not None:
             self.scratch.cleanup()
             return
@@ -154,8 +181,12 @@ class Guard(Callback):
             print(f"report      {_sweep_report(config, Guard.sweep)}")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """A job is about to start, perhaps in a process that a launcher started in another folder."""
-        sys.argv = self.arguments  # what run.json says that it was started by
+        """Prepare the process of a job, which a launcher may have started in another folder.
+
+        Args:
+            config: Composed configuration of the job.
+        """
+        sys.argv = self.arguments  # `run.json` records the command of the sweep.
         here = config.hydra.runtime.cwd
         if here not in sys.path:
             sys.path.insert(0, here)
@@ -164,7 +195,16 @@ class Guard(Callback):
 
 
 def _take(folder: Path, *, named_by_clock: bool) -> tuple[Path, Snapshot]:
-    """The folder to use, and what it was before: the one asked for, or one next to it where another process has that one."""
+    """Reserve a folder.
+
+    Args:
+        folder: Requested folder.
+        named_by_clock: Whether the name contains the time. If so, and the folder exists, a folder next to it is
+            created.
+
+    Returns:
+        The reserved folder, and a snapshot of its state before.
+    """
     before = Snapshot.take(folder)
     own = claim(folder) if named_by_clock else folder
     if own != folder:
@@ -174,7 +214,11 @@ def _take(folder: Path, *, named_by_clock: bool) -> tuple[Path, Snapshot]:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    """What goes wrong inside is told, and ends the process: Hydra would warn of it, and go on."""
+    """Print an error of the `with` block and exit. Hydra would turn an error of a callback into a warning and continue.
+
+    Raises:
+        SystemExit: The block raised an error; with the exit code of that error.
+    """
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -188,7 +232,7 @@ def _stopping() -> Iterator[None]:
 def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(ConfigError.exit_code)  # one of them tells
+            raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
         raise ConfigError(
             Mistake(
                 "--multirun",
@@ -218,19 +262,23 @@ def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
 
 
 def _prepare_launcher(config: DictConfig) -> None:
-    """What a launcher leaves open: who has which cores, and how lines of several jobs look on one terminal."""
+    """Set defaults that a launcher leaves open: threads per job, and the terminal output of several jobs."""
     launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
     if launcher == RAY:
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two jobs that are much alike are two lines
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keeps similar lines of different jobs
         if not sys.stdout.isatty():
             os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC and THREADS not in os.environ:
-        share = max((os.cpu_count() or 1) // len(composed(config.hydra)), 1)  # all jobs run at once
+        share = max((os.cpu_count() or 1) // len(composed(config.hydra)), 1)  # All jobs run concurrently.
         config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")
 
 
 def _refuse_secrets(config: DictConfig) -> None:
-    """Stop at credentials in `sink.remote`, also in one of several that are swept over, before they are written down."""
+    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
+
+    Raises:
+        ConfigError: An address contains credentials or is invalid.
+    """
     check_remote(OmegaConf.select(config, REMOTE))
     for override in overrides_of(config.hydra, "task"):
         if REMOTE in override:
@@ -238,7 +286,11 @@ def _refuse_secrets(config: DictConfig) -> None:
 
 
 def _check_objective(config: DictConfig) -> None:
-    """Stop at an objective that cannot be meant, where it is the same for all jobs; each job looks at one that is not."""
+    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job.
+
+    Raises:
+        ConfigError: The objective is invalid.
+    """
     plain: Any = OmegaConf.to_container(config, resolve=False)
     written = plain.get(KEY)
     is_swept = KEY in keys_of(swept_in(config.hydra))
@@ -247,14 +299,22 @@ def _check_objective(config: DictConfig) -> None:
 
 
 def _put(config: DictConfig, folder: Path) -> None:
-    """Say where the sweep is, once for all jobs, wherever their processes are."""
+    """Set the sweep folder in the configuration and in the overrides of all jobs, whose processes may run elsewhere."""
     with flag_override(config, "readonly", False):
         config.hydra.sweep.dir = str(folder)
         config.hydra.overrides.hydra.append(folder_override("hydra.sweep.dir", folder))
 
 
 def _send_record(folder: Path, address: str | None) -> None:
-    """Send the record of a sweep to where its jobs send theirs, so that it is known there which are missing."""
+    """Upload the record of a sweep to the remote folder of its jobs, so that missing jobs are known there.
+
+    Args:
+        folder: Local folder of the sweep.
+        address: Remote folder of the sweep; None if nothing is uploaded.
+
+    Raises:
+        ConfigError: The remote folder already contains a sweep. Any other error is printed as a warning.
+    """
     if address is None:
         return
     try:
@@ -265,19 +325,19 @@ def _send_record(folder: Path, address: str | None) -> None:
         remote.put(folder / SWEEP_RECORD, SWEEP_RECORD)
     except ConfigError:
         raise
-    except Exception as error:  # of many kinds: whatever a client raises; each job tries again, and tells
+    except Exception as error:  # Each storage client raises its own types. Each job tries again.
         print(f"warning: {SWEEP_RECORD} is not in {address}: {told(error)}", file=sys.stderr)
 
 
 def _take_back_record(address: str | None) -> None:
-    """Remove the record of a sweep of which no job was begun from where it was sent."""
+    """Remove the uploaded record of a sweep in which no job was started."""
     if address is not None:
-        with suppress(Exception):  # of many kinds: whatever a client raises; that it could not be sent was told
+        with suppress(Exception):  # The failed upload has already been reported.
             RemoteFolder(address, REMOTE).remove(SWEEP_RECORD)
 
 
 def _sweep_report(config: DictConfig, folder: Path) -> str:
-    """The file of a sweep's report where one is asked for, else the command that makes it."""
+    """Return the path of the report of a sweep if `report` is set, else the command that creates it."""
     from ... import report
 
     return str(report.make(folder).save(folder / report.FILE)) if config.get("report") else report.command_for(folder)

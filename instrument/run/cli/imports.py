@@ -1,4 +1,4 @@
-"""Importing what a job needs."""
+"""Import of the packages that a job needs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import PyTorch and all that uses it inside, without collecting garbage.
+    """Disable garbage collection during the `with` block, for imports of PyTorch and packages that depend on it.
 
-    An import makes hundreds of thousands of objects that stay until the process ends. The garbage collector would visit
-    them over and over while they are made, which is a fifth of the import's time, and again during the training. They are
-    frozen: later collections leave them out.
+    These imports create hundreds of thousands of objects that live until the process ends. Repeated garbage collection
+    takes a fifth of the import time, and later collections would visit the objects again during training. They are
+    therefore frozen, and later collections skip them.
+
+    Has no effect if PyTorch is already imported or garbage collection is disabled.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -1,4 +1,4 @@
-"""Between Hydra and a run: one job, and how the user is told what went wrong in it."""
+"""One job: a single run or a job of a sweep, with its error reporting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ from .search_path import conf_folder
 
 
 class JobFailedError(Exception):
-    """A job of a sweep failed, and the user was told; Hydra raises it when all jobs have been tried."""
+    """A job failed and its error was printed. In a sweep, Hydra raises it after all jobs have ended.
+
+    Attributes:
+        exit_code: Exit code of the job.
+        folder: Folder of the job.
+    """
 
     def __init__(self, exit_code: int, folder: Path) -> None:
         super().__init__(f"the job in {folder} failed")
@@ -41,17 +46,22 @@ class JobFailedError(Exception):
         self.folder = folder
 
     def __reduce__(self) -> tuple[type[JobFailedError], tuple[int, Path]]:
-        return type(self), (self.exit_code, self.folder)  # on its way from a launcher's process
+        return type(self), (self.exit_code, self.folder)  # Exceptions from launcher processes are pickled.
 
 
 def job(config: DictConfig) -> float | None:
-    """One job: the whole of a single run, or one of a sweep.
+    """Run one job: a single run, or a job of a sweep.
+
+    Args:
+        config: Composed configuration.
 
     Returns:
-        The number that `objective` names, for a sweeper; None where there is none, or where it is not finite.
+        The objective value, for the sweeper; None for a single run, for a plan, or if the value is missing or not
+        finite.
 
     Raises:
-        JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
+        JobFailedError: The job of a sweep failed. The other jobs continue.
+        SystemExit: A single run failed, or the job was interrupted.
     """
     with told() as place:
         if place.swept and config.get("resume") is not None and not _is_own(config.resume, place):
@@ -75,28 +85,31 @@ def job(config: DictConfig) -> float | None:
 
 
 def _begun_with(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The overrides that a job was begun with, also where it goes on."""
+    """Return the overrides with which a run was first started, also if it is resumed."""
     return overrides if config.resume is None else read_record(Path(config.resume), "resume").get("overrides", {})
 
 
 def _is_own(resume: str, place: Place) -> bool:
-    """Whether a job of a sweep goes on with what it left itself."""
+    """Return whether a job of a sweep resumes from its own folder."""
     return Path(resume).resolve() == place.folder.resolve()
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as a batch system sends it before it kills."""
+    """The process received SIGTERM, for example from a batch system before it kills the job."""
 
 
 @contextmanager
 def termination_raised() -> Iterator[None]:
-    """SIGTERM is raised as an error inside, so that files are closed and the user is told."""
+    """Raise `Terminated` on SIGTERM during the `with` block, so that files are closed and the interruption is reported.
+
+    Has no effect outside the main thread, where Python does not allow signal handlers to be set.
+    """
 
     def stop(number: int, frame: object) -> None:  # noqa: ARG001
         raise Terminated("terminated by SIGTERM")
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what a signal does
+        yield
         return
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -107,23 +120,32 @@ def termination_raised() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job works: its folder, and that of the sweep that it is one of."""
+    """The folders of a job.
+
+    Attributes:
+        folder: Folder of the job.
+        sweep: Folder of its sweep; None for a single run.
+    """
 
     folder: Path
     sweep: Path | None
 
     @property
     def swept(self) -> bool:
-        """Whether it is one of a sweep."""
+        """Whether the job belongs to a sweep."""
         return self.sweep is not None
 
 
 @contextmanager
 def told() -> Iterator[Place]:
-    """Tell the user, in words, about what goes wrong inside, and where what was recorded is.
+    """Print errors of the `with` block, and the location of the recorded data.
+
+    Yields:
+        The folders of the job.
 
     Raises:
-        JobFailedError: In a sweep, where the other jobs go on; a single run ends the process.
+        JobFailedError: The job of a sweep failed. The other jobs continue.
+        SystemExit: A single run failed (exit code of the error), or the job was interrupted (130) or terminated (1).
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     if Path.cwd() in folder.parents:
@@ -152,7 +174,7 @@ def told() -> Iterator[Place]:
 
 
 def _left_in(folder: Path) -> str:
-    """What a job that ended early has left, in words."""
+    """Describe the data in the folder of a job that ended early."""
     try:
         (folder / "run.json").stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -163,7 +185,12 @@ def _left_in(folder: Path) -> str:
 
 
 def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
-    """An error of Hydra's while it composed a configuration, or of a launcher or sweeper, as ours."""
+    """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`.
+
+    Args:
+        error: Error that was raised.
+        arguments: Arguments of the command line.
+    """
     if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'it says no more'}")
@@ -172,14 +199,19 @@ def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
 
 
 def _plugin_of(error: Exception) -> str | None:
-    """The plugin of Hydra's that an error came through: `hydra_ray_launcher`."""
+    """Return the innermost Hydra plugin in a traceback, for example `hydra_ray_launcher`; None without a plugin."""
     frames = traceback.extract_tb(error.__traceback__)
     found = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
     return found[-1] if found else None
 
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:
-    """Print what would be hooked, recorded and spent, and the folder that a run would be in."""
+    """Print the plan of a run: matching hooks, recorded data, estimated cost, and output folder.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder that the run would use; None to leave it out.
+    """
     with importing():
         from ..device import process_state
         from ..experiment import prepare
@@ -192,7 +224,11 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
 
 
 def complain(error: Exception) -> int:
-    """Tell the user about an error; gives the exit code. Only what no hook and no check has put into words has a traceback."""
+    """Print an error to stderr. Only errors other than `InstrumentError` are printed with a traceback.
+
+    Returns:
+        The exit code of the error.
+    """
     if isinstance(error, InstrumentError):
         print(f"\n{error}\n", file=sys.stderr)
         return error.exit_code

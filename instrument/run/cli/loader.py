@@ -1,4 +1,4 @@
-"""Hydra's loader of configurations, for which a field that the specs know need not be written in a file to be overridden."""
+"""Hydra configuration loader that accepts overrides of known fields that no configuration file sets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...spec.keys import fields_below
 
 
 class FieldLoader(ConfigLoaderImpl):
-    """Takes `hooks.tame.every=5` for `++hooks.tame.every=5` where there is a hook `tame`.
+    """Configuration loader that treats `hooks.tame.every=5` as `++hooks.tame.every=5` if the hook `tame` exists.
 
-    It composes single runs, sweeps and each of their jobs, also in the processes of a launcher. Overrides are recorded as they
-    were written.
+    It composes single runs, sweeps and their jobs, also in the processes of a launcher. Overrides are recorded as
+    written.
     """
 
-    _first: tuple[list[str], DictConfig] | None = None  # the overrides and the result of a composition for the mode
+    _first: tuple[list[str], DictConfig] | None = None  # overrides and result of the first composition
 
     def load_configuration(
         self,
@@ -34,10 +34,11 @@ class FieldLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Compose a configuration.
+        """Compose a configuration. The arguments are those of `ConfigLoaderImpl.load_configuration`.
 
-        Hydra composes twice: once to read `hydra.mode`, and again with the mode in the overrides. A single run reuses the
-        first result, unless the overrides contain a sweep or a group has no choice: Hydra accepts both only in a sweep.
+        Hydra composes twice: once to read `hydra.mode`, and again with the mode in the overrides. A single run reuses
+        the first result. If the overrides contain a sweep, or a group has no choice, the second composition is needed:
+        Hydra accepts both only in a sweep.
         """
         first, self._first = self._first, None
         if first and run_mode == RunMode.RUN and overrides == [*first[0], "hydra.mode=RUN"]:
@@ -70,7 +71,13 @@ class FieldLoader(ConfigLoaderImpl):
 
 
 def _is_known(key: str, config: DictConfig, added: Sequence[str]) -> bool:
-    """Whether a key is a field of a section, or of a spec that the configuration or an override before names."""
+    """Return whether a key is a known field of a section, or of a spec in the configuration or in an earlier override.
+
+    Args:
+        key: Key of the override, for example `hooks.tame.every`.
+        config: Configuration composed from the defaults list.
+        added: Keys of the earlier overrides.
+    """
     above, _, field = key.rpartition(".")
     path = above.split(".")
     if field not in fields_below(path):
@@ -82,7 +89,10 @@ def _is_known(key: str, config: DictConfig, added: Sequence[str]) -> bool:
 
 @contextmanager
 def fields_known() -> Iterator[None]:
-    """Inside, `hydra.main` composes with this loader: it has no parameter for another one."""
+    """Replace the loader of `hydra.main` by `FieldLoader` during the `with` block.
+
+    `hydra.main` has no parameter for the loader.
+    """
     before = hydra._internal.hydra.ConfigLoaderImpl  # type: ignore[attr-defined]
     hydra._internal.hydra.ConfigLoaderImpl = FieldLoader  # type: ignore[attr-defined]
     try:

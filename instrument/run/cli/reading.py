@@ -1,4 +1,4 @@
-"""What Hydra has composed, as a checked configuration; what the user put over it on the command line."""
+"""Validation of the configuration that Hydra composed, and the overrides of the command line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from .composition import PACKAGE_LINE
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """The checked configuration, and the plain one that it was made from.
+    """Validate a composed configuration.
+
+    Args:
+        config: Configuration composed by Hydra. If `resume` is set, the recorded configuration of that run is used.
+
+    Returns:
+        The validated configuration, and the resolved dictionary from which it was created.
 
     Raises:
-        ConfigError: With every mistake that was found.
+        ConfigError: The configuration is invalid; the error lists all problems.
     """
     if "exp" in config:
         raise ConfigError(
@@ -43,10 +49,14 @@ WITH_RESUME = ("resume", "quiet", "plan", "report")
 
 
 def _config_of_run(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that a run was started with, and goes on with.
+    """Return the configuration of the run to resume.
+
+    Args:
+        raw: Resolved configuration of the command.
+        overrides: Overrides of the command line, by key.
 
     Raises:
-        ConfigError: There is no such run, or more is asked for than to go on.
+        ConfigError: The run does not exist, or an override is not allowed with `resume`.
     """
     path = str(raw["resume"])
     others = [key for key in overrides if key not in WITH_RESUME and not key.startswith("hydra.")]
@@ -68,7 +78,14 @@ def _resolved(value: Any) -> Any:
 
 
 def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
-    """What the user put over the configuration on the command line, by key, with typed values."""
+    """Return the overrides of the command line.
+
+    Args:
+        hydra: Section `hydra` of the configuration. Default: None, that of the running job.
+
+    Returns:
+        Values by key, parsed to Python types; None for a deleted key.
+    """
     given = (HydraConfig.get() if hydra is None else hydra).overrides.task
     found: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(given)):
@@ -80,11 +97,11 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
 
 
 def swept_overrides(swept: Collection[str], overrides: Mapping[str, Any]) -> str:
-    """What tells a job from the others of its sweep: `seed=1 hooks.tame.norm=0.1`.
+    """Format the overrides in which a job differs from the other jobs of its sweep: `seed=1 hooks.tame.norm=0.1`.
 
     Args:
-        swept: The keys that differ from job to job.
-        overrides: Those of the job, by key.
+        swept: Keys whose values differ between jobs.
+        overrides: Overrides of the job, by key.
     """
     return " ".join(
         f"{key}={'{...}' if isinstance(value, dict) else value}" for key, value in overrides.items() if key in swept

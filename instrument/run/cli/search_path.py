@@ -1,4 +1,4 @@
-"""Where configurations are found: those of the package, and behind them those of the working directory."""
+"""The Hydra search path: the configuration files of the package, then those of the working directory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from .loader import FieldLoader
 
 
 def conf_folder() -> Path:
-    """The folder of the package's own configurations: inside the installed package, or beside it in a checkout."""
+    """Return the folder with the configuration files of the package: inside it, or next to it in a checkout."""
     package = Path(__file__).parents[2]
     return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
 
 
 class OwnConf(SearchPathPlugin):
-    """Finds experiments in a folder `conf` of the working directory, behind those of the package."""
+    """Hydra plugin that adds the folder `conf` of the working directory after the configurations of the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Hydra's entry point."""
+        """Append the folder, and warn about files that a different file of the package hides.
+
+        Args:
+            search_path: Search path of Hydra, changed in place.
+        """
         own, packaged = Path.cwd() / "conf", conf_folder()
         if not own.is_dir() or own.samefile(packaged):
             return
@@ -37,6 +41,6 @@ class OwnConf(SearchPathPlugin):
 
 
 def config_loader() -> ConfigLoader:
-    """Hydra's loader of all these configurations, for what is composed outside of `hydra.main`."""
+    """Create a configuration loader with this search path, for compositions outside `hydra.main`."""
     Plugins.instance().register(OwnConf)
     return FieldLoader(create_config_search_path(str(conf_folder())))

@@ -1,1 +1,1 @@
-"""Several processes that make one run."""
+"""Distributed training: one run in several processes."""

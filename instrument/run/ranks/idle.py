@@ -1,4 +1,8 @@
-"""Whether a loss depends on all parameters that train: DistributedDataParallel waits for the gradient of each."""
+"""Detection of unused parameters.
+
+`DistributedDataParallel` waits for the gradient of every trainable parameter. It has to know in advance whether the
+loss depends on all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,22 @@ from torch import Tensor, nn
 
 
 def has_idle(model: nn.Module, loss: Tensor) -> bool:
-    """Whether no gradient comes to a parameter that trains.
+    """Return whether a trainable parameter receives no gradient from a loss.
 
-    Hooks need not be there: what an intervention puts in a tensor's place is in the graph, or refused.
+    The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.
 
     Args:
-        model: What is trained.
-        loss: Of a batch; its graph is spent.
+        model: The model that is trained.
+        loss: Scalar loss of one batch. Its autograd graph is freed.
+
+    Returns:
+        True if at least one parameter with `requires_grad` has no gradient. False if the gradients cannot be computed;
+        the first training step reports that error.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    except (
-        RuntimeError
-    ):  # a reentrant checkpoint, which knows nothing but backward; an error is met again in the first step
+    except RuntimeError:
+        # Reentrant checkpointing supports only `backward`. Any other error is raised again in the first training step.
         return False
     return any(gradient is None for gradient in gradients)

@@ -1,4 +1,4 @@
-"""The processes that torchrun started for one run: how they agree, and what becomes of the others when one fails."""
+"""The processes that torchrun started for one run: collective exchange, and shutdown of all processes if one fails."""
 
 from __future__ import annotations
 
@@ -21,20 +21,29 @@ from torch.distributed.rendezvous import rendezvous
 from ...errors import InstrumentError, RankError
 from ...sinks.lock import is_locked
 
-FAILURE = "instrument/failure"  # in the store that torchrun keeps for the processes
-_LOST = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # in errors of collectives
-PATIENCE = 2.0  # seconds in which the operating system lets go of what a killed process held
+FAILURE = "instrument/failure"  # key in the store that torchrun provides
+_LOST = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # matches the errors that collectives raise
+PATIENCE = 2.0  # seconds that the operating system may need to release the locks of a killed process
 
 
 class _Refusal(NamedTuple):
-    """What a process says in place of an answer: it has failed, with which exit code, and how."""
+    """Message that a failed process sends instead of its value.
+
+    Attributes:
+        code: Exit code of the failed process.
+        told: Error message.
+    """
 
     code: int
     told: str
 
 
 class _RefusedError(Exception):
-    """Another process has failed, and the others were told when this one asked for something else."""
+    """Another process reported a failure during an exchange in this process.
+
+    Attributes:
+        said: Values received from all ranks, in rank order; a failed rank sends a `_Refusal`.
+    """
 
     def __init__(self, said: list[Any]) -> None:
         super().__init__("another process has failed")
@@ -42,7 +51,12 @@ class _RefusedError(Exception):
 
 
 class Failure(NamedTuple):
-    """Which process failed first, and how."""
+    """The first failure of a run.
+
+    Attributes:
+        rank: Rank of the process that failed first.
+        told: Description of the failure, for example `was killed`.
+    """
 
     rank: int
     told: str
@@ -50,12 +64,14 @@ class Failure(NamedTuple):
 
 @dataclass
 class Processes:
-    """The processes of one run, of which this is one; `open` makes it.
+    """The process group of a run, as seen by one of its processes. Create it with `open`.
 
     Attributes:
-        rank: Which one this is, from 0.
-        local_rank: Which one on this machine.
-        size: How many there are.
+        rank: Rank of this process, from 0.
+        local_rank: Rank of this process on its machine, from 0.
+        size: Number of processes.
+        store: Key-value store of torchrun, shared by all processes.
+        control: Gloo process group for control messages.
     """
 
     rank: int
@@ -66,7 +82,11 @@ class Processes:
 
     @classmethod
     def open(cls) -> Processes:
-        """Join the others: gloo for the CPU, NCCL for GPUs where there are some."""
+        """Join the process group and set the CUDA device of this process.
+
+        The backend is gloo for CPU tensors and, if CUDA and NCCL are available, NCCL for CUDA tensors. Blocks until all
+        processes have joined.
+        """
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store, rank, size = next(iter(rendezvous("env://")))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -76,17 +96,27 @@ class Processes:
         return cls(rank, local_rank, size, store, dist.new_group(backend="gloo"))
 
     def close(self) -> None:
-        """Part from the others, once all of them are here."""
+        """Wait for all processes, then destroy the process group."""
         self.wait()
         dist.destroy_process_group()
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that speaks for all of them."""
+        """Whether this is rank 0, the only process that prints and writes shared files."""
         return self.rank == 0
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What each of them says, in the order of the ranks."""
+        """Gather one object from each process.
+
+        Args:
+            mine: Picklable object of this process.
+
+        Returns:
+            The objects of all processes, in rank order.
+
+        Raises:
+            _RefusedError: Another process failed and sent its error instead.
+        """
         said = self._gathered(mine)
         if any(isinstance(one, _Refusal) for one in said):
             raise _RefusedError(said)
@@ -98,20 +128,23 @@ class Processes:
         return said
 
     def sum(self, number: int) -> int:
-        """The sum over all of them."""
+        """Return the sum of an integer over all processes."""
         return sum(self.exchange(number))
 
     def wait(self) -> None:
-        """Until all of them are here."""
+        """Block until all processes have reached this call."""
         dist.barrier(group=self.control)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """What fails inside in one process stops all of them, and the first one tells it.
+        """Stop all processes if the `with` block fails in any of them. Only rank 0 reports the error.
+
+        Every process has to enter this block. If one fails, the process group is destroyed in all of them.
 
         Raises:
-            RankError: Another process failed; or what failed here, in the first process.
-            SystemExit: In the others, which say nothing.
+            RankError: In rank 0, if another process failed. If rank 0 itself failed, its own exception is raised
+                instead.
+            SystemExit: In the other ranks, without a message, with the highest exit code.
         """
         error: Exception | None = None
         try:
@@ -126,7 +159,8 @@ class Processes:
         failed = {rank: one for rank, one in enumerate(said) if isinstance(one, _Refusal)}
         if not failed:
             return
-        dist.destroy_process_group()  # while all are here: threads that are left may abort a process that ends
+        # The group is destroyed while all ranks are alive: its threads could abort a process that exits.
+        dist.destroy_process_group()
         if self.leads and error is not None:
             raise error
         if not self.leads:
@@ -136,23 +170,24 @@ class Processes:
 
     @contextmanager
     def failing_together(self, folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
-        """When one process fails inside, or is killed, the others end too, and say because of which.
+        """Stop this process if another process fails or is killed during the `with` block.
 
         Args:
-            folder: The run's folder, whose locks tell which processes are alive.
-            failed: Called with the rank of the one that failed first.
+            folder: Folder of the run. Its locks show which processes are alive.
+            failed: Called with the rank of the process that failed first.
 
         Raises:
-            RankError: Another process failed first.
+            RankError: Another process failed first. The message names its rank and error.
         """
         try:
             yield
         except BaseException as error:
-            if not dist.is_initialized():  # agreed upon, and told
+            if not dist.is_initialized():  # `agreed` has already shut down all processes and reported the error.
                 if isinstance(error, RankError):
                     failed(error.rank)
                 raise
-            _ignore_termination()  # torchrun sends it to all when one has ended; what is to be said and written comes first
+            # torchrun sends SIGTERM to all processes when one ends. The error is reported and files are written first.
+            _ignore_termination()
             first = self._first_failure(error, folder)
             if first is None:
                 raise
@@ -163,9 +198,17 @@ class Processes:
             raise RankError(message, first.rank) from error
 
     def _first_failure(self, error: BaseException, folder: Path) -> Failure | None:
-        """Who failed first; None where this process was interrupted, and no other one has failed."""
+        """Determine which process failed first.
+
+        Args:
+            error: Exception raised in this process.
+            folder: Folder of the run, with the locks of its processes.
+
+        Returns:
+            The first failure; None if this process was interrupted and no other process has failed.
+        """
         own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        if type(error) is KeyboardInterrupt:  # Ctrl-C, which all of them get
+        if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None
         if not _is_lost_connection(error):
             return self._claim(own)
@@ -177,21 +220,21 @@ class Processes:
         return None if isinstance(error, KeyboardInterrupt) else self._claim(own)
 
     def _claim(self, failure: Failure) -> Failure:
-        """The first failure that any process has put down, which may be this one."""
+        """Register a failure in the store and return the failure that was registered first by any process."""
         put = self.store.compare_set(FAILURE, "", json.dumps(failure))
         return Failure(*json.loads(put))
 
 
 @contextmanager
 def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
-    """Of a loop of one's own: where a collective fails since another process is gone, it is told which.
+    """Report which process has ended if a collective fails in a custom training loop.
 
     Args:
-        folder: The run's folder, whose locks tell which processes are alive.
-        failed: Called with the rank of the one that is gone.
+        folder: Folder of the run. Its locks show which processes are alive.
+        failed: Called with the rank of the process that has ended.
 
     Raises:
-        RankError: In place of the collective's error.
+        RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
@@ -207,7 +250,11 @@ def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]
 
 
 def _who_is_gone(folder: Path, own: int, size: int) -> Iterator[int | None]:
-    """Again and again for a while, the first of the other processes that holds no lock on the folder, if there is one."""
+    """Poll the locks of a run for `PATIENCE` seconds.
+
+    Yields:
+        At each poll, the lowest other rank that holds no lock on the folder; None if all other ranks hold theirs.
+    """
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         yield next((rank for rank in range(size) if rank != own and not is_locked(folder, rank)), None)
@@ -220,7 +267,7 @@ def _ignore_termination() -> None:
 
 
 def _is_lost_connection(error: BaseException | None) -> bool:
-    """Whether an error may come of another process's end, or was raised in place of one that does."""
+    """Return whether an error, or the cause of an `InstrumentError`, may result from the end of another process."""
     if error is None:
         return False
     if isinstance(error, InstrumentError):

@@ -1,4 +1,4 @@
-"""What several processes cannot do, told before the first step."""
+"""Configuration checks for distributed runs, made before the first step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from ...spec.hooks import HookSpec
 
 
 def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:
-    """A budget, where rows are of all ranks."""
+    """Report a recording budget, which cannot be combined with `reduce=global`.
+
+    Args:
+        budget: Budget of the run; None for no budget.
+
+    Returns:
+        The problems found; empty if neither `time` nor `bytes` is limited.
+    """
     if budget is None or (budget.time is None and budget.bytes is None):
         return []
     problem = "each rank would look away at other times, and rows of all ranks need all of them"
@@ -19,7 +26,14 @@ def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:
 
 
 def shard_mistakes(hooks: Mapping[str, HookSpec]) -> list[Mistake]:
-    """Hooks that would never fire on parameters that are sharded, with those that do."""
+    """Report hooks that never fire, or have no effect, on parameters that FSDP2 shards.
+
+    Args:
+        hooks: Hook specs by name.
+
+    Returns:
+        One problem for each such hook. Its `allowed` names a kind that works.
+    """
     mistakes = []
     for name, spec in hooks.items():
         if spec.kind == "parameter_grad_micro":

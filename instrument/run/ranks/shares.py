@@ -1,4 +1,4 @@
-"""Batches in order, and what each of several processes gets of them."""
+"""Batch sharding: batches in dataset order, split among the processes of a run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,37 @@ from ...errors import ConfigError, Mistake
 
 @dataclass(frozen=True)
 class Share:
-    """What a process gets of each batch: as many samples of it as any other, or one fewer.
+    """The shard of each batch that one process receives. The shard sizes of a batch differ by at most one sample.
 
     Attributes:
-        rank: Which of the processes, from 0.
-        size: How many there are.
+        rank: Rank of the process, from 0. Default: 0.
+        size: Number of processes. Default: 1.
     """
 
     rank: int = 0
     size: int = 1
 
     def of(self, batch: range) -> range:
-        """This process's part of a batch's places."""
+        """Return the contiguous part of a batch that belongs to this process.
+
+        Args:
+            batch: Dataset indices of the full batch.
+        """
         return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
 
 
 WHOLE = Share()
-"""What a single process gets."""
+"""The shard of a single process: the full batch."""
 
 
 class _Shares(Sampler[Sequence[int]]):
-    """The places of each batch in order, or a share of them."""
+    """Batch sampler that yields the dataset indices of each batch in order, restricted to a batch shard.
+
+    Args:
+        length: Number of samples in the dataset.
+        batch_size: Number of samples in a full batch, over all processes.
+        share: Batch shard of this process.
+    """
 
     def __init__(self, length: int, batch_size: int, share: Share) -> None:
         self.length = length
@@ -51,17 +61,29 @@ class _Shares(Sampler[Sequence[int]]):
 
 
 def in_order(dataset: Dataset[Any], batch_size: int, share: Share = WHOLE) -> DataLoader[Any]:
-    """Batches in the order of the dataset, or a share of each; going through them does not move the global random state."""
+    """Build a loader that iterates over a dataset in order and leaves the global random state unchanged.
+
+    Args:
+        dataset: Dataset with a length.
+        batch_size: Number of samples in a full batch, over all processes. The last batch may be smaller.
+        share: Batch shard of this process. Default: the full batch.
+    """
     batches = _Shares(len(dataset), batch_size, share)  # type: ignore[arg-type]
-    # Without a generator of its own it draws a seed from the global one.
+    # Without an explicit generator, DataLoader draws a seed from the global one.
     return DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())  # type: ignore[arg-type]
 
 
 def refuse_small_batches(dataset: Dataset[Any], batch_size: int, share: Share, where: str) -> None:
-    """Every process needs a sample of every batch.
+    """Check that every process receives at least one sample of every batch.
+
+    Args:
+        dataset: Dataset with a length.
+        batch_size: Number of samples in a full batch, over all processes.
+        share: Batch shard of this process.
+        where: Configuration key to name in the error.
 
     Raises:
-        ConfigError: The last batch, or each, has fewer samples than there are processes.
+        ConfigError: A batch has fewer samples than there are processes.
     """
     length = len(dataset)  # type: ignore[arg-type]
     last = length % batch_size or batch_size
@@ -78,7 +100,7 @@ class Group(list[Any]):
     """The micro-batches of one step.
 
     Attributes:
-        samples: In all of them, over all processes.
+        samples: Number of samples in all micro-batches, summed over all processes.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""How a model trains in one process, or in several: what each of them gets of a batch, what is sent, and when.
+"""Training strategies: a single process, `DistributedDataParallel`, and FSDP2.
 
-Every process makes the same steps on its share of each batch, and what comes of them is what one process would get from the
-whole batches: a loss is weighted by its samples, so that shares need not be of one size, and gradients are summed up. So a
-gradient inside the model is on the scale that it has where one process trains.
+Every process makes the same steps, each on its shard of the batch. The result equals that of one process on the full
+batch: each loss is weighted by its number of samples, so shards may differ in size, and gradients are summed, not
+averaged. A gradient inside the model therefore has the same scale as in a run with one process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """One process: nothing is shared, and nothing sent.
+    """Training in a single process; base class of the distributed strategies.
 
     Attributes:
-        share: What a process gets of each batch.
-        ranks: The processes, for the probe; None for a single one.
-        processes: The processes of this run; None for a single one.
-        waits_for_all: Whether it waits for the gradients of all parameters that train.
+        share: Batch shard of this process.
+        ranks: Description of the ranks for the probe; None for a single process.
+        processes: Processes of the run; None for a single process.
+        waits_for_all: Whether the backward pass waits for the gradient of every trainable parameter.
     """
 
     waits_for_all = False
@@ -46,62 +46,92 @@ class Strategy:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a checkpoint needs this process's parameters, and what the optimizer knows of them."""
+        """Whether a checkpoint needs the parameters and the optimizer state of this process."""
         return True
 
     def refuse(self, config: RunConfig) -> None:
-        """Stop at what cannot be done in this way.
+        """Check that this strategy supports a configuration.
+
+        Args:
+            config: Configuration of the run.
 
         Raises:
-            ConfigError: With all of it.
+            ConfigError: The configuration contains unsupported settings; the error lists all of them.
         """
 
     def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Give each process its shard of the parameters, before there is an optimizer; whether parameters were replaced."""
+        """Shard the parameters of a model in place, before the optimizer is created.
+
+        Returns:
+            Whether parameters were replaced.
+        """
         return False
 
     def refuse_parts(self, *, called_whole: bool) -> None:
-        """Stop where the task never calls the model as a whole, and that is needed.
+        """Check that this strategy supports the way in which the task calls the model.
+
+        Args:
+            called_whole: Whether the task calls the model itself, and not only submodules of it.
 
         Raises:
-            ConfigError: With what can be done.
+            ConfigError: The strategy needs calls of the full model. The message names an alternative.
         """
 
     def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
-        """What training calls in its place.
+        """Wrap the forward module for training.
 
         Args:
-            forward: What is done with each batch.
-            idle: Whether there may be parameters that get no gradient.
+            forward: Module that computes the loss of a batch.
+            idle: Whether some trainable parameters may receive no gradient.
+
+        Returns:
+            The module that the training loop calls.
         """
         return forward
 
     def draw_apart(self, seed: int) -> None:
-        """From here on each process draws random numbers of its own, such as dropout's."""
+        """Give each process a different random state, for example for dropout.
+
+        Args:
+            seed: Seed of the run.
+        """
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """A forward and backward pass, of which the last one of a step brings the gradients of all processes together."""
+        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
+
+        Args:
+            trained: Module returned by `wrap`.
+            last: Whether this is the last micro-step of the step.
+        """
         yield
 
     def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:  # noqa: ARG002
-        """Means over the samples or terms of all processes, from those over this one's; None where there is none."""
+        """Combine the means of this process into means over all processes.
+
+        Args:
+            values: Means over the samples or terms of this process; None for a value that is missing.
+            weight: Number of samples or terms of this process.
+
+        Returns:
+            Means over all processes, in the same order; None for a value that is missing.
+        """
         return list(values)
 
     def total(self, samples: int) -> int:
-        """The sum over all processes."""
+        """Return the number of samples summed over all processes."""
         return samples
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give all processes the first one's buffers, such as BatchNorm's running mean."""
+        """Copy the buffers of rank 0, such as the running mean of BatchNorm, to all processes."""
 
 
 class DataParallel(Strategy):
-    """Several processes, each with the whole model: `torch.nn.parallel.DistributedDataParallel`.
+    """Data parallel training: each process has the full model (`torch.nn.parallel.DistributedDataParallel`).
 
     Args:
-        processes: The processes of this run.
-        reduces: Whether there is one row for all of them.
+        processes: Processes of the run.
+        reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
     name: Parallel = "ddp"
@@ -116,44 +146,66 @@ class DataParallel(Strategy):
 
     @property
     def keeps_state(self) -> bool:
-        """All have the same: the first one's are enough."""
+        """True for rank 0 only: all processes have the same parameters and optimizer state."""
         return self.processes.leads
 
     def refuse(self, config: RunConfig) -> None:
-        """Stop at what several processes cannot do yet."""
+        """Check that several processes support a configuration.
+
+        Raises:
+            ConfigError: A recording budget is combined with `reduce=global`.
+        """
         mistakes = _refused(config)
         if mistakes:
             raise ConfigError(*mistakes)
 
     def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:
-        """The same, with gradients that are summed up over all processes while the last backward pass of a step runs."""
+        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes.
+
+        Args:
+            forward: Module that computes the loss of a batch.
+            idle: Whether some trainable parameters may receive no gradient in this process. True in one process
+                enables `find_unused_parameters` in all.
+        """
         finds = any(self.processes.exchange(idle))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=finds)
         wrapped.register_comm_hook(None, lambda _, bucket: self._bring_together(bucket))
         return wrapped
 
     def _bring_together(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        self._brought_all |= bucket.is_last()  # they come in order
+        self._brought_all |= bucket.is_last()  # Buckets arrive in order.
         return _sum(bucket)
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
-        """All micro-steps but the last one of a step keep their gradients to themselves."""
+        """Context manager for one forward and backward pass. Only the last pass of a step synchronizes gradients.
+
+        Raises:
+            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
+        """
         assert isinstance(trained, DistributedDataParallel)
         self._brought_all = False
         with nullcontext() if last else trained.no_sync():
             yield
-        if last and not self._brought_all:  # PyTorch would say so in the next step, when this one is made
+        if last and not self._brought_all:  # PyTorch would raise only in the next step.
             problem = "the loss of this step does not depend on all parameters, and that of the first batch did"
             raise InstrumentError(f"{problem}: train.find_unused_parameters=true is for models like this")
 
     def draw_apart(self, seed: int) -> None:
-        """The first process goes on as it would alone; the others are seeded anew."""
+        """Seed every rank but 0 with `seed + rank`. Rank 0 keeps the random state of a single-process run."""
         if not self.processes.leads:
             torch.manual_seed(seed + self.processes.rank)
 
     def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:
-        """Weighted by the samples or terms of each process; in float64, on the device of the values."""
+        """Compute means over all processes, weighted by `weight`.
+
+        Args:
+            values: Means of this process; None for a value that is missing.
+            weight: Number of samples or terms of this process.
+
+        Returns:
+            float64 tensors on the device of the values, in the same order; None for a value that is missing.
+        """
         present = [value for value in values if value is not None]
         if not present:
             return list(values)
@@ -164,20 +216,20 @@ class DataParallel(Strategy):
         return [None if value is None else next(means) for value in values]
 
     def total(self, samples: int) -> int:
-        """The sum over all processes; waits for them."""
+        """Return the number of samples summed over all processes. Blocks until all processes have called it."""
         return self.processes.sum(samples)
 
     def share_buffers(self, model: nn.Module) -> None:
-        """A broadcast from the first process."""
+        """Broadcast all buffers from rank 0."""
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
 
 class FullySharded(DataParallel):
-    """Several processes, each with a shard of every parameter: `torch.distributed.fsdp.fully_shard` (FSDP2).
+    """Fully sharded training with FSDP2: each process has a shard of every parameter.
 
-    The blocks of the model are gathered one after the other: the modules in each `ModuleList` and `Sequential` that is in no
-    other one, and the model with what is left.
+    The parameters are sharded with `torch.distributed.fsdp.fully_shard` and gathered one block at a time. The blocks
+    are the elements of each outermost `ModuleList` or `Sequential`. The root module gathers all remaining parameters.
     """
 
     name: Parallel = "fsdp2"
@@ -185,11 +237,16 @@ class FullySharded(DataParallel):
 
     @property
     def keeps_state(self) -> bool:
-        """Each has a shard."""
+        """Always True: each process has a different shard."""
         return True
 
     def refuse(self, config: RunConfig) -> None:
-        """Stop at what cannot be done with sharded parameters, and at hooks that would never fire."""
+        """Check that sharded parameters support a configuration.
+
+        Raises:
+            ConfigError: The configuration uses fp16, `train.compile`, or hooks that never fire on sharded parameters,
+                or combines a recording budget with `reduce=global`. The error lists all problems.
+        """
         mistakes = _refused(config)
         if config.train.precision == "fp16":
             mistakes.append(
@@ -202,7 +259,11 @@ class FullySharded(DataParallel):
             raise ConfigError(*mistakes)
 
     def shard(self, model: nn.Module) -> bool:
-        """Replace the parameters by this process's shards."""
+        """Replace the parameters of a model by the shards of this process.
+
+        Returns:
+            True: the parameters were replaced.
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -218,26 +279,34 @@ class FullySharded(DataParallel):
         return True
 
     def refuse_parts(self, *, called_whole: bool) -> None:
-        """Parameters are gathered where the model is called."""
+        """Check that the task calls the full model: FSDP2 gathers parameters when the wrapped module is called.
+
+        Raises:
+            ConfigError: The task calls only submodules of the model.
+        """
         if not called_whole:
             problem = "this task calls parts of the model, and shards are gathered where the whole of it is called"
             raise ConfigError(Mistake("train.parallel", problem, written=self.name, allowed=DataParallel.name))
 
     def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
-        """The same: shards bring their gradients together by themselves."""
+        """Return the forward module unchanged: FSDP2 reduces the gradients of the shards itself."""
         return forward
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Gradients are brought together after every backward pass: no process keeps a whole one."""
+        """Context manager for one forward and backward pass. FSDP2 reduces gradients after each pass."""
         yield
 
 
 def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
-    """What `train.parallel` says, for the processes that there are.
+    """Create the strategy that `train.parallel` selects.
+
+    Args:
+        config: Configuration of the run.
+        processes: Processes of the run; None for a single process.
 
     Raises:
-        ConfigError: They do not go together.
+        ConfigError: The configuration does not fit the number of processes.
     """
     check_processes(config, processes)
     if processes is None:
@@ -251,13 +320,16 @@ def _refused(config: RunConfig) -> list[Mistake]:
 
 
 def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
-    """The sum of a bucket of gradients, where DistributedDataParallel has their mean."""
+    """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
     arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return arrived.then(lambda future: future.value()[0])
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules to be gathered one by one: those with parameters that no other block has too."""
+    """Find the modules whose parameters are gathered together.
+
+    A block that shares a parameter with another block, or with a module outside all blocks, is left out.
+    """
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
@@ -281,7 +353,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Parameters that a module in none of the blocks has."""
+    """Return the `id` of every parameter that belongs to a module outside all blocks."""
     inside = {id(module) for block in blocks for module in block.modules()}
     others = [module for module in model.modules() if id(module) not in inside]
     return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}

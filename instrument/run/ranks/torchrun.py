@@ -1,4 +1,4 @@
-"""Whether torchrun started this process as one of several; PyTorch is imported only where it did."""
+"""Detection of a launch by torchrun. PyTorch is imported only if torchrun started several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @cache
 def joined() -> Processes | None:
-    """The processes of this run, once all of them are here; None where this is the only one."""
+    """Join the process group of this run, once per process.
+
+    Returns:
+        The processes, after all of them have joined; None for a single process (`WORLD_SIZE` is unset or 1).
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from .processes import Processes
@@ -28,27 +32,32 @@ def joined() -> Processes | None:
 
 
 def leads() -> bool:
-    """Whether this process speaks for all of them."""
+    """Return whether this is rank 0, the only process that prints and writes shared files."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def agreed(processes: Processes | None) -> AbstractContextManager[None]:
-    """`Processes.agreed`, where there are several."""
+    """Return `Processes.agreed()`, or a context manager that does nothing for a single process."""
     return nullcontext() if processes is None else processes.agreed()
 
 
 def failing_together(
     processes: Processes | None, folder: Path, failed: Callable[[int], None]
 ) -> AbstractContextManager[None]:
-    """`Processes.failing_together`, where there are several."""
+    """Return `Processes.failing_together()`, or a context manager that does nothing for a single process."""
     return nullcontext() if processes is None else processes.failing_together(folder, failed)
 
 
 def check_processes(config: RunConfig, processes: Processes | None) -> None:
-    """Whether what is asked for can be done by the processes that there are.
+    """Check that the configuration fits the number of processes.
+
+    Args:
+        config: Configuration of the run.
+        processes: Processes of the run; None for a single process.
 
     Raises:
-        ConfigError: With the way to do it.
+        ConfigError: The resumed run had another number of processes; `train.parallel` is set for a single process or
+            missing for several; or `plan` is set for several processes. The message names a valid command or value.
     """
     ranks, parallel = 1 if processes is None else processes.size, config.train.parallel
     if config.resume is not None:

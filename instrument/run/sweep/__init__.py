@@ -1,1 +1,1 @@
-"""Many runs that one command makes."""
+"""Sweeps: several runs started by one command."""

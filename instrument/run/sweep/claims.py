@@ -1,4 +1,4 @@
-"""Folders that are named by the clock, and what keeps two runs of one moment apart."""
+"""Folders named by the current time, and unique names for runs that start at the same moment."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ BY_THE_CLOCK = "${now:"
 
 
 def is_named_by_clock(part: DictConfig) -> bool:
-    """Whether a folder's name, `hydra.run.dir` or `hydra.sweep.dir`, is made of the time, so that another one does as well.
+    """Return whether a folder name contains the current time (`${now:...}`), so that another name also serves.
 
     Args:
-        part: `hydra.run` or `hydra.sweep`.
+        part: Section `hydra.run` or `hydra.sweep`, with the key `dir`.
     """
     return BY_THE_CLOCK in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
 
 
 def claim(folder: Path) -> Path:
-    """Make a folder that nobody has made: of this name, or with `_2`, `_3`, ... behind it where another process has it.
+    """Create a folder that does not exist yet.
 
-    A folder that cannot be made is given as it is: whoever writes to it tells why.
+    Args:
+        folder: Preferred path. If it exists, `_2`, `_3`, ... is appended to its name.
+
+    Returns:
+        The created folder; `folder` itself if it cannot be created. The first write to it then raises the error.
     """
     for number in count(1):
         own = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")

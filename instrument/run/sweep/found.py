@@ -1,4 +1,4 @@
-"""What is found in a folder that somebody asks about: a sweep, or runs that no sweep made."""
+"""Lookup of the jobs in a folder: a sweep, or runs without a sweep record."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ ALLOWED = "the folder of a sweep, or one above several runs"
 
 
 class Runs(Jobs):
-    """Runs below a folder that has no record of a sweep, such as those of a loop in a shell, or one behind an address:
-    what is there is known, and not what is missing.
+    """Runs below a folder without a sweep record, such as runs started by a shell loop.
+
+    The existing runs are known; missing runs are not.
 
     Args:
-        run: All of them.
+        run: All runs, loaded together.
     """
 
     def __init__(self, run: Run) -> None:
@@ -43,11 +44,11 @@ class Runs(Jobs):
 
     @property
     def swept(self) -> frozenset[str]:
-        """The keys in which the command lines differ."""
+        """The keys whose command-line values differ between runs."""
         return frozenset(differing_overrides(self.run))
 
     def jobs(self) -> list[SweepJob]:
-        """All runs, in the order of their numbers."""
+        """Return all runs, sorted by number."""
         with unwarned():
             infos = self.run.infos
         return [
@@ -63,11 +64,11 @@ class Runs(Jobs):
 
 
 class SentSweep(Jobs):
-    """A sweep behind an address: its record says which jobs there are to be, and the runs there what became of them.
+    """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
 
     Args:
-        run: All of them.
-        hydra: The part `hydra` of the sweep's configuration.
+        run: All uploaded runs, loaded together.
+        hydra: Section `hydra` of the configuration of the sweep.
     """
 
     def __init__(self, run: Run, hydra: DictConfig) -> None:
@@ -76,11 +77,15 @@ class SentSweep(Jobs):
 
     @property
     def swept(self) -> frozenset[str]:
-        """The keys that tell the jobs from each other."""
+        """The keys whose values differ between jobs."""
         return keys_of(swept_in(self.hydra))
 
     def jobs(self) -> list[SweepJob]:
-        """All jobs, in the order of their numbers; those that are there alone where it is not known which number is which."""
+        """Return all jobs, sorted by number.
+
+        Missing jobs are included only if the number of each planned job is known: not for a sweeper that chooses jobs
+        one by one, and not for shuffled values.
+        """
         there = {job.name: job for job in self.runs.jobs()}
         shuffled = any(getattr(override.value(), "shuffle", False) for override in swept_in(self.hydra))
         if not self.is_laid_out or shuffled:
@@ -96,13 +101,13 @@ class SentSweep(Jobs):
 
 
 def jobs_in(folder: str) -> Jobs:
-    """The sweep in a folder, or the runs below it.
+    """Find the sweep in a folder, or the runs below it.
 
     Args:
-        folder: Its path or its address.
+        folder: Local path or remote address.
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: The folder contains neither, or it is the folder of a single run.
     """
     if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
         return Sweep(Path(folder))

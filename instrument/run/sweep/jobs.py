@@ -1,4 +1,4 @@
-"""What jobs a sweep has, and what became of each: read from its folder."""
+"""The jobs of a sweep and their status, read from the folder of the sweep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...sinks.remote import REMOTE, SWEEP_RECORD, place_of
 from ..cli.search_path import config_loader
 
 READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
-REFUSED = "refused.txt"  # in a job's folder: why it was not begun
+REFUSED = "refused.txt"  # in the folder of a job: the error that prevented its start
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 BY_NUMBER = "${hydra.job.num}"
 DONE, RUNNING, MISSING, UNKNOWN = "done", "running", "missing", "unknown"
@@ -37,11 +37,11 @@ class SweepJob:
     """One job of a sweep.
 
     Attributes:
-        name: Its folder below that of the sweep: its number.
-        folder: Where it is, or is to be.
-        overrides: What it is composed of, as on the command line.
-        status: That of its run.json. Where there is none: `failed` where the job was refused, else `missing`.
-        error: What ended it, in a line; None where nothing did.
+        name: Folder of the job, relative to the folder of the sweep; usually the job number.
+        folder: Existing or planned folder of the job.
+        overrides: Overrides of the job, as on the command line.
+        status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
+        error: Error that ended the job, in one line; None if no error occurred.
     """
 
     name: str
@@ -52,10 +52,10 @@ class SweepJob:
 
 
 class Jobs(ABC):
-    """Jobs in a folder, and what tells them from each other.
+    """The jobs in a folder, and the keys in which they differ.
 
     Attributes:
-        is_laid_out: Whether all jobs are known before the first one begins, each in a folder called by its number.
+        is_laid_out: Whether all jobs are known before the first one starts, and each folder is named by its job number.
     """
 
     is_laid_out: bool
@@ -63,26 +63,26 @@ class Jobs(ABC):
     @property
     @abstractmethod
     def swept(self) -> frozenset[str]:
-        """The keys that tell the jobs from each other."""
+        """The keys whose values differ between jobs."""
 
     @abstractmethod
     def jobs(self) -> list[SweepJob]:
-        """All jobs, in the order of their numbers."""
+        """Return all jobs, sorted by number."""
 
     def label(self, job: SweepJob) -> str:
-        """What tells a job from the others: `hooks.tame.norm=0.1 seed=1`."""
+        """Return the overrides in which a job differs from the others, for example `hooks.tame.norm=0.1 seed=1`."""
         written = (override.lstrip("+") for override in job.overrides)
         return " ".join(override for override in written if re.split("[=@]", override)[0] in self.swept)
 
 
 class Sweep(Jobs):
-    """A sweep, as it is found in its folder.
+    """A sweep, read from its local folder.
 
     Args:
-        folder: That of the sweep.
+        folder: Folder of the sweep.
 
     Raises:
-        ConfigError: It is not one.
+        ConfigError: The folder has no readable sweep record.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +93,10 @@ class Sweep(Jobs):
 
     @property
     def address(self) -> str | None:
-        """Where its jobs are sent to, each to a folder below; None where they are not sent, or each says where."""
+        """Remote folder of the sweep; each job is uploaded to a folder below it.
+
+        None if the jobs are not uploaded, or if the address differs between jobs.
+        """
         try:
             remote = OmegaConf.select(self.record, REMOTE)
         except OmegaConfBaseException:
@@ -102,7 +105,7 @@ class Sweep(Jobs):
 
     @cached_property
     def swept(self) -> frozenset[str]:
-        """The keys that tell the jobs from each other."""
+        """The keys whose values differ between jobs."""
         return keys_of(self._swept)
 
     @cached_property
@@ -110,7 +113,7 @@ class Sweep(Jobs):
         return swept_in(self.hydra)
 
     def jobs(self) -> list[SweepJob]:
-        """All jobs, in the order of their numbers; those that are there alone where they are not laid out."""
+        """Return all jobs, sorted by number. Missing jobs are included only if `is_laid_out` is true."""
         there = {str(folder.relative_to(self.folder)): _recorded(folder) for folder in _jobs_below(self.folder)}
         planned = self._planned(there) if self.is_laid_out else {}
         names = sorted({**there, **planned}, key=natural)
@@ -136,29 +139,29 @@ class Sweep(Jobs):
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Inside, nobody is warned of where a run's rows are: none is read."""
+    """Suppress `InstrumentWarning` about the location of rows during the `with` block, which reads only `run.json`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)
         yield
 
 
 def error_of(info: Mapping[str, Any]) -> str | None:
-    """What ended a run, in a line; None where nothing did.
+    """Return the first line of the error that ended a run; None if no error occurred.
 
     Args:
-        info: Its run.json.
+        info: Content of `run.json`.
     """
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
 def read_sweep(folder: Path) -> DictConfig:
-    """Hydra's record of a sweep: the configuration that those of its jobs are made of.
+    """Read the sweep record of Hydra: the configuration from which the jobs are composed.
 
     Args:
-        folder: That of the sweep, which may be behind an address.
+        folder: Local or remote folder of the sweep.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The record is missing, cannot be read, or was not written by Hydra.
     """
     try:
         with (folder / SWEEP_RECORD).open() as file:
@@ -173,23 +176,26 @@ def read_sweep(folder: Path) -> DictConfig:
 
 
 def is_laid_out(hydra: DictConfig) -> bool:
-    """Whether all jobs are known before the first one begins, each in a folder called by its number.
+    """Return whether all jobs are known before the first one starts, and each folder is named by its job number.
 
     Args:
-        hydra: The part `hydra` of the sweep's configuration.
+        hydra: Section `hydra` of the configuration of the sweep.
     """
     subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
     return bool(hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER)
 
 
 def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
-    """The jobs that Hydra's own sweeper makes of a sweep: the product of the values of all overrides.
+    """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
     Args:
-        hydra: The part `hydra` of the sweep's configuration.
+        hydra: Section `hydra` of the configuration of the sweep.
+
+    Returns:
+        The overrides of each job, by job number.
 
     Raises:
-        ConfigError: The values of an override cannot be gone through.
+        ConfigError: The values of an override cannot be expanded.
     """
     parser = OverridesParser.create(config_loader=config_loader())
     overrides = [_readable(parser, written) for written in arguments_of(hydra)]
@@ -211,7 +217,7 @@ def _readable(parser: OverridesParser, written: str) -> Override:
 
 
 def summary(jobs: Sequence[SweepJob]) -> str:
-    """How many jobs there are of each status: `5 done, 1 failed`."""
+    """Return the number of jobs by status, with `done` first: `5 done, 1 failed`."""
     if not jobs:
         return "none was begun"
     counts = Counter(job.status for job in jobs)
@@ -219,35 +225,45 @@ def summary(jobs: Sequence[SweepJob]) -> str:
 
 
 def arguments_of(hydra: DictConfig) -> list[str]:
-    """A sweep's overrides: those that a file names under `hydra.sweeper.params`, and those of the command line."""
+    """Return the overrides of a sweep: those in `hydra.sweeper.params`, then those of the command line."""
     parameters: Mapping[str, Any] = hydra.sweeper.get("params") or {}
     return [*(f"{key}={value}" for key, value in parameters.items()), *overrides_of(hydra, "task")]
 
 
 def swept_in(hydra: DictConfig) -> list[Override]:
-    """The overrides that have several values."""
+    """Return the overrides that have several values."""
     parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
     return [override for override in parsed if override.is_sweep_override()]
 
 
 def keys_of(overrides: Sequence[Override]) -> frozenset[str]:
-    """The keys that overrides are about, without Hydra's `+` before one, and without the package behind one."""
+    """Return the keys of overrides, without the `+` prefix and the `@package` suffix of Hydra."""
     return frozenset(override.key_or_group for override in overrides)
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:
-    """What stood on the command line, as it was written: `seed=${hydra:job.num}` means something in a job only."""
+    """Return the overrides of the command line as written.
+
+    They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
+
+    Args:
+        hydra: Section `hydra` of the configuration.
+        part: `task` for overrides of the run, `hydra` for overrides of Hydra.
+    """
     written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
     return [str(override) for override in written]
 
 
 def natural(name: str) -> list[str | int]:
-    """A key that sorts job 10 behind job 9."""
+    """Return a sort key that orders job 10 after job 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _jobs_below(sweep: Path) -> Iterator[Path]:
-    """The folders of jobs: with a run, or with Hydra's record of one; without a look into them, or into what is put aside."""
+    """Find the folders of jobs: those with a `run.json` or with a `.hydra` folder.
+
+    The search does not enter job folders, or hidden folders such as `.aside`.
+    """
     for above, folders, files in os.walk(sweep):
         if "run.json" in files or ".hydra" in folders:
             folders.clear()
@@ -256,7 +272,7 @@ def _jobs_below(sweep: Path) -> Iterator[Path]:
 
 
 def _recorded(folder: Path) -> tuple[str, ...]:
-    """What Hydra wrote down that a job was composed of; empty where it is not there."""
+    """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
     try:
         overrides = yaml.load((folder / ".hydra" / "overrides.yaml").read_text(), yaml.CSafeLoader)
     except (OSError, yaml.YAMLError):
@@ -267,8 +283,19 @@ def _recorded(folder: Path) -> tuple[str, ...]:
 def _planned(
     jobs: Sequence[tuple[str, ...]], there: Mapping[str, tuple[str, ...]], *, shuffled: bool
 ) -> dict[str, tuple[str, ...]]:
-    """The overrides of each number. `shuffle(...)` has another order each time that it is composed: what is left of it goes
-    to the numbers that are left."""
+    """Assign the planned jobs to job numbers.
+
+    `shuffle(...)` gives a different order each time it is expanded. The jobs without a record are then assigned to the
+    numbers without a record.
+
+    Args:
+        jobs: Overrides of all planned jobs.
+        there: Recorded overrides by job number.
+        shuffled: Whether the values of an override are shuffled.
+
+    Returns:
+        Overrides by job number.
+    """
     if not shuffled:
         return {str(number): overrides for number, overrides in enumerate(jobs)}
     left = list((Counter(jobs) - Counter(there.values())).elements())
@@ -284,6 +311,6 @@ def _first_line_of(file: Path) -> str | None:
 
 
 def folder_override(key: str, folder: Path) -> str:
-    """The override that names a folder, in Hydra's grammar."""
+    """Return a Hydra override that sets a key to a path, with quotes escaped."""
     escaped = str(folder).replace("'", r"\'")
     return f"{key}='{escaped}'"

@@ -1,4 +1,4 @@
-"""What a job of a sweep came to: the number that `objective` names, told, and kept in run.json, here and where it was sent."""
+"""The score of a sweep job: compute, print and save the value of `objective`, in `run.json` and its uploaded copy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ RECORD = "run.json"
 def judge(
     objective: Objective, folder: Path, metrics: Mapping[str, float | None], *, searched: bool = False
 ) -> float | None:
-    """The number of a job that is over. What the metrics do not have is told, and kept in run.json beside them.
+    """Compute the objective value of a finished job.
+
+    A value computed from a table is printed and saved in `run.json` next to the metrics.
 
     Args:
-        objective: What is asked for.
-        folder: The job's.
-        metrics: Of its last evaluation.
-        searched: Whether the next job depends on it, so that it is told where there is none.
+        objective: Objective of the sweep.
+        folder: Folder of the job.
+        metrics: Metrics of the last evaluation.
+        searched: Whether the next job depends on the value. If so, a missing value is always reported; otherwise only
+            for an objective other than the default. Default: False.
 
     Returns:
-        None where there is no number, or none that is finite.
+        The value; None if it is missing or not finite.
     """
     if objective.query is None:
         value, reason = objective.of(folder, metrics)
@@ -45,7 +48,7 @@ def judge(
 
 
 def _why_incomplete(folder: Path, record: Mapping[str, Any]) -> str:
-    """Why a number of the rows that there are would not be that of the run; empty where all are there."""
+    """Return why the available rows are not all rows of the run; empty if they are complete."""
     if stopped := record.get("recording_stopped"):
         return f"its recording stopped: {stopped}"
     if moved_to(record) is not None and any(parts_of(folder, table) for table in ASKED):
@@ -54,7 +57,7 @@ def _why_incomplete(folder: Path, record: Mapping[str, Any]) -> str:
 
 
 def _rows_of(folder: Path, record: Mapping[str, Any]) -> Path:
-    """Where the rows are: here, or where they were moved to."""
+    """Return the folder with the rows of a run: the local folder, or the remote folder to which they were moved."""
     address = moved_to(record)
     return folder if address is None else folder_at(address)
 
@@ -65,5 +68,5 @@ def _keep(folder: Path, record: dict[str, Any]) -> None:
         return
     try:
         RemoteFolder(record["remote"], REMOTE).put(folder / RECORD, RECORD)
-    except Exception as error:  # of many kinds: whatever a client raises
+    except Exception as error:  # Each storage client raises its own exception types.
         print(f"{folder}  its number is not in {record['remote']}: {told(error)}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""What a job is judged by: the number that a sweeper makes smaller or larger.
+"""The objective of a sweep: the number that a sweeper minimizes or maximizes.
 
 loss                                                a metric of the last evaluation
-max(stats.abs_max where layer = 'decoder.2')        one number of a table; the condition is SQL's
+max(stats.abs_max where layer = 'decoder.2')        an aggregate of a table column, with a condition in SQL
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...errors import ConfigError, InstrumentError, Mistake, nearest
 from ...extras import pip_command
 
 KEY, DEFAULT = "objective", "loss"
-METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # those that an evaluation has
-ASKED = ("stats", "metrics", "effects")  # the tables with numbers
+METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation
+ASKED = ("stats", "metrics", "effects")  # tables with numeric columns
 AGGREGATES = {
     "min": "min(value)",
     "max": "max(value)",
@@ -28,7 +28,10 @@ AGGREGATES = {
     "first": "arg_min(value, step)",
     "last": "arg_max(value, step)",
 }
-"""DuckDB's name of each; `first` and `last` are of the mean of a step's rows, at the first and the last step that has one."""
+"""DuckDB expression of each aggregate.
+
+`first` and `last` apply to the mean over the rows of each step; they return the mean at the first and last step.
+"""
 ALLOWED = (
     f"a metric of the last evaluation ({', '.join(METRICS)}), or one number of a table, as in "
     "max(stats.abs_max where layer = 'decoder.2')"
@@ -38,25 +41,27 @@ _NUMBER_OF_A_TABLE = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?
 
 @dataclass(frozen=True)
 class Objective:
-    """What a job is judged by, checked.
+    """A validated objective.
 
     Attributes:
-        written: As it stands in the configuration.
-        query: The question to DuckDB whose one row is the number and how many rows it is made of; None: a metric.
+        written: Objective as written in the configuration.
+        query: SQL query for DuckDB that returns one row with the columns `value` (the number) and `rows` (how many rows
+            it aggregates). None if the objective is a metric. Default: None.
     """
 
     written: str
     query: str | None = None
 
     def of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
-        """The number of a run, and why there is none.
+        """Compute the objective value of a run.
 
         Args:
-            folder: That of a run that is over, or its address.
-            metrics: Of its last evaluation.
+            folder: Local or remote folder of a finished run.
+            metrics: Metrics of the last evaluation.
 
         Returns:
-            None in place of a number that is not finite, or not there: a sweeper takes such a job for failed.
+            The value and the reason why it is missing. The value is None if it is missing or not finite, and a sweeper
+            treats the job as failed; otherwise the reason is empty.
         """
         if self.query is None:
             value = metrics.get(self.written)
@@ -76,10 +81,16 @@ class Objective:
 
 
 def read_objective(written: str) -> Objective:
-    """What is written under `objective`, understood and tried on empty tables. Rows of a repeated forward pass do not count.
+    """Parse the value of `objective`, and test its query on an empty table.
+
+    The query leaves out rows of a recomputed forward pass (activation checkpointing).
+
+    Args:
+        written: A metric of an evaluation, or `aggregate(table.column where condition)`.
 
     Raises:
-        ConfigError: There is no such metric, aggregate, table or column, or the condition cannot be read.
+        ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
+            missing.
     """
     if written in METRICS:
         return Objective(written)
@@ -94,7 +105,8 @@ def read_objective(written: str) -> Objective:
     _known("table", table, ASKED, written)
     _known(f"column of {table} with numbers", column, _numbers(table), written)
     once = "" if table == "metrics" else " and not recompute"
-    where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")  # it may end in a comment
+    # The newline ends a SQL comment at the end of the condition.
+    where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")
     rows = f"select step, {column} as value from {table} where {where}"
     if aggregate in ("first", "last"):
         rows = f"select step, avg(value) as value from ({rows}) group by step"
@@ -134,7 +146,7 @@ def _try(query: str, table: str, condition: str) -> None:
         connection.register(table, TABLES[table].schema.empty_table())
         try:
             if condition:
-                duckdb.SQLExpression(condition)  # one of its own, with all of its brackets
+                duckdb.SQLExpression(condition)  # raises unless it is one complete expression
             connection.execute(query)
         except duckdb.Error as error:
             told = _first_line(error)

@@ -1,4 +1,4 @@
-"""Doing again what is not done of a sweep: in its folder, under the same numbers, through the same launcher."""
+"""Rerun of the jobs of a sweep that are not done, in the same folder, with the same numbers and the same launcher."""
 
 from __future__ import annotations
 
@@ -28,19 +28,24 @@ from ..folder import ASIDE, CHECKPOINTS, git_revision, read_record
 from .jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 
 WHERE = "--rerun"
-MOST = 5  # changes that are told of
-STILL_TOLD = ("quiet", "report")  # what a run that goes on is told, besides where it is
+MOST = 5  # maximum number of changes in the warning
+STILL_TOLD = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
 
 
 def rerun(sweep: Sweep) -> int:
-    """Do all jobs of a sweep that are not done: from its checkpoint where a job has one, else from its beginning, with what
-    it left put aside.
+    """Run all jobs of a sweep that are neither done nor running.
+
+    A job with a checkpoint is resumed. Any other job starts again, and its old folder is moved to `.aside`.
+
+    Args:
+        sweep: Sweep to complete.
 
     Returns:
-        How many jobs that were.
+        Number of jobs that were run.
 
     Raises:
-        ConfigError: The sweep still goes on, its jobs are not known beforehand, or the folder it was started in is gone.
+        ConfigError: The sweep is still running in another process, its jobs are not known in advance, or its working
+            directory cannot be entered.
     """
     _refuse_what_is_not_laid_out(sweep)
     with _held(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
@@ -60,7 +65,10 @@ def rerun(sweep: Sweep) -> int:
 
 
 def numbered_job(config: DictConfig) -> float | None:
-    """A job that is done again: its number is its folder's, not its place among those that are done again."""
+    """Run one job again, with the number of its folder as the job number.
+
+    Hydra would use the position among the jobs that are run again.
+    """
     hydra = HydraConfig.get()
     with flag_override(hydra, "readonly", False):  # type: ignore[arg-type]
         hydra.job.num = int(hydra.sweep.subdir)
@@ -86,7 +94,11 @@ def _refuse_what_is_not_laid_out(sweep: Sweep) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The sweep is this process's own inside."""
+    """Hold the lock of a sweep folder during the `with` block.
+
+    Raises:
+        ConfigError: Another process holds the lock.
+    """
     lock = FolderLock(folder)
     if not lock.acquire():
         raise ConfigError(Mistake(WHERE, "this sweep still goes on, in another process", written=str(folder)))
@@ -98,7 +110,13 @@ def _held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _working_directory(folder: Path) -> Iterator[None]:
-    """Inside, everything is where it was when the sweep was started: its data, the user's own models and `conf`."""
+    """Change to the working directory of the sweep during the `with` block, and make its modules importable.
+
+    Relative data paths, custom models and the `conf` folder are then found as in the original command.
+
+    Raises:
+        ConfigError: The directory cannot be entered.
+    """
     before = Path.cwd()
     try:
         os.chdir(folder)
@@ -114,7 +132,11 @@ def _working_directory(folder: Path) -> Iterator[None]:
 
 
 def _composed(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
-    """The configuration of the sweep, as it would be begun now, and what composes those of its jobs."""
+    """Compose the configuration of a sweep from the current files.
+
+    Returns:
+        The configuration, and the loader that composes the configurations of the jobs.
+    """
     setup_globals()
     loader = config_loader()
     given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
@@ -128,9 +150,12 @@ def _launcher(config: DictConfig, loader: ConfigLoader) -> Launcher:
 
 
 def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
-    """In what the first job that is done would be another one now: `optimizer.lr: 0.1, now 0.2`; empty where in nothing.
+    """Describe how the first finished job would differ if it ran now.
 
-    What a configuration takes from elsewhere, `${oc.env:HOME}`, is not compared.
+    Values with an interpolation, such as `${oc.env:HOME}`, are not compared.
+
+    Returns:
+        The differences, for example `optimizer.lr: 0.1, now 0.2`; empty if nothing differs.
     """
     done = next((each for each in sweep.jobs() if each.status == DONE and each.overrides), None)
     if done is None:
@@ -149,11 +174,11 @@ def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
 
 
 def _overrides(each: SweepJob) -> list[str]:
-    """What a job is composed of when it is done again."""
+    """Return the overrides with which a job runs again. A job without a checkpoint is moved aside first."""
     place = f"hydra.sweep.subdir={each.name}"
     if _has_checkpoint(each.folder):
         told = [override for override in each.overrides if override.partition("=")[0] in STILL_TOLD]
-        # Hydra's record of the run's beginning stays as it is.
+        # `hydra.output_subdir=null` keeps the record that Hydra wrote when the run started.
         return [folder_override("resume", each.folder), *told, place, "hydra.output_subdir=null"]
     if each.folder.exists():
         _put_aside(each.folder)
@@ -165,7 +190,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _put_aside(folder: Path) -> None:
-    """Move what a job left to where no reader takes it for a run of the sweep: `.aside/3.1`, then `.aside/3.2`, ..."""
+    """Move the folder of a job to `.aside/3.1`, `.aside/3.2`, ..., where it is not read as a run of the sweep."""
     aside = folder.parent / ASIDE
     aside.mkdir(exist_ok=True)
     free = (aside / f"{folder.name}.{attempt}" for attempt in count(1))

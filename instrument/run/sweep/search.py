@@ -1,4 +1,4 @@
-"""A search by Optuna: what is checked before its first trial, and which trial came out best."""
+"""Hyperparameter search with Optuna: checks before the first trial, and the best trial."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from .jobs import SweepJob
 from .objective import KEY
 
 SWEEPER = "OptunaSweeper"
-RESULTS = "optimization_results.yaml"  # what the sweeper leaves in the sweep's folder
+RESULTS = "optimization_results.yaml"  # written by the sweeper to the folder of the sweep
 WHERE = "hydra.sweeper"
 DIRECTIONS = ("minimize", "maximize")
 
 
 def is_search(hydra: DictConfig) -> bool:
-    """Whether Optuna chooses the jobs of a sweep.
+    """Return whether Optuna chooses the jobs of a sweep.
 
     Args:
-        hydra: The part `hydra` of its configuration.
+        hydra: Section `hydra` of the configuration of the sweep.
     """
     return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
 
 
 def check_search(hydra: DictConfig) -> None:
-    """Make sure that a search can begin, and can go on with the study that it names.
+    """Check that a search can start, and that it can continue an existing study of the same name.
 
     Args:
-        hydra: The part `hydra` of the sweep's configuration.
+        hydra: Section `hydra` of the configuration of the sweep.
 
     Raises:
-        ConfigError: Optuna's sweeper would not take a value, or the study goes another way.
+        ConfigError: A setting of the Optuna sweeper is invalid, the storage cannot be used, or the existing study has
+            another direction.
     """
     import optuna
 
-    optuna.logging.set_verbosity(logging.WARNING)  # the best trial is told at the end
+    optuna.logging.set_verbosity(logging.WARNING)  # The summary of the sweep prints the best trial.
     asked = hydra.sweeper
     mistakes = [*_numbers(asked), *_direction(asked.direction)]
     if mistakes:
@@ -53,14 +54,15 @@ def check_search(hydra: DictConfig) -> None:
 
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Which job of a search came out best, with its number, and where Optuna wrote it down; nothing where there is none.
+    """Describe the best trial of a search.
 
     Args:
-        folder: That of the sweep.
-        jobs: All of its jobs.
+        folder: Folder of the sweep.
+        jobs: All jobs of the sweep.
 
     Returns:
-        What is told, by what it is called.
+        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
+        Empty if the folder has no readable results file.
     """
     file = folder / RESULTS
     try:
@@ -98,13 +100,18 @@ def _direction(written: Any) -> Iterator[Mistake]:
 
 
 def _directions(written: Any) -> list[str]:
-    """Words, of a word, one of the sweeper's own names, or a list of these."""
+    """Return the names of one direction or a list of directions, each a string or an enum member of the sweeper."""
     several = written if OmegaConf.is_list(written) else [written]
     return [str(getattr(one, "name", one)) for one in several]
 
 
 def _check_storage(asked: DictConfig) -> None:
-    """Stop at an address that no database has, at a password in it, and at a study that goes another way."""
+    """Check the storage of a study.
+
+    Raises:
+        ConfigError: The address contains a password, the database cannot be opened, or the existing study has another
+            direction.
+    """
     where = f"{WHERE}.storage"
     plain: Any = OmegaConf.to_container(asked, resolve=False)
     if re.search(r"://[^/]*:[^/]*@", plain["storage"]):
@@ -113,7 +120,7 @@ def _check_storage(asked: DictConfig) -> None:
         raise ConfigError(Mistake(where, problem, allowed=allowed))
     try:
         before = _directions_of(asked.storage, asked.study_name)
-    except Exception as error:  # of many kinds: whatever a database's client raises
+    except Exception as error:  # Each database client raises its own exception types.
         problem = f"no study can be kept there: {type(error).__name__}"
         raise ConfigError(Mistake(where, problem, plain["storage"], "such as sqlite:///study.db")) from None
     now = _directions(asked.direction)
@@ -123,7 +130,7 @@ def _check_storage(asked: DictConfig) -> None:
 
 
 def _directions_of(storage: str, study_name: str | None) -> list[str]:
-    """Those of a study; none where there is no such study yet."""
+    """Return the directions of a study; empty if the study does not exist yet."""
     import optuna
 
     database = optuna.storages.get_storage(storage)
@@ -135,7 +142,7 @@ def _directions_of(storage: str, study_name: str | None) -> list[str]:
 
 
 def _number_of(folder: Path) -> tuple[str, float] | None:
-    """What a job was judged by, and its number; None where it has none."""
+    """Return the objective of a job and its value; None if the job has no value."""
     try:
         record = json.loads((folder / "run.json").read_text())
         name = record["config"].get(KEY, "")

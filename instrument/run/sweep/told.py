@@ -1,4 +1,4 @@
-"""How a sweep ended, in a few lines, however many jobs it has."""
+"""The summary of a finished sweep, in a limited number of lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from .jobs import DONE, Sweep, SweepJob, summary
 from .search import best_trial
 
-SUBMITTED = ".submitit"  # where submitit keeps what its jobs print
-MOST = 20  # jobs that are told of one by one; of more, those that ended alike are told of together
-RANGES = 8  # of their numbers
+SUBMITTED = ".submitit"  # folder in which submitit stores the output of its jobs
+MOST = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
+RANGES = 8  # maximum number of ranges of job numbers in a line
 
 
 def tell_sweep(folder: Path) -> None:
-    """Tell the user which jobs of a sweep are not done, why, and what does the rest."""
+    """Print the jobs of a sweep that are not done, their errors, and the command that runs them again, to stderr."""
     sweep = Sweep(folder)
     jobs = sweep.jobs()
     if not jobs:
@@ -41,24 +41,27 @@ def tell_sweep(folder: Path) -> None:
 
 
 def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """What there is to tell of a sweep besides its jobs: its best trial, and where it is too.
+    """Return the result of a sweep as a whole: its best trial and its remote folder.
 
     Args:
-        sweep: That is over, or was listed.
-        jobs: All of its jobs.
+        sweep: Sweep that is finished or listed.
+        jobs: All jobs of the sweep.
 
     Returns:
-        What is told, by what it is called.
+        Text by label. A label is left out if it does not apply.
     """
     remote = {} if sweep.address is None else {"remote": sweep.address}
     return {**best_trial(sweep.folder, jobs), **remote}
 
 
 def told_together(left: Sequence[SweepJob]) -> list[str]:
-    """A line for all jobs that ended alike, the most first, where they are too many to be told of one by one.
+    """Group jobs by status and error, if there are more than `MOST`.
 
     Args:
-        left: Those that are not done.
+        left: Jobs that are not done.
+
+    Returns:
+        One line for each group, the largest group first; empty if the jobs can be listed one by one.
     """
     if len(left) <= MOST:
         return []
@@ -74,7 +77,7 @@ def told_together(left: Sequence[SweepJob]) -> list[str]:
 
 
 def _in_ranges(names: Sequence[str]) -> str:
-    """Numbers in order as `3, 7-12, 40`; what is called otherwise one by one."""
+    """Format job names: consecutive numbers as ranges (`3, 7-12, 40`), other names one by one."""
     found = list(islice(_ranges(names), RANGES + 1))
     return ", ".join([*found[:RANGES], "..."] if len(found) > RANGES else found)
 

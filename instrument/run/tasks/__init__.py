@@ -1,4 +1,4 @@
-"""Tasks: what a model and a batch make a loss of. Another one is another class with the same `__call__`."""
+"""Tasks: callables that compute the loss of a batch. A custom task implements the protocol `Task`."""
 
 from .autoencoder import Autoencoder
 from .base import CountsTerms, Outcome, Task, accuracy, check_outcome, mean_loss

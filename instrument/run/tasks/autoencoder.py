@@ -1,4 +1,4 @@
-"""Autoencoder: the input is the target."""
+"""Task for autoencoders: the input is the target."""
 
 from __future__ import annotations
 
@@ -12,17 +12,32 @@ from .supervised import main_output
 
 
 class Autoencoder:
-    """Inputs, perhaps with targets beside them, which are not looked at; a loss of the output and the input.
+    """A loss of the model output and the input.
+
+    A batch is a tensor, or a tuple or list whose first element is a tensor. Further elements, such as targets, are
+    ignored.
 
     Args:
-        loss: Called as `loss(output, inputs)`; gives the mean over the samples.
+        loss: Called as `loss(output, inputs)`. Returns the mean over the samples, a scalar.
     """
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.loss = loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """The loss of a batch: inputs of any shape, which the model's output has to have too."""
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model. Its output must have the shape of the input.
+            batch: Inputs [N, ...], or a tuple or list (inputs, ...).
+
+        Returns:
+            The loss and the number of samples, without `correct`.
+
+        Raises:
+            ValueError: The shapes of output and input differ.
+            TypeError: The inputs or the output are not a tensor.
+        """
         inputs = inputs_of(batch)
         output = main_output(model(inputs))
         if output.shape != inputs.shape:

@@ -1,4 +1,4 @@
-"""What a task is, and what it gives."""
+"""The task protocol, the outcome of a batch, and the averages over several batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one batch.
+    """The result of a task on one batch.
 
     Attributes:
-        loss: Mean over the samples, or over the terms of a task that is `CountsTerms`; a scalar that can be differentiated.
-        samples: Number of samples.
-        correct: How many of them were classified right, as a scalar tensor; None where that has no meaning.
+        loss: The mean over the samples, or over the terms if the task implements `CountsTerms`. A differentiable
+            scalar.
+        samples: The number of samples.
+        correct: The number of correctly classified samples, a scalar tensor. None if the task is not a classification.
     """
 
     loss: Tensor
@@ -26,28 +27,45 @@ class Outcome:
 
 
 class Task(Protocol):
-    """Runs a model on a batch."""
+    """A callable that runs a model on a batch and computes its loss."""
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """The loss of one batch, as the data loader gives it."""
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model, on its device.
+            batch: The batch from the data loader, on the device of the model.
+
+        Returns:
+            The loss, and the number of samples and of correctly classified samples.
+        """
 
 
 @runtime_checkable
 class CountsTerms(Protocol):
-    """A task whose loss is the mean of other terms than the samples, such as the tokens that count.
+    """A task whose loss is a mean over terms other than samples, such as tokens.
 
-    Micro-batches, processes and batches of an evaluation are weighted by their terms in place of their samples.
+    Micro-batches, processes and evaluation batches are then weighted by their number of terms instead of samples.
     """
 
     def number_of_terms(self, batch: Any) -> int:
-        """The number of terms in the mean; may be 0, where the loss has to be finite."""
+        """Return the number of terms in the mean of a batch.
+
+        It may be 0. The loss of such a batch must be finite.
+
+        Args:
+            batch: The batch from the data loader.
+        """
 
 
 def inputs_of(batch: Any) -> Tensor:
-    """The inputs of a batch: the batch itself, or the first of its parts `(inputs, ...)`.
+    """Return the inputs of a batch: the batch itself, or its first element if it is a tuple or list.
+
+    Args:
+        batch: The batch from the data loader.
 
     Raises:
-        TypeError: They are no tensor.
+        TypeError: The inputs are not a tensor.
     """
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if isinstance(inputs, Tensor):
@@ -58,10 +76,13 @@ def inputs_of(batch: Any) -> Tensor:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """The inputs and the targets of a batch `(inputs, targets)`.
+    """Return the inputs and the targets of a batch.
+
+    Args:
+        batch: A tuple or list (inputs, targets).
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The batch is not a pair.
     """
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
@@ -72,10 +93,13 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def check_outcome(outcome: object) -> None:
-    """Whether a training can be made of what a task gave.
+    """Check that the result of a task can be used for training.
+
+    Args:
+        outcome: The result of the task.
 
     Raises:
-        TypeError: It is no `Outcome`, or its loss is no scalar that can be differentiated.
+        TypeError: The result is not an `Outcome`, or its loss is not a differentiable scalar.
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the task gave a {type(outcome).__name__} in place of an instrument.run.tasks.Outcome")
@@ -88,11 +112,14 @@ def check_outcome(outcome: object) -> None:
 
 @torch.no_grad()
 def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
-    """The share of samples classified right over several batches; None where one of them does not say.
+    """Return the fraction of correctly classified samples over several batches.
 
     Args:
-        outcomes: One for each batch.
-        weights: What each batch counts; its samples where they are not given.
+        outcomes: The outcome of each batch.
+        weights: The weight of each batch. Default: its number of samples.
+
+    Returns:
+        A scalar from 0 to 1; None if an outcome has no `correct`.
     """
     counts = [outcome.correct for outcome in outcomes if outcome.correct is not None]
     if len(counts) < len(outcomes) or not counts:
@@ -107,11 +134,14 @@ def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) 
 
 @torch.no_grad()
 def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor:
-    """The mean loss over several batches.
+    """Return the mean loss over several batches.
 
     Args:
-        outcomes: One for each batch.
-        weights: What each batch counts; its samples where they are not given.
+        outcomes: The outcome of each batch.
+        weights: The weight of each batch. Default: its number of samples.
+
+    Returns:
+        A scalar without gradient.
     """
     if weights is None:
         weights = [outcome.samples for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Wasserstein GAN with gradient penalty."""
+"""Task for Wasserstein GANs with gradient penalty."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from .base import Outcome, inputs_of
 
 
 class WassersteinGAN:
-    """A critic and a generator, trained together: WGAN-GP (Gulrajani et al. 2017).
+    """The joint loss of a generator and a critic: WGAN-GP (Gulrajani et al. 2017).
 
-    The model has the modules `generator`, from noise [N, latent] to samples, and `critic`, from samples to scores.
-    The critic's loss, equation 3 of the paper, is
+    The model has a submodule `generator`, which maps noise [N, latent] to samples, and a submodule `critic`, which maps
+    samples to scores. The loss of the critic is equation 3 of the paper:
 
         mean critic(fake) - mean critic(real) + penalty * mean (|gradient of critic at a mixture| - 1)^2
 
-    and the generator's is -mean critic(fake), formed with the critic's parameters held still. Their sum is one loss:
-    each of the two gets the gradient of its own part. They are trained by an optimizer each
-    (`optimizer=generator_and_critic`), or by a single one. Both make a step with every batch, where the paper's generator
-    makes one in five.
+    The loss of the generator is -mean critic(fake), computed without gradients for the parameters of the critic. The
+    task returns the sum of both losses, so each submodule gets the gradient of its own loss. Train them with one
+    optimizer each (`optimizer=generator_and_critic`) or with a single optimizer. Both make a step for each batch. In
+    the paper, the generator makes one step per five steps of the critic.
+
+    In an evaluation without gradients, the loss contains only the first two terms.
 
     Args:
-        latent: Size of the noise.
-        penalty: The weight of the gradient penalty; the paper's is 10.
+        latent: The number of features of the noise. Default: 16.
+        penalty: The weight of the gradient penalty. Default: 10, as in the paper.
+
+    Raises:
+        ValueError: `penalty` is negative.
     """
 
     def __init__(self, latent: int = 16, penalty: float = 10.0) -> None:
@@ -37,12 +42,24 @@ class WassersteinGAN:
         self.penalty = penalty
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """The loss of a batch of real samples [N, ...]; targets beside them are not looked at."""
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model with the submodules `generator` and `critic`.
+            batch: Real samples [N, ...], or a tuple or list (samples, ...). Further elements are ignored.
+
+        Returns:
+            The loss and the number of samples, without `correct`.
+
+        Raises:
+            TypeError: The samples are not a tensor.
+            AttributeError: The model has no submodule `generator` or `critic`.
+        """
         real = inputs_of(batch)
         generator, critic = model.get_submodule("generator"), model.get_submodule("critic")
         fake = generator(torch.randn(len(real), self.latent, device=real.device, dtype=real.dtype))
         loss = critic(fake.detach()).mean() - critic(real).mean()
-        if torch.is_grad_enabled():  # an evaluation has no gradients: it forms no penalty, and trains no generator
+        if torch.is_grad_enabled():  # An evaluation has no gradients, which the penalty requires.
             loss = loss + self.penalty * gradient_penalty(critic, real, fake.detach())
             with held_still(critic):
                 loss = loss - critic(fake).mean()
@@ -50,7 +67,18 @@ class WassersteinGAN:
 
 
 def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-    """mean (|gradient of the critic's score| - 1)^2, at points drawn evenly between real and fake samples."""
+    """Return mean (|gradient of the critic's score| - 1)^2 at random points between real and fake samples.
+
+    The points are uniformly distributed on the lines between pairs of samples (Gulrajani et al. 2017, section 4).
+
+    Args:
+        critic: Maps samples [N, ...] to scores.
+        real: Real samples [N, ...].
+        fake: Fake samples of the same shape.
+
+    Returns:
+        A scalar that can be differentiated with respect to the parameters of the critic.
+    """
     share = torch.rand(len(real), *[1] * (real.dim() - 1), device=real.device, dtype=real.dtype)
     mixture = (share * real + (1 - share) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(mixture).sum(), mixture, create_graph=True)
@@ -60,7 +88,11 @@ def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 @contextmanager
 def held_still(module: nn.Module) -> Iterator[None]:
-    """What is computed inside passes gradients through a module, and none to its parameters."""
+    """Disable the gradients of a module's parameters inside the block. Gradients still pass through the module.
+
+    Args:
+        module: The module. Parameters that require a gradient do so again after the block.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Language models: predict each token from the ones before it."""
+"""Task for language models: predict each token from the previous tokens."""
 
 from __future__ import annotations
 
@@ -10,47 +10,64 @@ from torch.nn import functional as F
 from .base import Outcome, inputs_of, pair_of
 from .supervised import main_output
 
-IGNORED = -100  # targets that F.cross_entropy leaves out
+IGNORED = -100  # Targets that F.cross_entropy ignores by default.
 
 
 class NextToken:
-    """Cross entropy of the model's logits [N, T, vocabulary] and the next token at each place.
+    """The cross entropy between the logits of the model and the next tokens.
 
-    A batch is tokens [N, T], whose targets are the same tokens one place later; or a pair of tokens and targets, both
-    [N, T]: the targets are then used as they are, and those of -100 are left out. Every target that counts has the same
-    weight, whichever batch it is in.
+    A batch is tokens [N, T], or a pair of tokens and targets, both int64 [N, T]. Without targets, the target at each
+    position is the next token. Given targets are used as they are, and targets of -100 are ignored. All other targets
+    have the same weight in the mean, regardless of their batch. The model returns logits [N, T, vocabulary].
     """
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
-        """The mean loss over all predicted tokens; `correct` is in samples, so that it is a share of tokens."""
+        """Compute the mean loss over all predicted tokens of a batch.
+
+        Args:
+            model: The model.
+            batch: Tokens [N, T], or a pair (tokens, targets).
+
+        Returns:
+            The loss, the number of sequences, and `correct`: the fraction of correct tokens times the number of
+            sequences.
+
+        Raises:
+            TypeError: The batch has another structure.
+            ValueError: The shapes of logits and targets do not match.
+        """
         tokens, targets = _tokens_and_targets(batch)
         logits = main_output(model(tokens))  # [N, T, vocabulary]
         if targets is None:
-            logits, targets = logits[:, :-1], tokens[:, 1:]  # the last place predicts nothing we know
+            logits, targets = logits[:, :-1], tokens[:, 1:]  # The token after the last position is unknown.
         _check_shapes(logits, targets)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         counted = targets != IGNORED
         hits = (logits.detach().argmax(-1) == targets) & counted
-        count = counted.sum().clamp(min=1)  # a batch in which no target counts has a loss of 0
+        count = counted.sum().clamp(min=1)  # If all targets are ignored, the loss is 0.
         return Outcome(total / count, len(targets), hits.sum() / count * len(targets))
 
     def number_of_terms(self, batch: Any) -> int:
-        """The number of targets that count."""
+        """Return the number of targets that are not ignored.
+
+        Args:
+            batch: Tokens [N, T], or a pair (tokens, targets).
+        """
         tokens, targets = _tokens_and_targets(batch)
         return int(((tokens[:, 1:] if targets is None else targets) != IGNORED).sum())
 
 
 def _tokens_and_targets(batch: Any) -> tuple[Any, Any]:
-    """The two parts of a pair; of tokens alone, None as targets."""
+    """Return tokens and targets of a batch. The targets of a batch without targets are None."""
     is_pair = isinstance(batch, list | tuple) and len(batch) != 1
     return pair_of(batch) if is_pair else (inputs_of(batch), None)
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
-    """Whether there is one target for the logits of each place.
+    """Check that the logits of each position have one target.
 
     Raises:
-        ValueError: With the shapes.
+        ValueError: The shapes do not match. The message contains them.
     """
     if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Supervised learning: inputs and targets, and a loss of the model's output and the targets."""
+"""Task for supervised learning: a loss of the model output and the targets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from .base import Outcome, pair_of
 
 
 class Supervised:
-    """Inputs and targets; a loss of the model's output and the targets.
+    """A loss of the model output and the targets. A batch is a pair (inputs, targets).
 
     Args:
-        loss: Called as `loss(output, targets)`; gives the mean over the samples.
-        targets: `as_is`, or `one_hot`: classes become distributions [N, classes].
-        smoothing: What a distribution takes from the true class and spreads evenly over all of them, from 0 to 1.
+        loss: Called as `loss(output, targets)`. Returns the mean over the samples, a scalar.
+        targets: `as_is` (default) passes the targets unchanged. `one_hot` converts integer classes [N] to distributions
+            [N, classes].
+        smoothing: Label smoothing of the distributions, from 0 to 1: the probability that is spread evenly over all
+            classes. Default: 0.
+
+    Raises:
+        ValueError: `targets` or `smoothing` has an invalid value.
     """
 
     def __init__(
@@ -35,6 +40,19 @@ class Supervised:
         self.smoothing = smoothing
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model.
+            batch: A pair (inputs, targets).
+
+        Returns:
+            The loss and the number of samples. `correct` is set if the targets are integer classes [N] and the output
+            is [N, classes].
+
+        Raises:
+            TypeError: The batch is not a pair, or the output contains no tensor.
+        """
         inputs, targets = pair_of(batch)
         output = main_output(model(inputs))
         is_class = not targets.is_floating_point() and targets.dim() == output.dim() - 1
@@ -46,23 +64,44 @@ class Supervised:
 
 
 class KLDivergence(nn.Module):
-    """KL(targets || softmax(logits)), the mean over the samples; targets are distributions [N, classes]."""
+    """The Kullback-Leibler divergence KL(targets || softmax(logits)), as the mean over the samples."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Logits and targets [N, classes] to a scalar."""
+        """Compute the divergence.
+
+        Args:
+            logits: Logits [N, classes].
+            targets: Distributions [N, classes].
+
+        Returns:
+            A scalar.
+        """
         return F.kl_div(F.log_softmax(logits, dim=-1), targets, reduction="batchmean")
 
 
 def soft_targets(classes: Tensor, count: int, smoothing: float) -> Tensor:
-    """Classes [N] as distributions [N, count]: 1 - smoothing for the class, and smoothing spread over all."""
+    """Convert classes to smoothed distributions.
+
+    Args:
+        classes: int64, shape [N].
+        count: The number of classes.
+        smoothing: The probability that is spread evenly over all classes, from 0 to 1.
+
+    Returns:
+        Default dtype, shape [N, count]: smoothing / count for each class, plus 1 - smoothing for the true class.
+    """
     return F.one_hot(classes, count) * (1.0 - smoothing) + smoothing / count
 
 
 def main_output(output: Any) -> Tensor:
-    """The tensor that a loss is formed from: the output itself, its `logits`, or the first of several.
+    """Return the tensor from which the loss is computed.
+
+    Args:
+        output: The output of a model: a tensor, a mapping or object with `logits`, or a tuple or list whose first
+            element is a tensor.
 
     Raises:
-        TypeError: There is none.
+        TypeError: The output has none of these forms.
     """
     if isinstance(output, Tensor):
         return output
