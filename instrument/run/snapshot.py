@@ -46,7 +46,7 @@ class Snapshot:
     def restore(self) -> None:
         """Remove the files of a run from the folder, and restore the record files.
 
-        Other new files remain, because those of the user code may have written them. Nothing is changed if another process
+        Other new files remain, because user code may have written them. Nothing is changed if another process
         runs in the folder.
         """
         if is_locked(self.folder):
