@@ -69,7 +69,7 @@ IN_S3 = pytest.mark.parametrize("above", tiered(SYSTEMS, ["s3"]), indirect=True)
 def above(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of an empty folder on each sort of file system."""
     place = tmp_path_factory.mktemp("there")
-    return f"{request.getfixturevalue('kept_bucket') if request.param == 's3' else f'{request.param}:/'}{place}"
+    return f"{request.getfixturevalue('kept_bucket') if request.param == 's3' else f'{request.param}://'}{place}"
 
 
 @pytest.fixture(scope="module")
