@@ -172,7 +172,7 @@ def _sentences(model: type[BaseModel]) -> str:
 
 
 def _fields(model: type[BaseModel], names: list[str] | None = None) -> str:
-    """A table of the fields with type, default and meaning; an empty string if there is none."""
+    """A table of the fields with type, default and meaning; an empty string if the model has no fields."""
     described = model.model_json_schema(by_alias=True)
     properties, definitions = described["properties"], described.get("$defs", {})
     rows = []

@@ -96,7 +96,7 @@ class StepHooks:
         return self.owners.sites_of(self.optimizer, [live for live in lives if live.due])
 
     def _tensor(self, live: LiveSite) -> Tensor | None:
-        """Return the tensor of a site. If there is none, note the reason and return None."""
+        """Return the tensor of a site. If it does not exist, note the reason and return None."""
         role, site = live.site.spec.tensor_role, live.site
         held = site.layer.module._buffers.get(site.own_name) if role == "buffer" else live.current_parameter()
         if held is not None and is_lazy(held):
