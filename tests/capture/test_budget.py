@@ -317,7 +317,7 @@ def test_a_run_says_in_its_summary_and_events_what_it_did_without(cli: Cli) -> N
     run = instrument.load("out")
     assert (run.events.rule == "budget").sum() > 2
     assert (run.coverage.fired == run.coverage.expected).all()
-    assert len(run.stats) < 600 * 3
+    assert len(run.stats) < 600 * run.stats.layer.nunique(), "how many fewer depends on the speed of the machine"
     assert Path("out/stats").is_dir()
 
 
