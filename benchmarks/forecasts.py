@@ -16,12 +16,12 @@ from measure import keep_memory, machine, paired
 from workloads import WORKLOADS
 
 from instrument.capture.probe import Probe
-from instrument.run.device import process_state
-from instrument.run.experiment import Experiment, prepare
-from instrument.run.loop import make_step
-from instrument.run.rehearsal import rehearse
+from instrument.dry_run.dry_run import rehearse
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
+from instrument.training.device import process_state
+from instrument.training.experiment import Experiment, prepare
+from instrument.training.loop import make_step
 
 STEPS = 100_000  # of the run that is planned
 MEASURED = 10  # steps in a half of a round: the least common multiple of every `every`
@@ -49,8 +49,8 @@ def model_of(workload: str) -> torch.nn.Module:
 
 def config_of(workload: str, hooks: dict[str, Any]) -> dict[str, Any]:
     size = len(WORKLOADS[workload].batch("cpu")[0])
-    task = {"_target_": "instrument.run.tasks.NextToken"} if workload == "gpt" else {
-        "_target_": "instrument.run.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}  # fmt: skip
+    task = {"_target_": "instrument.tasks.NextToken"} if workload == "gpt" else {
+        "_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}  # fmt: skip
     return {
         "model": {"_target_": f"{__name__}.model_of", "workload": workload},
         "data": {"dataset": {"_target_": f"{__name__}.Pairs", "workload": workload}},

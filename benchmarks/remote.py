@@ -23,7 +23,7 @@ from workloads import MnistCNN
 
 import instrument
 from instrument.sinks.remote import RemoteFolder, filesystem
-from instrument.sinks.sending import send_all
+from instrument.sinks.transfer import send_all
 from instrument.sinks.upload import Upload
 
 ROUNDS, STEPS, BATCH = 8, 40, 16

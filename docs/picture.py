@@ -14,10 +14,10 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from instrument.run.cli.reading import read_config
-from instrument.run.cli.search_path import conf_folder
-from instrument.run.runner import run
-from instrument.run.terminal import Terminal
+from instrument.cli.reading import read_config
+from instrument.configuration.search_path import conf_folder
+from instrument.training.runner import run
+from instrument.training.terminal import Terminal
 
 TARGET = Path(__file__).resolve().with_name("terminal.svg")
 

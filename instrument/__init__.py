@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
     from .capture.probe import Probe
-    from .run.attach import attach
+    from .integrations.attach import attach
     from .sinks.memory import MemorySink
 
 __all__ = [
@@ -45,7 +45,7 @@ _LAZY = {
     "NoRunError": ".analysis.folders",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
-    "attach": ".run.attach",
+    "attach": ".integrations.attach",
     "load": ".analysis.load",
 }
 _PACKAGES = ("plot", "report")  # available as attributes: instrument.plot.heatmap(run)

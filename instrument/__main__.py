@@ -1,9 +1,9 @@
-"""`python -m instrument`: train a model with hooks. The exit codes are those of `instrument.run.cli.command`."""
+"""`python -m instrument`: train a model with hooks. The exit codes are those of `instrument.cli.command`."""
 
 from __future__ import annotations
 
-from .run.cli.command import command
-from .run.cli.launch import job
+from .cli.command import command
+from .cli.job import job
 
 
 def main() -> None:

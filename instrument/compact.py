@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import ConfigError
-from .run.folder import CHECKPOINTS
-from .run.upkeep import each_run
+from .folders.maintenance import each_run
+from .folders.run_folder import CHECKPOINTS
 from .sinks.compaction import compact
 
 
@@ -42,7 +42,7 @@ def _ends(folder: Path) -> list[dict[str, int]]:
     """Return how many parts of each table each process had written at the checkpoint used for resuming."""
     if not (folder / CHECKPOINTS).is_dir():
         return []
-    from .run.checkpoint import Checkpoints  # imported here, because reading checkpoints imports torch
+    from .training.checkpoint import Checkpoints  # imported here, because reading checkpoints imports torch
 
     with suppress(ConfigError):  # the run has no checkpoint
         parts: list[dict[str, int]] = Checkpoints(folder).load()["parts"]

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 
-from .analysis.files import RunFiles
 from .analysis.folders import NoRunError
 from .analysis.load import load
 from .analysis.replay import replay
+from .analysis.run_files import RunFiles
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Mistake
 from .sinks.remote import refuse_address
 from .sinks.tracking import PLACES, Outcome, Tracked, open_tracker, require
@@ -88,7 +88,7 @@ def _track(files: RunFiles, name: str, place: Path) -> str:
 
 
 def _csv(files: RunFiles, place: Path) -> str:
-    from .analysis.csv_files import write_csv
+    from .analysis.csv_export import write_csv
 
     with _made(place) as aside:
         aside.mkdir(parents=True)
@@ -97,7 +97,7 @@ def _csv(files: RunFiles, place: Path) -> str:
 
 
 def _zarr(files: RunFiles, place: Path) -> str:
-    from .analysis.zarr_store import write_zarr
+    from .analysis.zarr_export import write_zarr
 
     if not files.count("tensors"):
         raise InstrumentError("this run kept no tensors: record with 'tensors: true'")

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .run.folder import mark_killed
-from .run.upkeep import each_run
+from .folders.maintenance import each_run
+from .folders.run_folder import mark_killed
 from .sinks.recovery import recover
 
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .cli.job import complain, refused
 from .errors import InstrumentError
-from .run.cli.launch import complain, refused
-from .run.sweep.found import Runs, jobs_in
-from .run.sweep.jobs import DONE, Sweep, summary
-from .run.sweep.told import outcome, tell_sweep, told_together
 from .sinks.remote import refuse_address
+from .sweeps.jobs import DONE, Sweep, summary
+from .sweeps.lookup import Runs, jobs_in
+from .sweeps.summary import outcome, tell_sweep, told_together
 
 WIDTH_IN_A_PIPE = 160
 COLOURS = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "missing": "yellow"}
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rerun(written: str) -> None:
-    from .run.sweep.rerun import WHERE, rerun
+    from .cli.rerun import WHERE, rerun
 
     refuse_address(written, WHERE, "jobs are done again where they were made", allowed="a folder of this machine")
     folder = Path(written)

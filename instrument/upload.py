@@ -16,14 +16,14 @@ from pathlib import Path
 
 from .analysis.folders import NoRunError, find_runs
 from .errors import ConfigError, InstrumentError, Mistake
-from .quantities import human_bytes
-from .run.folder import mark_killed, read_record
-from .run.upkeep import held
+from .folders.maintenance import held
+from .folders.run_folder import mark_killed, read_record
+from .formatting import human_bytes
 from .sinks.client_errors import told
 from .sinks.lock import is_written
 from .sinks.recovery import recover
 from .sinks.remote import RemoteFolder, place_of, refuse_address
-from .sinks.sending import send_all
+from .sinks.transfer import send_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from .cli.command import command
+from .cli.fast_imports import importing
+from .cli.job import told
+from .cli.reading import read_config
+from .distributed.torchrun import joined
 from .errors import ConfigError, Mistake
-from .run.cli.command import command
-from .run.cli.imports import importing
-from .run.cli.launch import told
-from .run.cli.reading import read_config
-from .run.ranks.torchrun import joined
 
 if TYPE_CHECKING:
-    from .run.verification import Certificate
+    from .verification import Certificate
 
 UNREPEATED = 3  # exit code if two trainings without hooks differ
 
@@ -51,7 +51,7 @@ def certify(config: DictConfig) -> None:
                 Mistake("", "a proof is made by one process", allowed="the same command without torchrun")
             )
         with importing():
-            from .run.verification import verify
+            from .verification import verify
 
         certificate = verify(parsed)
         path = Path(place.folder) / "certificate.json"

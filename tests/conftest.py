@@ -107,10 +107,10 @@ def fresh_workers() -> Iterator[None]:
 @pytest.fixture
 def few_visits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the dry run of a plan to the passes whose rows are kept, without the passes that only measure time."""
-    from instrument.run import visits
+    from instrument.dry_run import profiling
 
-    monkeypatch.setattr(visits, "LEAST", visits.KEPT)
-    monkeypatch.setattr(visits, "MOST", visits.KEPT)
+    monkeypatch.setattr(profiling, "LEAST", profiling.KEPT)
+    monkeypatch.setattr(profiling, "MOST", profiling.KEPT)
 
 
 @pytest.fixture

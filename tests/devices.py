@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from instrument.stats.distribution import distribution_on_device
-from instrument.stats.kernel import measure_on_device
+from instrument.stats.measure import measure_on_device
 from instrument.stats.units import dead_fraction_on_device, saturated_fraction_on_device
 
 

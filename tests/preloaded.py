@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed.fsdp  # noqa: F401
 from hydra.core.plugins import Plugins
 
-import instrument.run.runner
-import instrument.run.terminal  # noqa: F401
+import instrument.training.runner
+import instrument.training.terminal  # noqa: F401
 
 Plugins.instance()  # imports the installed plugins

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from forked import Command
 from waiting import HANGS
 
-RUN = Path(__file__).parent / "run" / "ranks"  # contains custom models for these tests
+RUN = Path(__file__).parent / "distributed"  # contains custom models for these tests
 
 
 def start(

@@ -31,7 +31,7 @@ defaults:
   - _self_
 name: mine
 train: {steps: 2}
-model: {_target_: instrument.run.models.MLP, sizes: [64, 10]}
+model: {_target_: instrument.training.models.MLP, sizes: [64, 10]}
 """
 ANY = "layers: '**', kind: forward"
 ONE = "+hooks.x={layers:layers.0,kind:forward,"
@@ -380,7 +380,7 @@ def test_a_model_of_ones_own_that_cannot_be_trained(cli: Cli, case: str) -> None
     body, told = MODELS[case]
     module = "bad_" + case.replace(" ", "_")
     write(f"{module}.py", "import torch\n" + body)
-    write("conf/exp/mine.yaml", OWN.replace("instrument.run.models.MLP, sizes: [64, 10]", f"{module}.Net"))
+    write("conf/exp/mine.yaml", OWN.replace("instrument.training.models.MLP, sizes: [64, 10]", f"{module}.Net"))
     error = refused(cli("+exp=mine"))
     for words in told:
         assert words in error
@@ -389,7 +389,7 @@ def test_a_model_of_ones_own_that_cannot_be_trained(cli: Cli, case: str) -> None
 @pytest.mark.parametrize(
     ("result", "told"),
     [
-        ("output.sum()", "gave a Tensor in place of an instrument.run.tasks.Outcome"),
+        ("output.sum()", "gave a Tensor in place of an instrument.tasks.Outcome"),
         deep("Outcome(output, 64)", "shape [64, 10], not a scalar"),
         deep("Outcome(3.0, 64)", "the loss is a float"),
         deep("Outcome(output.sum().detach(), 64)", "does not depend on any parameter"),
@@ -399,7 +399,7 @@ def test_a_task_of_ones_own_that_gives_no_loss(cli: Cli, result: str, told: str)
     module = f"bad_task_{abs(hash(result))}"
     write(
         f"{module}.py",
-        "from instrument.run.tasks import Outcome\n\n\ndef make(**given):\n    def task(model, batch):\n"
+        "from instrument.tasks import Outcome\n\n\ndef make(**given):\n    def task(model, batch):\n"
         f"        output = model(batch[0])\n        return {result}\n\n    return task\n",
     )
     error = refused(cli(*TINY, f"task._target_={module}.make"))
@@ -498,7 +498,7 @@ def test_a_model_that_raises_in_the_middle_of_training_leaves_what_was_recorded(
         "    def forward(self, x):\n        self.calls += 1\n        if self.calls == 6:\n"
         "            raise RuntimeError('worn out')\n        return super().forward(x)\n",
     )
-    write("conf/exp/mine.yaml", OWN.replace("instrument.run.models.MLP, sizes: [64, 10]", "fragile_net.Net"))
+    write("conf/exp/mine.yaml", OWN.replace("instrument.training.models.MLP, sizes: [64, 10]", "fragile_net.Net"))
     answer = cli("+exp=mine", "train.steps=9", "hooks=activations", "hooks.activations.every=1", "hydra.run.dir=out")
     assert answer.code == 1
     assert "RuntimeError: worn out" in answer.err

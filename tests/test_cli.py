@@ -342,7 +342,7 @@ def test_hooks_are_added_changed_and_taken_away_on_the_command_line(cli: Cli) ->
 
 
 def test_hooks_may_be_written_as_a_list(cli: Cli) -> None:
-    text = EXPERIMENT.format(target="instrument.run.models.MLP, sizes: [64, 10]").splitlines()[:-1]
+    text = EXPERIMENT.format(target="instrument.training.models.MLP, sizes: [64, 10]").splitlines()[:-1]
     items = (
         "[{layers: ., kind: forward, action: record}, {name: last, layers: layers.0, kind: forward, action: record}]"
     )

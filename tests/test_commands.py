@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from test_pages import PAGES as EXECUTED
 
 from instrument import compact, export, recover, sweep
+from instrument.configuration.search_path import config_loader
 from instrument.report.__main__ import main as report
-from instrument.run.cli.search_path import config_loader
-from instrument.run.sweep.jobs import BASIC, composed
-from instrument.run.sweep.objective import read_objective
 from instrument.spec.parse import parse_config
+from instrument.sweeps.jobs import BASIC, composed
+from instrument.sweeps.objective import read_objective
 
 Cli = Callable[..., Any]
 PAGES = [

@@ -16,14 +16,14 @@ from shown import history, key, metrics, read_tensorboard, read_wandb, row
 
 import instrument
 from instrument import export
-from instrument.analysis.files import RunFiles
 from instrument.analysis.replay import replay
+from instrument.analysis.run_files import RunFiles
 from instrument.capture.tables import TABLES, as_batch
 from instrument.extras import pip_command
-from instrument.sinks.log import TableLog
 from instrument.sinks.memory import MemorySink
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
+from instrument.sinks.table_writer import TableLog
 
 Cli = Callable[..., Any]
 ALL = [name for name, table in TABLES.items() if table.names[0] == "step"]
@@ -259,10 +259,10 @@ def test_zarr_has_a_coordinate_for_what_differs_and_a_group_for_each_path_shape_
 def test_zarr_chunks_are_neither_small_nor_huge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zarr
 
-    from instrument.analysis import zarr_store
+    from instrument.analysis import zarr_export
 
-    monkeypatch.setattr(zarr_store, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(zarr_store, "LARGEST_CHUNK_BYTES", 400)
+    monkeypatch.setattr(zarr_export, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(zarr_export, "LARGEST_CHUNK_BYTES", 400)
     small, large = torch.arange(4.0), torch.arange(300.0).reshape(3, 100)
     records = [(key(step, layer="small"), small + step) for step in range(20)]
     records += [(key(step, layer="large"), large + step) for step in range(2)]

@@ -17,11 +17,11 @@ from rich.console import Console
 from tiers import portions
 
 from instrument import ConfigError
-from instrument.plan.printed import plan_view
-from instrument.run.device import process_state
-from instrument.run.experiment import prepare
-from instrument.run.rehearsal import rehearse
+from instrument.dry_run.dry_run import rehearse
+from instrument.plan.display import plan_view
 from instrument.spec.parse import parse_config
+from instrument.training.device import process_state
+from instrument.training.experiment import prepare
 
 PATIENCE = 30  # seconds; each takes a few milliseconds
 

@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Left to right, the data's way: a room imports from itself and from rooms to its left. What is in one row does not know
 # of each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "extras", "spec", "nested", "quantities", "compiler"),
+    ("errors", "extras", "spec", "nested", "formatting", "compiler"),
     ("sharded",),
     ("targets", "plan", "stats"),
     ("actions",),
@@ -29,7 +29,11 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("analysis",),
     ("plot",),
     ("report",),
-    ("run",),
+    ("folders", "tasks"),
+    ("configuration", "distributed"),
+    ("sweeps", "training"),
+    ("dry_run", "verification"),
+    ("cli",),
     ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify"),
 )
 # The only looks to the side: a mistake is an error.
@@ -98,13 +102,13 @@ def test_the_check_sees_every_way_to_import(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "spec").mkdir()
     file = tmp_path / "spec" / "some.py"
     file.write_text(
-        "import instrument.run.loop\nfrom instrument import kinds\nfrom instrument.plan import sites\n"
+        "import instrument.training.loop\nfrom instrument import kinds\nfrom instrument.plan import sites\n"
         "from .. import stats\nfrom ..actions.base import Context\nfrom . import globs\nfrom .fields import Spec\n"
         "def late():\n    from ..capture import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
     )
     _, found = read(file)
     assert found == [
-        (1, "run"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (12, ""), (9, "capture"),
+        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (12, ""), (9, "capture"),
     ]  # fmt: skip
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import MemorySink, Probe
-from instrument.kinds.causes import FROZEN
+from instrument.kinds.reasons import FROZEN
 from instrument.plan.sites import make_plan
-from instrument.run.models import MLP, MnistCNN
 from instrument.spec.parse import parse_hooks
+from instrument.training.models import MLP, MnistCNN
 
 # ------------------------------------------------------------------------------------------------ law 1
 

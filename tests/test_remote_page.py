@@ -10,7 +10,7 @@ from typing import Any
 
 from conftest import REPOSITORY
 
-from instrument.sinks import sending
+from instrument.sinks import transfer
 from instrument.upload import main
 
 PAGE = (REPOSITORY / "docs" / "remote.md").read_text()
@@ -38,5 +38,5 @@ def test_every_command_of_the_page_does_what_it_says(cli: Callable[..., Any], bu
 
 
 def test_the_page_knows_the_pauses() -> None:
-    pauses = [f"{pause:.0f}" for pause in sending.PAUSES]
+    pauses = [f"{pause:.0f}" for pause in transfer.PAUSES]
     assert f"{', '.join(pauses[:-1])} and then every {pauses[-1]} seconds" in PAGE

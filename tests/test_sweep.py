@@ -17,11 +17,11 @@ from swept import job as made
 from tiers import tiered
 
 import instrument
-from instrument.run.sweep.jobs import Sweep, SweepJob
-from instrument.run.sweep.told import tell_sweep, told_together
 from instrument.sinks import lock as lock_module
 from instrument.sinks.lock import FolderLock
 from instrument.sweep import main
+from instrument.sweeps.jobs import Sweep, SweepJob
+from instrument.sweeps.summary import tell_sweep, told_together
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu")
@@ -360,7 +360,7 @@ def test_an_interrupt_while_jobs_are_done_again_says_what_is_left(
     def interrupted(sweep: Sweep) -> int:
         raise stop
 
-    monkeypatch.setattr("instrument.run.sweep.rerun.rerun", interrupted)
+    monkeypatch.setattr("instrument.cli.rerun.rerun", interrupted)
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["out", "--rerun"])

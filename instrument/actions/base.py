@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..errors import ConfigError, Mistake
-from ..stats.kernel import Values
+from ..stats.measure import Values
 from ..stats.merge import Part
 
 UNKNOWN_CALL = -1

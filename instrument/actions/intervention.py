@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import HookError, HookResultError
 from ..spec.kinds import KINDS
-from ..stats.kernel import measure
+from ..stats.measure import measure
 from .base import Context, Effect, Effects
 
 

@@ -16,7 +16,7 @@ from ..spec.kinds import KINDS
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS, OF_VALUES
 from ..stats.distribution import distribution
-from ..stats.kernel import Values, measure
+from ..stats.measure import Values, measure
 from ..stats.merge import MEASURED, Part, part_of, sketch
 from ..stats.units import dead_fraction, dead_units, range_of, ratio_of_norms, saturated_fraction, unit_dim
 from .base import Context, Rows

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Mistake
-from .interval import half_width
+from .confidence_interval import half_width
 from .load import Run
 from .matching import Matching, match, run_name
 from .means import MEASURED, NUMBERS, PLACE, Means, Steps, keys_of, means_of

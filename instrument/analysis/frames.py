@@ -6,7 +6,7 @@ import pandas as pd
 import pyarrow as pa
 
 from .arrays import array_of, is_known
-from .files import RunFiles
+from .run_files import RunFiles
 
 
 def plain_labels(table: pa.Table) -> pa.Table:

@@ -14,13 +14,13 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..sinks.remote import is_address
-from .files import RunFiles
 from .folders import find_runs
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .lazy import scan
 from .query import Queried
+from .run_files import RunFiles
 from .sql import ask
-from .typed import typed_frame
+from .typed_columns import typed_frame
 
 if TYPE_CHECKING:
     import polars as pl

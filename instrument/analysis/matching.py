@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InstrumentError, Mistake, nearest
 from .load import Run
-from .trainings import DONE, HOOKS, INERT, Training, differing_overrides, in_yaml, trainings, word_of
+from .training_config import DONE, HOOKS, INERT, Training, differing_overrides, in_yaml, trainings, word_of
 
 MOST_NAMES = 12  # maximum number of keys or values in an error message
 

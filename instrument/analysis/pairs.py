@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .load import Run
-from .trainings import HOOKS, trainings
+from .training_config import HOOKS, trainings
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ..capture.tables import TABLES
-from .files import RunFiles
+from .run_files import RunFiles
 
 Columns = dict[str, pa.Array]
 """Arrays with one value per run, by column name."""

@@ -15,7 +15,7 @@ from ..capture.sink import Row, Sink
 from ..capture.tables import TABLES
 from ..sinks.parts import journals_of, parts_of
 from .arrays import array_of
-from .files import RunFiles
+from .run_files import RunFiles
 
 ASTRAY = (
     64  # maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later

@@ -21,8 +21,8 @@ from ..errors import ConfigError, InstrumentError, Mistake, nearest
 from ..extras import pip_command
 from ..sinks.client_errors import told
 from ..sinks.remote import is_address
-from .files import RunFiles
 from .query import Queried, columns_of_runs
+from .run_files import RunFiles
 
 if TYPE_CHECKING:
     import duckdb

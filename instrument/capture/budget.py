@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..actions.record import Record
-from ..kinds.live import LiveSite
-from ..kinds.meter import MOST_FACTOR, Meter
+from ..kinds.attached import LiveSite
+from ..kinds.hook_timer import MOST_FACTOR, Meter
 from ..spec.budget import BudgetConfig
 from ..spec.record import RecordSpec
 from .calibration import BLOCK, Calibration

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from ..kinds.live import LiveSite
-from ..kinds.meter import Meter, hidden_factor
+from ..kinds.attached import LiveSite
+from ..kinds.hook_timer import Meter, hidden_factor
 
 BLOCK, ENOUGH, MOST_CALIBRATING = 4, 18, 400
 

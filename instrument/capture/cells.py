@@ -10,7 +10,7 @@ from torch import Tensor
 from ..actions.base import Context, Effect
 from ..sharded import module_type
 from ..spec.statistics import ALL, STATISTICS
-from ..stats.kernel import positions
+from ..stats.measure import positions
 from .sink import Row
 
 _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..kinds.causes import NOT_CALLED, NOT_CALLED_COPIED, around, in_another_phase, never_entered
-from ..kinds.live import LiveSite
+from ..kinds.attached import LiveSite
+from ..kinds.reasons import NOT_CALLED, NOT_CALLED_COPIED, around, in_another_phase, never_entered
 from ..plan.modules import Layer, Layers
 from .recorder import at_site
 from .tables import NEVER_DUE, is_silent

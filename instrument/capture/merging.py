@@ -25,7 +25,7 @@ from ..stats.merge import (
     sums,
 )
 from .cells import changes, fetched_statistics, identity
-from .ranks import Alone, Over, Piece, own_rank
+from .reducer import Alone, Over, Piece, own_rank
 from .sink import Row
 
 _RANK_AT = 4  # the index of the rank among the identity columns

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kinds.live import Clock
+from ..kinds.attached import Clock
 from .alerts import Alerts
-from .ranks import Ranks
+from .change_detection import StepWatch
 from .recorder import Recorder
+from .reducer import Ranks
 from .sink import Row
 from .transfer import LateMetrics, Transfer
-from .watch import StepWatch
 
 GIVEN = ("loss", "accuracy", "lr", "grad_norm")
 METRICS = (*GIVEN, "seconds", "samples_per_second")

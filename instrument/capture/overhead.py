@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from statistics import median
 from typing import NamedTuple
 
-from ..kinds.meter import usual_variance
+from ..kinds.hook_timer import usual_variance
 
 WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
 LEAST = 5  # the minimum number of steps of each type

@@ -15,28 +15,28 @@ from torch.optim import Optimizer
 from ..actions.base import Archive, Moment, NoArchive
 from ..actions.registry import make_action
 from ..errors import AlreadyAttachedError, HookError
-from ..kinds.attaching import attach_sites
-from ..kinds.causes import OTHER_STEP, SKIPPED_STEP
-from ..kinds.live import Clock, Family, LiveSite
+from ..kinds.attach import attach_sites
+from ..kinds.attached import Clock, Family, LiveSite
 from ..kinds.loss import LossHooks
 from ..kinds.module_backward import IN_PLACE_ERROR
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
+from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
 from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
 from ..spec.budget import BudgetConfig
 from .alerts import Alerts
 from .budget import Budget
+from .change_detection import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
-from .interrupts import held_back
 from .metrics import Metrics, refuse_unknown
-from .optimized import Optimizers, optimizers_of, require_optimizer, stale_optimizer
+from .optimizer_checks import Optimizers, optimizers_of, require_optimizer, stale_optimizer
 from .overhead import Overhead
-from .ranks import Ranks, own_rank
 from .recorder import Recorder
+from .reducer import Ranks, own_rank
 from .rows import has_lazy_parameters, layer_rows
+from .signals import held_back
 from .sink import Sink
-from .watch import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 
 
 class Probe:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect
-from ..kinds.live import LiveSite
+from ..kinds.attached import LiveSite
 from ..stats.distribution import cells
-from ..stats.kernel import Values
+from ..stats.measure import Values
 from ..stats.merge import Part
 from .cells import effect_cells, fetched_statistics, identity, statistics
 from .merging import MergedRows, distribution_piece, effect_piece, merge, statistics_piece
-from .ranks import Alone, Piece, Ranks
+from .reducer import Alone, Piece, Ranks
 from .sink import Row, Sink
 from .transfer import Transfer
 

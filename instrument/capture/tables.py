@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..kinds.causes import NO_INPUT_GRAPH
+from ..kinds.reasons import NO_INPUT_GRAPH
 from ..spec.statistics import STATISTICS
 
 NEVER_DUE = "never due: its schedule has none of the steps that were run"  # a reason in the coverage table

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..capture.probe import Probe
-from ..run.attach import Specs, attach
+from .attach import Specs, attach
 
 
 class Attachment:

@@ -18,7 +18,7 @@ import torch
 from torch.utils import checkpoint
 
 from ..actions.base import UNKNOWN_CALL
-from .live import Clock
+from .attached import Clock
 
 if TYPE_CHECKING:
     from .tensor import Given

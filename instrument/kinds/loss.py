@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .live import Clock, Firing, LiveSite, fire_all
+from .attached import Clock, Firing, LiveSite, fire_all
 
 
 class LossHooks:

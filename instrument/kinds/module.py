@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from ..compiler import outside_graphs
 from ..nested import map_leaves
 from ..stats.vector import unreadable
+from .attached import Clock, Firing, LiveSite, Uncopied, fire_all
 from .calls import Call, Calls
-from .causes import NO_TENSOR, TRANSFORMED
-from .live import Clock, Firing, LiveSite, Uncopied, fire_all
+from .reasons import NO_TENSOR, TRANSFORMED
 from .tensor import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -18,9 +18,9 @@ from ..actions.base import UNKNOWN_CALL
 from ..errors import ConfigError, Mistake
 from ..nested import leaves, map_leaves
 from ..stats.vector import unreadable
+from .attached import Clock, Firing, LiveSite, Uncopied, fire_all, no_graph
 from .calls import Call, Calls
-from .causes import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
-from .live import Clock, Firing, LiveSite, Uncopied, fire_all, no_graph
+from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 

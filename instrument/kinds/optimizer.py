@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .causes import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
-from .closure import Arguments, when_gradients_are_there
-from .live import Clock, Firing, LiveSite
-from .owners import Owners, held_by
+from .attached import Clock, Firing, LiveSite
+from .optimizer_closure import Arguments, when_gradients_are_there
+from .optimizer_owners import Owners, held_by
+from .reasons import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 
 
 class StepHooks:

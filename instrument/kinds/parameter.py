@@ -16,10 +16,10 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .causes import FROZEN, NO_PARAMETER_GRADIENT, NOT_OPTIMIZED, REMOVED
-from .closure import Arguments, when_gradients_are_there
-from .live import Clock, Firing, LiveSite, fire_all, unscaled
-from .owners import Owners, held_by
+from .attached import Clock, Firing, LiveSite, fire_all, unscaled
+from .optimizer_closure import Arguments, when_gradients_are_there
+from .optimizer_owners import Owners, held_by
+from .reasons import FROZEN, NO_PARAMETER_GRADIENT, NOT_OPTIMIZED, REMOVED
 
 
 class GradientHooks:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .causes import CHECKPOINT, NO_STATE
-from .live import Clock, LiveSite, Uncopied
-from .owners import Owners
+from .attached import Clock, LiveSite, Uncopied
+from .optimizer_owners import Owners
+from .reasons import CHECKPOINT, NO_STATE
 
 
 class StateDictHooks(Uncopied):

@@ -1,10 +1,10 @@
 """Gradients of a module's inputs and outputs, by hooks on the tensors.
 
 The values are bit-identical to those of PyTorch's module hooks. Unlike these, they also work with in-place operations
-on the module's input or output (`instrument.kinds.awaited`).
+on the module's input or output (`instrument.kinds.gradient_hooks`).
 
 A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
-one module. To record it, it is computed from the graph (`instrument.kinds.share`); to change it, the module receives an
+one module. To record it, it is computed from the graph (`instrument.kinds.module_gradient`); to change it, the module receives an
 alias of the input.
 
 An output that is the input itself (`nn.Identity`, disabled dropout), or a parameter, is one tensor with one gradient
@@ -31,11 +31,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
 from ..stats.vector import unreadable
-from .awaited import Awaited, Behind, Hook, LeafHooks, Part
+from .attached import Clock, Firing, LiveSite, fire_all, no_graph
 from .calls import Call
-from .causes import NO_INPUT_GRAPH, NO_TENSOR
-from .live import Clock, Firing, LiveSite, fire_all, no_graph
-from .share import Edge, Share, edge_of, find_shares, next_number
+from .gradient_hooks import Awaited, Behind, Hook, LeafHooks, Part
+from .module_gradient import Edge, Share, edge_of, find_shares, next_number
+from .reasons import NO_INPUT_GRAPH, NO_TENSOR
 
 
 class GradientCall:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from .select import some
+from .layer_selection import some
 from .sites import HookPlan
 
 

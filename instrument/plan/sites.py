@@ -13,8 +13,8 @@ from ..spec.base import HookBase
 from ..spec.functions import PenaltySpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
+from .layer_selection import select_layers, some
 from .modules import Layer, Layers
-from .select import select_layers, some
 
 
 @dataclass(frozen=True, eq=False)

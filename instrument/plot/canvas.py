@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..analysis.maps import limits
-from ..analysis.names import short_names
+from ..analysis.images import limits
 from ..analysis.series import Matrix
+from ..analysis.short_names import short_names
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..spec.statistics import STATISTICS

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from ..analysis.choice import choose, choose_place, refuse_unless
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
 from ..analysis.series import forward_order, matrices, places_in
+from ..analysis.series_selection import choose, choose_place, refuse_unless
 from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
 from .lines import Curves, draw_over_override, draw_over_places, draw_over_steps
-from .several import overrides_of, together
+from .run_tables import overrides_of, together
 from .source import NEEDED, check, series_with
 from .style import axis_name
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.choice import choose, refuse_unless, spread
+from ..analysis.images import Maps, image_of, maps_in
 from ..analysis.load import Run
-from ..analysis.maps import Maps, image_of, maps_in
 from ..analysis.series import UNPLACED, forward_order
+from ..analysis.series_selection import choose, refuse_unless, spread
 from ..errors import InstrumentError
 from .canvas import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps

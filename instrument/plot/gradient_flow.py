@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.choice import choose
 from ..analysis.load import Run
 from ..analysis.series import Series, forward_order, matrices, statistics_in
+from ..analysis.series_selection import choose
 from ..errors import InstrumentError
 from ..spec.statistics import USUAL_UPDATES
 from .canvas import explain, height_of, name_places, new_figure, plain, scale, width_of

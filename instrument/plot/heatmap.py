@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.choice import choose
 from ..analysis.load import Run
 from ..analysis.series import Matrix, Series, forward_order, matrices, places_in, statistics_in
+from ..analysis.series_selection import choose
 from ..spec.statistics import STATISTICS
 from .canvas import (
     colour_bar,

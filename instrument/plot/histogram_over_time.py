@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.choice import choose_place, spread
 from ..analysis.load import Run
+from ..analysis.series_selection import choose_place, spread
 from .canvas import SMALL, colour_bar, colours, explain, hatch, name_steps, new_figure, plain
 from .source import table_of
 from .style import CATEGORIES

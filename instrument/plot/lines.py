@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from .canvas import LETTER, SMALL, explain, height_of, is_wide, name_places, new_figure, plain, scale, width_of
-from .several import LONG, is_missing, labels_of, told_of, written
+from .run_tables import LONG, is_missing, labels_of, told_of, written
 from .style import CATEGORIES
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.maps import COLOURED, limits, mosaic, smaller
+from ..analysis.images import COLOURED, limits, mosaic, smaller
 from .canvas import SMALL
 from .style import MAGNITUDE, SIGNED
 

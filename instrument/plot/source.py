@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from ..analysis.choice import refuse_unless, seen_in
 from ..analysis.load import Run
 from ..analysis.series import KEYS, Series, statistics_in
+from ..analysis.series_selection import refuse_unless, seen_in
 from ..errors import InstrumentError
 
 NEEDED = (*KEYS, "layer", "path", "step", "recompute")

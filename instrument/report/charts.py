@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ..analysis.choice import spread
 from ..analysis.load import Run
 from ..analysis.series import (
     Groups,
@@ -23,6 +22,7 @@ from ..analysis.series import (
     series_in,
     statistics_in,
 )
+from ..analysis.series_selection import spread
 from .numbers import rounded
 from .pictures import maps
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.load import Run, load
-from ..analysis.names import short_names
+from ..analysis.short_names import short_names
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..plot.style import CATEGORIES, axis_name

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.choice import spread
+from ..analysis.images import Maps, image_of, limits, maps_in, mosaic, smaller
 from ..analysis.load import Run
-from ..analysis.maps import Maps, image_of, limits, maps_in, mosaic, smaller
+from ..analysis.series_selection import spread
 from .numbers import rounded
 
 ROOM = 260_000  # maximum number of values in all mosaics together

@@ -11,10 +11,10 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
-from ..analysis.interval import half_width
+from ..analysis.confidence_interval import half_width
 from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
-from ..analysis.trainings import in_yaml
+from ..analysis.training_config import in_yaml
 from .command import FILE
 from .numbers import told
 from .sweeps import Part, charts, name_of, overrides_of, parts_of

@@ -14,7 +14,7 @@ import pandas as pd
 from ..analysis.load import Run, load
 from ..analysis.pairs import Pair, pairs
 from ..analysis.series import KEYS, Series, forward_order, matrices, series_in, statistics_in
-from ..analysis.trainings import differing_overrides, in_yaml
+from ..analysis.training_config import differing_overrides, in_yaml
 from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from .content import Content
+from .step_summary import Content
 from .tracking import Outcome, Tracked
 
 # Limits of MLflow servers: https://mlflow.org/docs/latest/rest-api.html#log-batch

@@ -15,14 +15,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..capture.ranks import own_rank
+from ..capture.reducer import own_rank
 from ..capture.sink import Row
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
-from .log import TableLog
 from .parts import JOURNALS, reserve_of, row_counts_of
 from .recovery import has_moved
 from .row_counts import RowCounts
+from .table_writer import TableLog
 from .tensors import TensorWriter
 
 ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a part: about 120,000 rows.

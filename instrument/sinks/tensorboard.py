@@ -11,8 +11,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 from torch.utils.tensorboard.summary import histogram_raw, text
 
-from .content import Content
 from .histogram import Histogram
+from .step_summary import Content
 from .tracking import Outcome, Tracked
 
 RGB = 3  # TensorBoard's code for color images

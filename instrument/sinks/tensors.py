@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..capture.sink import Row
 from ..capture.tables import TABLES, as_table
-from .log import TableLog
+from .buffer_pool import PATIENCE, Pool
 from .parts import ROW_GROUP_BYTES
-from .pool import PATIENCE, Pool
+from .table_writer import TableLog
 
 POOL_BYTES = 256 * 2**20
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..capture.sink import Row
 from ..errors import ConfigError, Mistake, SinkError
 from ..extras import pip_command
-from .content import Content, Gathering
+from .step_summary import Content, Gathering
 from .tags import SHOWN
 
 if TYPE_CHECKING:

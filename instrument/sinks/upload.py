@@ -21,7 +21,7 @@ from ..errors import ConfigError, Mistake
 from .client_errors import refusal, told
 from .parts import parts_of
 from .remote import RemoteFolder, UploadError
-from .sending import ATTEMPTS, RECORD, Sent, closed_parts, pause_after, put, refuse_other_run, remove_sent, send_all
+from .transfer import ATTEMPTS, RECORD, Sent, closed_parts, pause_after, put, refuse_other_run, remove_sent, send_all
 
 LOOK = 1.0  # seconds between two checks for completed parts
 PATIENCE = 30.0  # seconds that the start of a run waits for the first response

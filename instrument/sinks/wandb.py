@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import wandb
 
-from .content import Content
 from .histogram import Histogram
+from .step_summary import Content
 from .tracking import Outcome, Tracked
 
 MOST_BINS = 512  # the maximum of a W&B histogram

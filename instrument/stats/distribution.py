@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernel import Values, measure
+from .measure import Values, measure
 from .single_pass import add_to_bins
 from .vector import as_vector
 

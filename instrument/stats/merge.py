@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..spec.statistics import ALL
 from .distribution import distribution
-from .kernel import Values, measure
+from .measure import Values, measure
 
 MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
 """The statistics that are measured of each part; `l1` in addition if requested."""
@@ -51,7 +51,7 @@ def part_of(
     """Combine the numbers of one part.
 
     Args:
-        values: The statistics `MEASURED`, and `l1` if requested: the result of `instrument.stats.kernel.measure`.
+        values: The statistics `MEASURED`, and `l1` if requested: the result of `instrument.stats.measure.measure`.
         saturated: The fraction of saturated elements; None if not defined or not requested.
         weight: The norm of the parameter of an update; None if not defined or not requested.
         dead: Which units are dead, bool [units], if no other part has them; None otherwise.

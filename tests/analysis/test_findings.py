@@ -13,7 +13,7 @@ import pytest
 import instrument
 from instrument.analysis.findings import Finding, findings
 from instrument.capture.tables import NEVER_DUE, TABLES
-from instrument.kinds.causes import NO_INPUT_GRAPH
+from instrument.kinds.reasons import NO_INPUT_GRAPH
 from instrument.sinks.parquet import ParquetSink
 
 USUAL: dict[str, Any] = {

@@ -19,12 +19,12 @@ from tiers import tiered
 import instrument
 from instrument import InstrumentError, InstrumentWarning
 from instrument.analysis import lazy
-from instrument.analysis.files import RunFiles
 from instrument.analysis.query import Listed, Queried
+from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover
 from instrument.sinks.remote import RemoteFolder
-from instrument.sinks.sending import send_all
+from instrument.sinks.transfer import send_all
 
 RUN, LAYER, STEP, ODD, LR, NAME = (pl.col(name) for name in ("run", "layer", "step", "odd", "lr", "name"))
 

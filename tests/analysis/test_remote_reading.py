@@ -21,14 +21,14 @@ from waiting import HANGS
 
 import instrument
 from instrument import ConfigError, InstrumentError
-from instrument.analysis.files import RunFiles
 from instrument.analysis.folders import NoRunError
+from instrument.analysis.run_files import RunFiles
 from instrument.capture.tables import TABLES
 from instrument.export import main as export
 from instrument.report.__main__ import main as report
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.remote import RemoteFolder, folder_at
-from instrument.sinks.sending import send_all
+from instrument.sinks.transfer import send_all
 
 HOOKS = {
     "acts": {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "samples": 1},

@@ -18,7 +18,7 @@ import pytest
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis import query
-from instrument.analysis.files import RunFiles
+from instrument.analysis.run_files import RunFiles
 from instrument.capture.tables import TABLES
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part

@@ -18,9 +18,9 @@ from instrument.capture.probe import Probe
 from instrument.capture.sink import Row
 from instrument.capture.tables import TABLES
 from instrument.capture.transfer import Transfer
+from instrument.integrations.attach import read_specs
 from instrument.plan.sites import make_plan
-from instrument.run.attach import read_specs
-from instrument.stats.kernel import measure_on_device
+from instrument.stats.measure import measure_on_device
 
 WATCH = {"layers": "*", "kind": "forward", "action": "record"}
 DRILL = {"layers": "0", "kind": "forward", "action": "modify", "fn": "nan", "count": 2, "start": 3}

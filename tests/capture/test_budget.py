@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import instrument
 from instrument.capture.budget import SELDOM
 from instrument.capture.calibration import BLOCK, ENOUGH
-from instrument.kinds.meter import MOST_FACTOR, USUAL_FACTOR, hidden_factor
+from instrument.integrations.attach import read_specs
+from instrument.kinds.hook_timer import MOST_FACTOR, USUAL_FACTOR, hidden_factor
 from instrument.plan.sites import make_plan
-from instrument.run.attach import read_specs
 from instrument.spec.parse import parse_budget
 
 Cli = Callable[..., Any]
@@ -32,7 +32,7 @@ class World:
         self.now = 0.0
         self.costs: dict[int, float] = {}  # of measuring a tensor, by its number of elements
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        for module in ("instrument.kinds.meter", "instrument.capture.budget", "instrument.capture.probe"):
+        for module in ("instrument.kinds.hook_timer", "instrument.capture.budget", "instrument.capture.probe"):
             monkeypatch.setattr(f"{module}.time", clock)
         monkeypatch.setattr("instrument.actions.record.measure", self.measure)
         self.spent = 0.0

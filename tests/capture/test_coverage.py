@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from instrument.capture.coverage import NEVER_DUE, coverage_warnings
-from instrument.kinds.causes import FROZEN, NO_INPUT_GRAPH
+from instrument.kinds.reasons import FROZEN, NO_INPUT_GRAPH
 
 
 def row(layer: str, fired: int, expected: int = 4, cause: str = "", path: str = "", hook: str = "h") -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
 from instrument.capture.transfer import Transfer
-from instrument.kinds.live import LiveSite
+from instrument.integrations.attach import read_specs
+from instrument.kinds.attached import LiveSite
 from instrument.plan.sites import make_plan
-from instrument.run.attach import read_specs
 
 # What makes Python wait for a device: these methods, and these operations below them.
 WAITING_METHODS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")

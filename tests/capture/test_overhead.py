@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import instrument
 from instrument.capture.overhead import KEPT, LEAST, LOOK, MOST_SORTS, WARM_UP, Overhead
 from instrument.capture.probe import Probe
+from instrument.integrations.attach import read_specs
 from instrument.plan.sites import make_plan
-from instrument.run.attach import read_specs
 from instrument.spec.parse import parse_budget
 
 

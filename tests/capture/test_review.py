@@ -9,7 +9,7 @@ from torch import nn
 import instrument
 from instrument.errors import ConfigError
 from instrument.plan.modules import Layers
-from instrument.plan.trial import try_forward
+from instrument.plan.shape_inference import try_forward
 
 LOOK = {"layers": "**", "kind": "forward", "action": "record"}
 

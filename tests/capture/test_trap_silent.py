@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import instrument
 from instrument import InstrumentWarning, Probe
 from instrument.capture.coverage import NEVER_DUE
-from instrument.kinds import causes
+from instrument.kinds import reasons
 
 LOOK = {"action": "record", "stats": ["l2"]}
 Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
@@ -186,56 +186,58 @@ def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
 SILENT = {
-    "a module that nothing calls": Silent(hook("never_called", "forward"), causes.NOT_CALLED),
-    "its gradients": Silent(hook("never_called", "full_backward"), causes.NOT_CALLED),
-    "its parameters' gradients": Silent(hook("never_called", "post_accumulate_grad"), causes.NO_PARAMETER_GRADIENT),
-    ".forward() called directly": Silent(hook("bypassed", "forward"), causes.NOT_CALLED),
-    "weights used functionally": Silent(hook("functional", "tensor"), causes.NOT_CALLED),
-    "attention's projection": Silent(hook("attention.out_proj", "forward"), causes.PROJECTION),
-    "an entry that a walk leaves out": Silent(hook("walked.spare", "forward_pre"), causes.NOT_CALLED),
-    "an output that the loss does not depend on": Silent(hook("dead_end", "full_backward_pre"), causes.NO_GRADIENT),
+    "a module that nothing calls": Silent(hook("never_called", "forward"), reasons.NOT_CALLED),
+    "its gradients": Silent(hook("never_called", "full_backward"), reasons.NOT_CALLED),
+    "its parameters' gradients": Silent(hook("never_called", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT),
+    ".forward() called directly": Silent(hook("bypassed", "forward"), reasons.NOT_CALLED),
+    "weights used functionally": Silent(hook("functional", "tensor"), reasons.NOT_CALLED),
+    "attention's projection": Silent(hook("attention.out_proj", "forward"), reasons.PROJECTION),
+    "an entry that a walk leaves out": Silent(hook("walked.spare", "forward_pre"), reasons.NOT_CALLED),
+    "an output that the loss does not depend on": Silent(hook("dead_end", "full_backward_pre"), reasons.NO_GRADIENT),
     "a parameter that the loss does not depend on": Silent(
-        hook("dead_end", "parameter_grad_micro"), causes.NO_PARAMETER_GRADIENT
+        hook("dead_end", "parameter_grad_micro"), reasons.NO_PARAMETER_GRADIENT
     ),
-    "under no_grad": Silent(hook("without_graph", "full_backward_pre"), causes.NO_GRAD),
-    "a whole pass under no_grad": Silent(hook("used", "tensor"), causes.NO_GRAD, step=forward_only),
+    "under no_grad": Silent(hook("without_graph", "full_backward_pre"), reasons.NO_GRAD),
+    "a whole pass under no_grad": Silent(hook("used", "tensor"), reasons.NO_GRAD, step=forward_only),
     "PyTorch's own hooks under no_grad": Silent(
-        hook("used", "full_backward", via="module", role="grad_output"), causes.NO_GRAD, step=forward_only
+        hook("used", "full_backward", via="module", role="grad_output"), reasons.NO_GRAD, step=forward_only
     ),
-    "a whole pass under inference_mode": Silent(hook("used", "full_backward"), causes.INFERENCE, step=inferred),
-    "a forward pass that raised": Silent(hook("dead_end", "forward"), causes.RAISED, step=caught),
+    "a whole pass under inference_mode": Silent(hook("used", "full_backward"), reasons.INFERENCE, step=inferred),
+    "a forward pass that raised": Silent(hook("dead_end", "forward"), reasons.RAISED, step=caught),
     "gradients of a forward pass that raised": Silent(
-        hook("dead_end", "full_backward_pre"), causes.RAISED, step=caught
+        hook("dead_end", "full_backward_pre"), reasons.RAISED, step=caught
     ),
-    "an input's gradient in a forward pass that raised": Silent(hook(".", "full_backward"), causes.RAISED, step=caught),
+    "an input's gradient in a forward pass that raised": Silent(
+        hook(".", "full_backward"), reasons.RAISED, step=caught
+    ),
     "what a forward pass that raised did not reach": Silent(
-        hook("attention", "forward"), causes.NOT_CALLED, step=caught
+        hook("attention", "forward"), reasons.NOT_CALLED, step=caught
     ),
     "a backward pass that never comes": Silent(
-        hook("used", "post_accumulate_grad"), causes.NO_PARAMETER_GRADIENT, step=forward_only
+        hook("used", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT, step=forward_only
     ),
-    "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), causes.NO_GRAPH),
+    "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), reasons.NO_GRAPH),
     "an input that needs no gradient, to be changed": Silent(
-        {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, causes.NO_GRAPH
+        {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, reasons.NO_GRAPH
     ),
-    "integers have no gradient": Silent(hook("counting.whole", "full_backward_pre"), causes.NO_GRAPH),
-    "an output that is no tensor": Silent(hook("counting.number", "forward"), causes.NO_TENSOR),
-    "a path that is not there": Silent(hook("attention", "forward", path="7"), causes.NO_TENSOR),
+    "integers have no gradient": Silent(hook("counting.whole", "full_backward_pre"), reasons.NO_GRAPH),
+    "an output that is no tensor": Silent(hook("counting.number", "forward"), reasons.NO_TENSOR),
+    "a path that is not there": Silent(hook("attention", "forward", path="7"), reasons.NO_TENSOR),
     "a parameter that the optimizer does not hold": Silent(
-        hook("walked.0", "parameter_grad", params="weight"), causes.NOT_OPTIMIZED, expected=0, optimized="used"
+        hook("walked.0", "parameter_grad", params="weight"), reasons.NOT_OPTIMIZED, expected=0, optimized="used"
     ),
-    "an optimizer that makes no step": Silent(hook("used", "step_post"), causes.NO_STEP, step=forward_only),
+    "an optimizer that makes no step": Silent(hook("used", "step_post"), reasons.NO_STEP, step=forward_only),
     "a state that a parameter without a gradient has not": Silent(
-        hook("never_called", "step_post", role="state.momentum_buffer"), causes.NO_STATE
+        hook("never_called", "step_post", role="state.momentum_buffer"), reasons.NO_STATE
     ),
-    "a loss that is not handed over": Silent(hook(".", "loss"), causes.NO_LOSS),
-    "a state dict that nobody makes": Silent(hook("used", "state_dict_post"), causes.NOT_SAVED),
-    "a state dict that nobody loads": Silent(hook("used", "load_state_dict_pre"), causes.NOT_LOADED),
+    "a loss that is not handed over": Silent(hook(".", "loss"), reasons.NO_LOSS),
+    "a state dict that nobody makes": Silent(hook("used", "state_dict_post"), reasons.NOT_SAVED),
+    "a state dict that nobody loads": Silent(hook("used", "load_state_dict_pre"), reasons.NOT_LOADED),
     "a transform of torch.func": Silent(
-        hook("0", "forward"), causes.TRANSFORMED, step=per_sample, model=lambda: nn.Sequential(nn.Linear(4, 4))
+        hook("0", "forward"), reasons.TRANSFORMED, step=per_sample, model=lambda: nn.Sequential(nn.Linear(4, 4))
     ),
     "a schedule without a step": Silent(hook("used", "forward", start=5), NEVER_DUE, expected=0),
-    "a phase that never is": Silent(hook("used", "forward", phase="eval"), causes.never_entered("eval"), expected=0),
+    "a phase that never is": Silent(hook("used", "forward", phase="eval"), reasons.never_entered("eval"), expected=0),
     "training hooks in an evaluation": Silent(
         hook("used", "forward"),
         "the module was called in phase eval only, and the hook is for phase train",
@@ -251,12 +253,12 @@ SILENT = {
         "the module was called in the sanity check before training only, and the hook is for phase train",
         step=only_checked,
     ),
-    "a frozen parameter": Silent(hook("frozen", "parameter_grad_micro"), causes.FROZEN, expected=0),
-    "a frozen parameter at the optimizer": Silent(hook("frozen", "parameter_grad"), causes.FROZEN, expected=0),
+    "a frozen parameter": Silent(hook("frozen", "parameter_grad_micro"), reasons.FROZEN, expected=0),
+    "a frozen parameter at the optimizer": Silent(hook("frozen", "parameter_grad"), reasons.FROZEN, expected=0),
     "the gradient of a frozen parameter": Silent(
-        hook("frozen", "step_pre", role="param_grad"), causes.FROZEN, expected=0
+        hook("frozen", "step_pre", role="param_grad"), reasons.FROZEN, expected=0
     ),
-    "a copy in its place": Silent(hook("used", "forward"), causes.NOT_CALLED_COPIED, step=copied),
+    "a copy in its place": Silent(hook("used", "forward"), reasons.NOT_CALLED_COPIED, step=copied),
     "attention as one function of transformers": Silent(
         hook("**.attn_dropout", "forward"),
         'runs with attn_implementation="sdpa", which computes softmax and dropout in one function and calls no module for '
@@ -266,7 +268,7 @@ SILENT = {
     ),
     "attention in steps of transformers": Silent(
         hook("**.attn_dropout", "forward"),
-        causes.NOT_CALLED,
+        reasons.NOT_CALLED,
         step=of_tokens,
         model=of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"),
     ),
@@ -275,7 +277,7 @@ SILENT = {
         "fused_attn=True",
         model=lambda: nn.Sequential(nn.Linear(4, 4), Attention()),
     ),
-    "another module in its place": Silent(hook("used", "forward"), causes.REPLACED, step=replaced, expected=2),
+    "another module in its place": Silent(hook("used", "forward"), reasons.REPLACED, step=replaced, expected=2),
 }
 
 
@@ -313,7 +315,7 @@ def test_a_module_called_at_other_steps_is_reported() -> None:
                 model(torch.randn(3, 2, 4))
             probe.end_step()
     (row,) = probe.coverage()
-    assert (row["expected"], row["fired"], row["cause"]) == (2, 1, causes.AT_OTHER_STEPS)
+    assert (row["expected"], row["fired"], row["cause"]) == (2, 1, reasons.AT_OTHER_STEPS)
 
 
 def test_several_causes_are_all_named() -> None:
@@ -328,7 +330,7 @@ def test_several_causes_are_all_named() -> None:
             step(model, optimizer, probe)
             probe.end_step()
     (row,) = probe.coverage()
-    assert row["cause"] == f"{causes.NO_GRAD}; {causes.INFERENCE}"
+    assert row["cause"] == f"{reasons.NO_GRAD}; {reasons.INFERENCE}"
 
 
 def image(size: int = 32) -> Callable[[], dict[str, Any]]:

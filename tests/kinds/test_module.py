@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.kinds.causes import NO_TENSOR
+from instrument.kinds.reasons import NO_TENSOR
 
 
 def record(kind: str, layers: str = "**", **more: Any) -> dict[str, Any]:

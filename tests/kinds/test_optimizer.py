@@ -10,7 +10,7 @@ from torch import nn
 
 import instrument
 from instrument.errors import ConfigError
-from instrument.kinds.causes import NO_STATE
+from instrument.kinds.reasons import NO_STATE
 
 RECORD = {"kind": "step_post", "action": "record", "stats": "none", "tensors": True}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.kinds.causes import NO_STATE, NO_STEP, REMOVED
+from instrument.kinds.reasons import NO_STATE, NO_STEP, REMOVED
 
 RECORD = {"action": "record", "stats": "none", "tensors": True}
 

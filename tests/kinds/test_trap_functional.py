@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.kinds.causes import TRANSFORMED
+from instrument.kinds.reasons import TRANSFORMED
 
 KINDS = {
     "seen": {"kind": "forward", "action": "record", "tensors": True},

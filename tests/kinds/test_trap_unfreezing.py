@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import ConfigError, InstrumentWarning, Probe
-from instrument.kinds.causes import FROZEN, NOT_OPTIMIZED
+from instrument.integrations.attach import read_specs
+from instrument.kinds.reasons import FROZEN, NOT_OPTIMIZED
 from instrument.plan.sites import make_plan, refuse_frozen
-from instrument.run.attach import read_specs
 
 GRADIENTS = ("parameter_grad_micro", "post_accumulate_grad", "parameter_grad")
 AROUND = (

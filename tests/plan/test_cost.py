@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.plan.cost import Length
-from instrument.run.data import Batches
 from instrument.spec.config import TrainConfig
 from instrument.spec.schedule import Evaluations
+from instrument.training.data import Batches
 
 
 @given(

@@ -27,7 +27,7 @@ from torch import nn
 import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
-from instrument.analysis.maps import maps_in
+from instrument.analysis.images import maps_in
 from instrument.analysis.series import place_of
 from instrument.extras import pip_command
 from instrument.report import Report, make
@@ -243,15 +243,15 @@ def test_the_header_says_what_ran(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "2").html
     head = page[: page.index("<nav")]
     for words in (
-        "instrument.run.models.MLP",
-        "instrument.run.datasets.digits",
+        "instrument.training.models.MLP",
+        "instrument.training.datasets.digits",
         ">cpu<",
         ">two <",
         'class="status done"',
     ):
         assert words in head
     assert "model=mlp" in page
-    assert "_target_: instrument.run.models.MLP" in page
+    assert "_target_: instrument.training.models.MLP" in page
 
 
 def test_a_failed_run_says_why_first_of_all(reported_sweep: instrument.Run) -> None:

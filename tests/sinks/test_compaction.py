@@ -19,14 +19,14 @@ from tiers import tiered
 
 import instrument
 from instrument import compact as command
-from instrument.analysis.files import RunFiles
+from instrument.analysis.run_files import RunFiles
 from instrument.capture.tables import TABLES
-from instrument.run.checkpoint import VERSION
 from instrument.sinks import compaction, parts
 from instrument.sinks.compaction import compact
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part, new_part, parts_of, rewind, written_parts
+from instrument.training.checkpoint import VERSION
 
 LAYERS = ("stem", "body", "head")
 

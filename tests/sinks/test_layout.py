@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import instrument
-from instrument.analysis.files import RunFiles
+from instrument.analysis.run_files import RunFiles
 from instrument.analysis.series import forward_order
 from instrument.capture.tables import TABLES, as_batch, as_table
 from instrument.sinks import parts

@@ -15,11 +15,11 @@ from waiting import HANGS
 
 import instrument
 from instrument.errors import SinkError
+from instrument.integrations.attach import read_specs
 from instrument.plan.sites import make_plan
-from instrument.run.attach import read_specs
 from instrument.sinks import tensors as module
-from instrument.sinks.log import TableLog
 from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.table_writer import TableLog
 
 KEY = (0, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
 RECORD = {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}

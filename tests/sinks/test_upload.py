@@ -14,11 +14,11 @@ from waiting import HANGS, until
 
 from instrument import ConfigError
 from instrument.capture.tables import TABLES
-from instrument.sinks import sending, upload
+from instrument.sinks import transfer, upload
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.recovery import recover
 from instrument.sinks.remote import RemoteFolder, UploadError
-from instrument.sinks.sending import remove_sent, send_all, take_back
+from instrument.sinks.transfer import remove_sent, send_all, take_back
 from instrument.sinks.upload import Upload
 
 
@@ -26,7 +26,7 @@ from instrument.sinks.upload import Upload
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No long pauses."""
     monkeypatch.setattr(upload, "LOOK", 0.01)
-    monkeypatch.setattr(sending, "PAUSES", (0.01,))
+    monkeypatch.setattr(transfer, "PAUSES", (0.01,))
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_where_nobody_answers_it_is_told_once_and_tried_again(begun: Upload, fol
     until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
-    until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * sending.ATTEMPTS)
+    until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * transfer.ATTEMPTS)
     (message,) = begun.messages()
     assert message.endswith(f"ConnectionError: nobody there; it is tried again, all is in {folder}")
     remote.error = None
@@ -191,7 +191,7 @@ def test_what_is_not_sent_at_the_end_is_told(folder: Path, remote: Fragile) -> N
         "stats/part-0000-000000.parquet",
         "stats/part-0001-000000.parquet",
     }
-    assert len(remote.puts) == sending.ATTEMPTS**2  # after three files it is clear that nobody is there
+    assert len(remote.puts) == transfer.ATTEMPTS**2  # after three files it is clear that nobody is there
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no such bucket"), PermissionError("access denied")])

@@ -15,15 +15,15 @@ from tiers import tiered
 from torch import nn
 
 from instrument import ConfigError
+from instrument.cli.reading import read_config
 from instrument.plan.sites import make_plan
-from instrument.run.apply import apply_specs, build_module
-from instrument.run.cli.reading import read_config
-from instrument.run.data import load_data
-from instrument.run.experiment import _build_optimizer, prepare
-from instrument.run.models import DenseGAN
-from instrument.run.tasks import Outcome
 from instrument.spec.config import RunConfig
 from instrument.targets import build
+from instrument.tasks import Outcome
+from instrument.training.apply import apply_specs, build_module
+from instrument.training.data import load_data
+from instrument.training.experiment import _build_optimizer, prepare
+from instrument.training.models import DenseGAN
 
 CONF = Path(__file__).parents[2] / "conf"
 BASE = ("model=mnist_cnn", "data=digits")

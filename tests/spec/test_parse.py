@@ -32,8 +32,8 @@ INIT = {"layers": "**", "action": "init", "fn": "kaiming_normal_"}
 FILL = {"layers": "**", "action": "fill"}
 CONFIG: dict[str, Any] = {
     "model": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2},
-    "data": {"dataset": {"_target_": "instrument.run.datasets.digits"}},
-    "task": {"_target_": "instrument.run.tasks.Supervised"},
+    "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}},
+    "task": {"_target_": "instrument.tasks.Supervised"},
     "optimizer": {"_target_": "torch.optim.SGD"},
     "train": {"steps": 3},
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instrument.spec.statistics import OF_VALUES
 from instrument.stats.distribution import SAMPLE, distribution
-from instrument.stats.kernel import measure
+from instrument.stats.measure import measure
 from instrument.stats.merge import (
     MEASURED,
     MERGED,

@@ -99,7 +99,7 @@ OF_MORE = {"dead_fraction", "saturated_fraction", "update_ratio"}  # each has a 
 
 
 def test_every_statistic_is_tested_for_every_dtype() -> None:
-    assert set(ALL) == {*OF_VALUES, *OF_MORE}, "test_kernel.py tests OF_VALUES, this file the others"
+    assert set(ALL) == {*OF_VALUES, *OF_MORE}, "test_measure.py tests OF_VALUES, this file the others"
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

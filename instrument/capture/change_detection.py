@@ -1,0 +1,140 @@
+"""Detection of skipped optimizer steps, and of modules and parameters that are replaced during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..kinds.attached import Clock, LiveSite, Uncopied
+from ..kinds.reasons import REPLACED
+
+
+class ScalerWatch:
+    """Tracks the scale of a gradient scaler, and whether it skipped optimizer steps."""
+
+    def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+        self.scaler = scaler
+        self.found: list[Tensor | None] = []  # one entry per optimizer step in the current training step
+        # After the previous training step, and after the current one.
+        self.scales = (torch.tensor(scaler.get_scale()),) * 2
+        self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
+
+    def scale(self) -> Tensor:
+        """Return the scale on the device of the scaler."""
+        current = self.scaler._get_scale_async()  # the public get_scale waits for the device
+        return torch.ones(()) if current is None else current
+
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        """The hook before an optimizer step.
+
+        An optimizer that unscales itself receives `found_inf`, which makes it skip the step.
+        """
+        self.found.append(getattr(optimizer, "found_inf", None))
+
+    def take(self) -> Tensor | float:
+        """Return whether the scaler skipped every optimizer in the last step, as 0 or 1, possibly on the device."""
+        found, self.found = self.found, []
+        self.scales = (self.scales[1], self.scale().clone())
+        told = [each for each in found if each is not None]
+        if not found or len(told) < len(found):
+            return 0.0 if found else 1.0
+        return torch.stack([(each > 0).to(told[0].device, torch.float32) for each in told]).amin()
+
+    def backed_off(self) -> bool:
+        """Return whether the scaler found values that are not finite in the last step.
+
+        This waits for the device, as the scaler did to decide on the step.
+        """
+        before, after = self.scales
+        return bool(after < before.to(after.device))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class StepWatch:
+    """Tracks whether an optimizer made a step, and the learning rate that the first one used.
+
+    A scheduler may have changed the learning rate since then.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.first = optimizers[0]
+        self.stepped = False
+        self.used: Tensor | float | None = None
+        self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
+
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        """The hook before an optimizer step."""
+        self.stepped = True
+        if optimizer is self.first:
+            rate = optimizer.param_groups[0]["lr"]
+            self.used = rate.clone() if isinstance(rate, Tensor) else rate
+
+    def take_stepped(self) -> bool:
+        """Return whether any optimizer made a step in the last training step."""
+        stepped, self.stepped = self.stepped, False
+        return stepped
+
+    def take_rate(self) -> Tensor | float:
+        """Return the learning rate of the first optimizer's first parameter group in the last step.
+
+        The current value if that optimizer made no step.
+        """
+        used, self.used = self.used, None
+        return self.first.param_groups[0]["lr"] if used is None else used
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class ModuleWatch:
+    """Detects hooked modules that are no longer part of the model."""
+
+    def __init__(self, model: nn.Module, lives: Sequence[LiveSite]) -> None:
+        self.sites: dict[nn.Module, list[LiveSite]] = {}
+        for live in lives:
+            self.sites.setdefault(live.site.layer.module, []).append(live)
+        self.slots = [
+            (parent._modules, key, child)
+            for parent in model.modules()
+            for key, child in parent._modules.items()
+            if child in self.sites
+        ]
+
+    def replaced(self) -> list[LiveSite]:
+        """Return the sites at modules that were replaced since the last call. Their coverage states it from now on."""
+        gone = [(children, key, child) for children, key, child in self.slots if children.get(key) is not child]
+        if not gone:
+            return []
+        self.slots = [slot for slot in self.slots if slot not in gone]
+        lives = [live for _, _, child in gone for live in self.sites.pop(child, [])]
+        for live in lives:
+            live.absent = REPLACED
+        return lives
+
+
+class LoadWatch(Uncopied):
+    """Reports loaded state dicts. `assign=True` replaces parameters."""
+
+    def __init__(self, model: nn.Module, clock: Clock, tell: Callable[[], None]) -> None:
+        self.clock = clock
+        self.tell = tell
+        self.handle = model.register_load_state_dict_post_hook(self.loaded)
+
+    def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
+        """The hook after a state dict was loaded."""
+        if not self.clock.closed:
+            self.tell()
+
+    def detach(self) -> None:
+        """Remove the hook."""
+        self.handle.remove()

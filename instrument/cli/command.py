@@ -1,0 +1,98 @@
+"""The command line around a job: compose a configuration with Hydra, run the job, return an exit code.
+
+0    success
+1    failure during the run (in a hook, in custom code, or of the machine), or a failed verification
+2    error in the command line or configuration, found before the first step
+130  interrupted by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import hydra
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+from ..configuration.loader import fields_known
+from ..configuration.search_path import OwnConf, conf_folder
+from ..distributed.torchrun import agreed, joined
+from ..errors import ConfigError, InstrumentError
+from ..sweeps.summary import tell_sweep
+from .hydra_callback import Guard
+from .job import JobFailedError, complain, refused
+
+FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
+
+
+def command(job: Callable[[DictConfig], object]) -> None:
+    """Compose a configuration from the command line and run a job with it.
+
+    Args:
+        job: Function that is called with the composed configuration.
+
+    Raises:
+        SystemExit: The command failed or was interrupted; see the exit codes above.
+        Exception: The original error of the composition, if `HYDRA_FULL_ERROR=1`.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
+    Plugins.instance().register(OwnConf)
+    app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
+    try:
+        with hydra_hands_errors_on(), fields_known():
+            app()
+    except JobFailedError as failed:
+        _end(failed.exit_code)
+        sys.exit(failed.exit_code)
+    except SystemExit as stop:
+        if stop.code:
+            _end(stop.code)
+        raise
+    except KeyboardInterrupt:
+        _tell_sweep()
+        sys.exit(130)
+    except Exception as error:
+        # A job reports its own errors, so this error comes from the composition.
+        if os.environ.get(FULL_ERROR) == "1":
+            raise
+        own = refused(error, sys.argv[1:])
+        with suppress(InstrumentError), agreed(joined()):  # Only rank 0 prints the error.
+            raise own from error
+        complain(own)
+        _end(own.exit_code)
+        sys.exit(own.exit_code)
+    finally:
+        Guard.let_go()
+
+
+def _end(exit_code: object) -> None:
+    """Remove the folder of a run that was refused; otherwise print the summary of the sweep, if there is one."""
+    if exit_code == ConfigError.exit_code and Guard.withdraw():
+        return
+    _tell_sweep()
+
+
+def _tell_sweep() -> None:
+    if Guard.sweep is not None:
+        tell_sweep(Guard.sweep)
+
+
+@contextmanager
+def hydra_hands_errors_on() -> Iterator[None]:
+    """Make Hydra raise errors during the `with` block, instead of printing them.
+
+    Hydra reads the variable `HYDRA_FULL_ERROR`, which is set to 1 and restored afterwards.
+    """
+    before = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = before

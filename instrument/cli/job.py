@@ -1,0 +1,237 @@
+"""One job: a single run or a job of a sweep, with its error reporting."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ..configuration.search_path import conf_folder
+from ..distributed.torchrun import leads
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..folders.run_folder import read_record
+from ..folders.snapshot import REFUSED
+from ..spec.config import RunConfig
+from ..sweeps.jobs import BASIC, Sweep
+from ..sweeps.objective import read_objective
+from .fast_imports import importing
+from .hydra_errors import composition_mistake
+from .reading import read_config, read_overrides, swept_overrides
+
+
+class JobFailedError(Exception):
+    """A job failed and its error was printed. In a sweep, Hydra raises it after all jobs have ended.
+
+    Attributes:
+        exit_code: Exit code of the job.
+        folder: Folder of the job.
+    """
+
+    def __init__(self, exit_code: int, folder: Path) -> None:
+        super().__init__(f"the job in {folder} failed")
+        self.exit_code = exit_code
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[JobFailedError], tuple[int, Path]]:
+        return type(self), (self.exit_code, self.folder)  # Exceptions from launcher processes are pickled.
+
+
+def job(config: DictConfig) -> float | None:
+    """Run one job: a single run, or a job of a sweep.
+
+    Args:
+        config: Composed configuration.
+
+    Returns:
+        The objective value, for the sweeper; None for a single run, for a plan, or if the value is missing or not
+        finite.
+
+    Raises:
+        JobFailedError: The job of a sweep failed. The other jobs continue.
+        SystemExit: A single run failed, or the job was interrupted.
+    """
+    with told() as place:
+        if place.swept and config.get("resume") is not None and not _is_own(config.resume, place):
+            raise ConfigError(Mistake("resume", "runs are resumed one at a time, without -m", written=config.resume))
+        parsed, raw = read_config(config)
+        objective = read_objective(parsed.objective)
+        if parsed.plan:
+            show_plan(parsed, None)
+            return None
+        with importing():
+            from ..sweeps.score import judge
+            from ..training.runner import run
+            from ..training.terminal import Terminal
+
+        overrides = read_overrides()
+        label = swept_overrides(Sweep(place.sweep).swept, _begun_with(parsed, overrides)) if place.sweep else ""
+        terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=label)
+        result = run(parsed, place.folder, terminal, raw=raw, overrides=overrides)
+        searched = HydraConfig.get().sweeper["_target_"] != BASIC
+        return judge(objective, place.folder, result.metrics, searched=searched) if place.swept else None
+
+
+def _begun_with(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the overrides with which a run was first started, also if it is resumed."""
+    return overrides if config.resume is None else read_record(Path(config.resume), "resume").get("overrides", {})
+
+
+def _is_own(resume: str, place: Place) -> bool:
+    """Return whether a job of a sweep resumes from its own folder."""
+    return Path(resume).resolve() == place.folder.resolve()
+
+
+class Terminated(KeyboardInterrupt):
+    """The process received SIGTERM, for example from a batch system before it kills the job."""
+
+
+@contextmanager
+def termination_raised() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM during the `with` block, so that files are closed and the interruption is reported.
+
+    Has no effect outside the main thread, where Python does not allow signal handlers to be set.
+    """
+
+    def stop(number: int, frame: object) -> None:  # noqa: ARG001
+        raise Terminated("terminated by SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folders of a job.
+
+    Attributes:
+        folder: Folder of the job.
+        sweep: Folder of its sweep; None for a single run.
+    """
+
+    folder: Path
+    sweep: Path | None
+
+    @property
+    def swept(self) -> bool:
+        """Whether the job belongs to a sweep."""
+        return self.sweep is not None
+
+
+@contextmanager
+def told() -> Iterator[Place]:
+    """Print errors of the `with` block, and the location of the recorded data.
+
+    Yields:
+        The folders of the job.
+
+    Raises:
+        JobFailedError: The job of a sweep failed. The other jobs continue.
+        SystemExit: A single run failed (exit code of the error), or the job was interrupted (130) or terminated (1).
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if Path.cwd() in folder.parents:
+        folder = Path(os.path.relpath(folder))
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    place = Place(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
+    try:
+        with termination_raised():
+            yield place
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Terminated)
+        how = "terminated by SIGTERM" if terminated else "interrupted"
+        if leads():
+            print(f"\n{how}: {_left_in(folder)}", file=sys.stderr)
+        raise SystemExit(1 if terminated else 130) from None
+    except Exception as error:
+        code = complain(error)
+        if code == 1:
+            print(_left_in(folder), file=sys.stderr)
+        if place.swept:
+            if not (folder / "run.json").exists():
+                (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
+            print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
+            raise JobFailedError(code, folder) from error
+        raise SystemExit(code) from None
+
+
+def _left_in(folder: Path) -> str:
+    """Describe the data in the folder of a job that ended early."""
+    try:
+        (folder / "run.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"nothing was recorded in {folder}" if folder.is_dir() else f"nothing is saved: {folder} is gone"
+    except OSError as error:
+        return f"what was recorded in {folder} cannot be seen: {error.strerror}"
+    return f"what was recorded so far is in {folder}"
+
+
+def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
+    """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`.
+
+    Args:
+        error: Error that was raised.
+        arguments: Arguments of the command line.
+    """
+    if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'it says no more'}")
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    return ConfigError(composition_mistake(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
+
+
+def _plugin_of(error: Exception) -> str | None:
+    """Return the innermost Hydra plugin in a traceback, for example `hydra_ray_launcher`; None without a plugin."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
+    return found[-1] if found else None
+
+
+def show_plan(config: RunConfig, folder: Path | None) -> None:
+    """Print the plan of a run: matching hooks, recorded data, estimated cost, and output folder.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder that the run would use; None to leave it out.
+    """
+    with importing():
+        from ..dry_run.dry_run import rehearse
+        from ..training.device import process_state
+        from ..training.experiment import prepare
+        from ..training.terminal import Terminal
+
+    with process_state(seed=config.seed, deterministic=config.deterministic):
+        experiment = prepare(config)
+        Terminal().plan(experiment, rehearse(experiment), folder)
+
+
+def complain(error: Exception) -> int:
+    """Print an error to stderr. Only errors other than `InstrumentError` are printed with a traceback.
+
+    Returns:
+        The exit code of the error.
+    """
+    if isinstance(error, InstrumentError):
+        print(f"\n{error}\n", file=sys.stderr)
+        return error.exit_code
+    traceback.print_exception(error)
+    return InstrumentError.exit_code

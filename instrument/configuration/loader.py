@@ -1,0 +1,101 @@
+"""Hydra configuration loader that accepts overrides of known fields that no configuration file sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hydra._internal.hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ..spec.keys import fields_below
+
+
+class FieldLoader(ConfigLoaderImpl):
+    """Configuration loader that treats `hooks.tame.every=5` as `++hooks.tame.every=5` if the hook `tame` exists.
+
+    It composes single runs, sweeps and their jobs, also in the processes of a launcher. Overrides are recorded as
+    written.
+    """
+
+    _first: tuple[list[str], DictConfig] | None = None  # overrides and result of the first composition
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Compose a configuration. The arguments are those of `ConfigLoaderImpl.load_configuration`.
+
+        Hydra composes twice: once to read `hydra.mode`, and again with the mode in the overrides. A single run reuses
+        the first result. If the overrides contain a sweep, or a group has no choice, the second composition is needed:
+        Hydra accepts both only in a sweep.
+        """
+        first, self._first = self._first, None
+        if first and run_mode == RunMode.RUN and overrides == [*first[0], "hydra.mode=RUN"]:
+            config = first[1]
+            config.hydra.mode = RunMode.RUN
+            config.hydra.overrides.hydra.append(overrides[-1])
+            return config
+        config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        only_mode = run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and config.hydra.mode is None
+        sweeps = any(override.is_sweep_override() for override in self._given)
+        if only_mode and not sweeps and "???" not in config.hydra.runtime.choices.values():
+            self._first = (list(overrides), config)
+        return config
+
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        self._given, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return self._given, repository
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        config = super()._compose_config_from_defaults_list(defaults, repo)
+        added: list[str] = []
+        for override in self._given:
+            key = override.key_or_group
+            if override.type == OverrideType.CHANGE and _is_known(key, config, added):
+                override.type = OverrideType.FORCE_ADD
+            added.append(key)
+        return config
+
+
+def _is_known(key: str, config: DictConfig, added: Sequence[str]) -> bool:
+    """Return whether a key is a known field of a section, or of a spec in the configuration or in an earlier override.
+
+    Args:
+        key: Key of the override, for example `hooks.tame.every`.
+        config: Configuration composed from the defaults list.
+        added: Keys of the earlier overrides.
+    """
+    above, _, field = key.rpartition(".")
+    path = above.split(".")
+    if field not in fields_below(path):
+        return False
+    there = above if path[0] in ("hooks", "apply") else path[0]
+    node: Any = OmegaConf.select(config, there, throw_on_resolution_failure=False)
+    return OmegaConf.is_dict(node) or there in added
+
+
+@contextmanager
+def fields_known() -> Iterator[None]:
+    """Replace the loader of `hydra.main` by `FieldLoader` during the `with` block.
+
+    `hydra.main` has no parameter for the loader.
+    """
+    before = hydra._internal.hydra.ConfigLoaderImpl  # type: ignore[attr-defined]
+    hydra._internal.hydra.ConfigLoaderImpl = FieldLoader  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        hydra._internal.hydra.ConfigLoaderImpl = before  # type: ignore[attr-defined]

@@ -1,0 +1,46 @@
+"""The Hydra search path: the configuration files of the package, then those of the working directory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from .loader import FieldLoader
+
+
+def conf_folder() -> Path:
+    """Return the folder with the configuration files of the package: inside it, or next to it in a checkout."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
+
+
+class OwnConf(SearchPathPlugin):
+    """Hydra plugin that adds the folder `conf` of the working directory after the configurations of the package."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the folder, and warn about files that a different file of the package hides.
+
+        Args:
+            search_path: Search path of Hydra, changed in place.
+        """
+        own, packaged = Path.cwd() / "conf", conf_folder()
+        if not own.is_dir() or own.samefile(packaged):
+            return
+        search_path.append("working directory", f"file://{own}")
+        for file in sorted(own.rglob("*.yaml")):
+            same = packaged / file.relative_to(own)
+            if same.exists() and same.read_bytes() != file.read_bytes():
+                name = f"conf/{file.relative_to(own)}"
+                print(f"warning: {name} is not used: the package has one of this name; choose another", file=sys.stderr)
+
+
+def config_loader() -> ConfigLoader:
+    """Create a configuration loader with this search path, for compositions outside `hydra.main`."""
+    Plugins.instance().register(OwnConf)
+    return FieldLoader(create_config_search_path(str(conf_folder())))

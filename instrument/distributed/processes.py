@@ -1,0 +1,276 @@
+"""The processes that torchrun started for one run: collective exchange, and shutdown of all processes if one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ..errors import InstrumentError, RankError
+from ..sinks.lock import is_locked
+
+FAILURE = "instrument/failure"  # key in the store that torchrun provides
+_LOST = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # matches the errors that collectives raise
+PATIENCE = 2.0  # seconds that the operating system may need to release the locks of a killed process
+
+
+class _Refusal(NamedTuple):
+    """Message that a failed process sends instead of its value.
+
+    Attributes:
+        code: Exit code of the failed process.
+        told: Error message.
+    """
+
+    code: int
+    told: str
+
+
+class _RefusedError(Exception):
+    """Another process reported a failure during an exchange in this process.
+
+    Attributes:
+        said: Values received from all ranks, in rank order; a failed rank sends a `_Refusal`.
+    """
+
+    def __init__(self, said: list[Any]) -> None:
+        super().__init__("another process has failed")
+        self.said = said
+
+
+class Failure(NamedTuple):
+    """The first failure of a run.
+
+    Attributes:
+        rank: Rank of the process that failed first.
+        told: Description of the failure, for example `was killed`.
+    """
+
+    rank: int
+    told: str
+
+
+@dataclass
+class Processes:
+    """The process group of a run, as seen by one of its processes. Create it with `open`.
+
+    Attributes:
+        rank: Rank of this process, from 0.
+        local_rank: Rank of this process on its machine, from 0.
+        size: Number of processes.
+        store: Key-value store of torchrun, shared by all processes.
+        control: Gloo process group for control messages.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    store: Any
+    control: Any
+
+    @classmethod
+    def open(cls) -> Processes:
+        """Join the process group and set the CUDA device of this process.
+
+        The backend is gloo for CPU tensors and, if CUDA and NCCL are available, NCCL for CUDA tensors. Blocks until all
+        processes have joined.
+        """
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        store, rank, size = next(iter(rendezvous("env://")))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return cls(rank, local_rank, size, store, dist.new_group(backend="gloo"))
+
+    def close(self) -> None:
+        """Wait for all processes, then destroy the process group."""
+        self.wait()
+        dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, the only process that prints and writes shared files."""
+        return self.rank == 0
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Gather one object from each process.
+
+        Args:
+            mine: Picklable object of this process.
+
+        Returns:
+            The objects of all processes, in rank order.
+
+        Raises:
+            _RefusedError: Another process failed and sent its error instead.
+        """
+        said = self._gathered(mine)
+        if any(isinstance(one, _Refusal) for one in said):
+            raise _RefusedError(said)
+        return said
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, mine, group=self.control)
+        return said
+
+    def sum(self, number: int) -> int:
+        """Return the sum of an integer over all processes."""
+        return sum(self.exchange(number))
+
+    def wait(self) -> None:
+        """Block until all processes have reached this call."""
+        dist.barrier(group=self.control)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Stop all processes if the `with` block fails in any of them. Only rank 0 reports the error.
+
+        Every process has to enter this block. If one fails, the process group is destroyed in all of them.
+
+        Raises:
+            RankError: In rank 0, if another process failed. If rank 0 itself failed, its own exception is raised
+                instead.
+            SystemExit: In the other ranks, without a message, with the highest exit code.
+        """
+        error: Exception | None = None
+        try:
+            yield
+            said = self._gathered(None)
+        except _RefusedError as refused:
+            said = refused.said
+        except Exception as raised:
+            error = raised
+            code = error.exit_code if isinstance(error, InstrumentError) else 1
+            said = self._gathered(_Refusal(code, str(error) or type(error).__name__))
+        failed = {rank: one for rank, one in enumerate(said) if isinstance(one, _Refusal)}
+        if not failed:
+            return
+        # The group is destroyed while all ranks are alive: its threads could abort a process that exits.
+        dist.destroy_process_group()
+        if self.leads and error is not None:
+            raise error
+        if not self.leads:
+            raise SystemExit(max(code for code, _ in failed.values())) from error
+        rank, (code, told) = next(iter(failed.items()))
+        raise RankError(f"rank {rank}: {told}", rank, code)
+
+    @contextmanager
+    def failing_together(self, folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
+        """Stop this process if another process fails or is killed during the `with` block.
+
+        Args:
+            folder: Folder of the run. Its locks show which processes are alive.
+            failed: Called with the rank of the process that failed first.
+
+        Raises:
+            RankError: Another process failed first. The message names its rank and error.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not dist.is_initialized():  # `agreed` has already shut down all processes and reported the error.
+                if isinstance(error, RankError):
+                    failed(error.rank)
+                raise
+            # torchrun sends SIGTERM to all processes when one ends. The error is reported and files are written first.
+            _ignore_termination()
+            first = self._first_failure(error, folder)
+            if first is None:
+                raise
+            failed(first.rank)
+            if first.rank == self.rank:
+                raise
+            message = f"rank {first.rank} {first.told}; rank {self.rank} cannot go on without it, and stops"
+            raise RankError(message, first.rank) from error
+
+    def _first_failure(self, error: BaseException, folder: Path) -> Failure | None:
+        """Determine which process failed first.
+
+        Args:
+            error: Exception raised in this process.
+            folder: Folder of the run, with the locks of its processes.
+
+        Returns:
+            The first failure; None if this process was interrupted and no other process has failed.
+        """
+        own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
+            return None
+        if not _is_lost_connection(error):
+            return self._claim(own)
+        for gone in _who_is_gone(folder, self.rank, self.size):
+            if self.store.check([FAILURE]):
+                return self._claim(own)
+            if gone is not None:
+                return self._claim(Failure(gone, "was killed"))
+        return None if isinstance(error, KeyboardInterrupt) else self._claim(own)
+
+    def _claim(self, failure: Failure) -> Failure:
+        """Register a failure in the store and return the failure that was registered first by any process."""
+        put = self.store.compare_set(FAILURE, "", json.dumps(failure))
+        return Failure(*json.loads(put))
+
+
+@contextmanager
+def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
+    """Report which process has ended if a collective fails in a custom training loop.
+
+    Args:
+        folder: Folder of the run. Its locks show which processes are alive.
+        failed: Called with the rank of the process that has ended.
+
+    Raises:
+        RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+    except Exception as error:
+        if not _is_lost_connection(error):
+            raise
+        gone = next((gone for gone in _who_is_gone(folder, rank, size) if gone is not None), None)
+        if gone is None:
+            raise
+        failed(gone)
+        raise RankError(f"rank {gone} has ended; rank {rank} cannot go on without it", gone) from error
+
+
+def _who_is_gone(folder: Path, own: int, size: int) -> Iterator[int | None]:
+    """Poll the locks of a run for `PATIENCE` seconds.
+
+    Yields:
+        At each poll, the lowest other rank that holds no lock on the folder; None if all other ranks hold theirs.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        yield next((rank for rank in range(size) if rank != own and not is_locked(folder, rank)), None)
+        time.sleep(0.05)
+
+
+def _ignore_termination() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Return whether an error, or the cause of an `InstrumentError`, may result from the end of another process."""
+    if error is None:
+        return False
+    if isinstance(error, InstrumentError):
+        return _is_lost_connection(error.__cause__)
+    is_pytorchs = isinstance(error, RuntimeError | KeyboardInterrupt) and _LOST.search(str(error)) is not None
+    return isinstance(error, dist.DistError) or is_pytorchs

@@ -1,0 +1,359 @@
+"""Training strategies: a single process, `DistributedDataParallel`, and FSDP2.
+
+Every process makes the same steps, each on its shard of the batch. The result equals that of one process on the full
+batch: each loss is weighted by its number of samples, so shards may differ in size, and gradients are summed, not
+averaged. A gradient inside the model therefore has the same scale as in a run with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..capture.reducer import Ranks
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..kinds.scope import Parallel
+from ..spec.config import RunConfig
+from ..tasks.forward import Forward
+from .sharding import WHOLE, Share
+from .torchrun import check_processes
+from .unsupported import budget_mistakes, shard_mistakes
+
+if TYPE_CHECKING:
+    from .processes import Processes
+
+
+class Strategy:
+    """Training in a single process; base class of the distributed strategies.
+
+    Attributes:
+        share: Batch shard of this process.
+        ranks: Description of the ranks for the probe; None for a single process.
+        processes: Processes of the run; None for a single process.
+        waits_for_all: Whether the backward pass waits for the gradient of every trainable parameter.
+    """
+
+    waits_for_all = False
+    share = WHOLE
+    ranks: Ranks | None = None
+    processes: Processes | None = None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint needs the parameters and the optimizer state of this process."""
+        return True
+
+    def refuse(self, config: RunConfig) -> None:
+        """Check that this strategy supports a configuration.
+
+        Args:
+            config: Configuration of the run.
+
+        Raises:
+            ConfigError: The configuration contains unsupported settings; the error lists all of them.
+        """
+
+    def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Shard the parameters of a model in place, before the optimizer is created.
+
+        Returns:
+            Whether parameters were replaced.
+        """
+        return False
+
+    def refuse_parts(self, *, called_whole: bool) -> None:
+        """Check that this strategy supports the way in which the task calls the model.
+
+        Args:
+            called_whole: Whether the task calls the model itself, and not only submodules of it.
+
+        Raises:
+            ConfigError: The strategy needs calls of the full model. The message names an alternative.
+        """
+
+    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
+        """Wrap the forward module for training.
+
+        Args:
+            forward: Module that computes the loss of a batch.
+            idle: Whether some trainable parameters may receive no gradient.
+
+        Returns:
+            The module that the training loop calls.
+        """
+        return forward
+
+    def draw_apart(self, seed: int) -> None:
+        """Give each process a different random state, for example for dropout.
+
+        Args:
+            seed: Seed of the run.
+        """
+
+    @contextmanager
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
+
+        Args:
+            trained: Module returned by `wrap`.
+            last: Whether this is the last micro-step of the step.
+        """
+        yield
+
+    def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:  # noqa: ARG002
+        """Combine the means of this process into means over all processes.
+
+        Args:
+            values: Means over the samples or terms of this process; None for a value that is missing.
+            weight: Number of samples or terms of this process.
+
+        Returns:
+            Means over all processes, in the same order; None for a value that is missing.
+        """
+        return list(values)
+
+    def total(self, samples: int) -> int:
+        """Return the number of samples summed over all processes."""
+        return samples
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Copy the buffers of rank 0, such as the running mean of BatchNorm, to all processes."""
+
+
+class DataParallel(Strategy):
+    """Data parallel training: each process has the full model (`torch.nn.parallel.DistributedDataParallel`).
+
+    Args:
+        processes: Processes of the run.
+        reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
+    """
+
+    name: Parallel = "ddp"
+    waits_for_all = True
+    processes: Processes
+
+    def __init__(self, processes: Processes, *, reduces: bool) -> None:
+        self.processes = processes
+        self.share = Share(processes.rank, processes.size)
+        self._brought_all = False
+        self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True for rank 0 only: all processes have the same parameters and optimizer state."""
+        return self.processes.leads
+
+    def refuse(self, config: RunConfig) -> None:
+        """Check that several processes support a configuration.
+
+        Raises:
+            ConfigError: A recording budget is combined with `reduce=global`.
+        """
+        mistakes = _refused(config)
+        if mistakes:
+            raise ConfigError(*mistakes)
+
+    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:
+        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes.
+
+        Args:
+            forward: Module that computes the loss of a batch.
+            idle: Whether some trainable parameters may receive no gradient in this process. True in one process
+                enables `find_unused_parameters` in all.
+        """
+        finds = any(self.processes.exchange(idle))
+        wrapped = DistributedDataParallel(forward, find_unused_parameters=finds)
+        wrapped.register_comm_hook(None, lambda _, bucket: self._bring_together(bucket))
+        return wrapped
+
+    def _bring_together(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self._brought_all |= bucket.is_last()  # Buckets arrive in order.
+        return _sum(bucket)
+
+    @contextmanager
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
+        """Context manager for one forward and backward pass. Only the last pass of a step synchronizes gradients.
+
+        Raises:
+            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
+        """
+        assert isinstance(trained, DistributedDataParallel)
+        self._brought_all = False
+        with nullcontext() if last else trained.no_sync():
+            yield
+        if last and not self._brought_all:  # PyTorch would raise only in the next step.
+            problem = "the loss of this step does not depend on all parameters, and that of the first batch did"
+            raise InstrumentError(f"{problem}: train.find_unused_parameters=true is for models like this")
+
+    def draw_apart(self, seed: int) -> None:
+        """Seed every rank but 0 with `seed + rank`. Rank 0 keeps the random state of a single-process run."""
+        if not self.processes.leads:
+            torch.manual_seed(seed + self.processes.rank)
+
+    def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:
+        """Compute means over all processes, weighted by `weight`.
+
+        Args:
+            values: Means of this process; None for a value that is missing.
+            weight: Number of samples or terms of this process.
+
+        Returns:
+            float64 tensors on the device of the values, in the same order; None for a value that is missing.
+        """
+        present = [value for value in values if value is not None]
+        if not present:
+            return list(values)
+        numbers = [value.detach().to(torch.float64) * weight for value in present]
+        sums = torch.stack([*numbers, torch.full_like(numbers[0], weight)])
+        dist.all_reduce(sums)
+        means = iter(sums[:-1] / sums[-1].clamp(min=1))
+        return [None if value is None else next(means) for value in values]
+
+    def total(self, samples: int) -> int:
+        """Return the number of samples summed over all processes. Blocks until all processes have called it."""
+        return self.processes.sum(samples)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Broadcast all buffers from rank 0."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
+class FullySharded(DataParallel):
+    """Fully sharded training with FSDP2: each process has a shard of every parameter.
+
+    The parameters are sharded with `torch.distributed.fsdp.fully_shard` and gathered one block at a time. The blocks
+    are the elements of each outermost `ModuleList` or `Sequential`. The root module gathers all remaining parameters.
+    """
+
+    name: Parallel = "fsdp2"
+    waits_for_all = False
+
+    @property
+    def keeps_state(self) -> bool:
+        """Always True: each process has a different shard."""
+        return True
+
+    def refuse(self, config: RunConfig) -> None:
+        """Check that sharded parameters support a configuration.
+
+        Raises:
+            ConfigError: The configuration uses fp16, `train.compile`, or hooks that never fire on sharded parameters,
+                or combines a recording budget with `reduce=global`. The error lists all problems.
+        """
+        mistakes = _refused(config)
+        if config.train.precision == "fp16":
+            mistakes.append(
+                Mistake("train.precision", "fp16's gradient scaler does not know shards", "fp16", "fp32, bf16")
+            )
+        if config.train.compile:
+            mistakes.append(Mistake("train.compile", "a sharded model is not compiled", True, "false, or ddp"))
+        mistakes += shard_mistakes(config.hooks)
+        if mistakes:
+            raise ConfigError(*mistakes)
+
+    def shard(self, model: nn.Module) -> bool:
+        """Replace the parameters of a model by the shards of this process.
+
+        Returns:
+            True: the parameters were replaced.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (self.processes.size,))
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return True
+
+    def refuse_parts(self, *, called_whole: bool) -> None:
+        """Check that the task calls the full model: FSDP2 gathers parameters when the wrapped module is called.
+
+        Raises:
+            ConfigError: The task calls only submodules of the model.
+        """
+        if not called_whole:
+            problem = "this task calls parts of the model, and shards are gathered where the whole of it is called"
+            raise ConfigError(Mistake("train.parallel", problem, written=self.name, allowed=DataParallel.name))
+
+    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
+        """Return the forward module unchanged: FSDP2 reduces the gradients of the shards itself."""
+        return forward
+
+    @contextmanager
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Context manager for one forward and backward pass. FSDP2 reduces gradients after each pass."""
+        yield
+
+
+def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
+    """Create the strategy that `train.parallel` selects.
+
+    Args:
+        config: Configuration of the run.
+        processes: Processes of the run; None for a single process.
+
+    Raises:
+        ConfigError: The configuration does not fit the number of processes.
+    """
+    check_processes(config, processes)
+    if processes is None:
+        return Strategy()
+    made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
+    return made(processes, reduces=config.reduce == "global")
+
+
+def _refused(config: RunConfig) -> list[Mistake]:
+    return budget_mistakes(config.budget) if config.reduce == "global" else []
+
+
+def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
+    arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return arrived.then(lambda future: future.value()[0])
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the modules whose parameters are gathered together.
+
+    A block that shares a parameter with another block, or with a module outside all blocks, is left out.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            is_block = (
+                isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward
+            )
+            if is_block and any(True for _ in child.parameters()):
+                found.append(child)
+            else:
+                look(child)
+
+    look(model)
+    owners: dict[int, int] = {}
+    for block in found:
+        for parameter in {id(parameter) for parameter in block.parameters()}:
+            owners[parameter] = owners.get(parameter, 0) + 1
+    outside = _parameters_outside(model, found)
+    unique = dict.fromkeys(found)
+    return [block for block in unique if all(owners[id(p)] == 1 and id(p) not in outside for p in block.parameters())]
+
+
+def _parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """Return the `id` of every parameter that belongs to a module outside all blocks."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    others = [module for module in model.modules() if id(module) not in inside]
+    return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}

@@ -1,0 +1,89 @@
+"""Attachment of sites: each family of hooks gets its sites, grouped by their location."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.optim import Optimizer
+
+from .attached import Clock, Family, LiveSite
+from .loss import LossHooks
+from .module import ModuleHooks
+from .module_backward import ModuleBackwardHooks
+from .optimizer import StepHooks
+from .optimizer_owners import Owners
+from .parameter import BoundaryHooks, GradientHooks
+from .state_dict import OptimizerStateDictHooks, StateDictHooks
+
+Place = tuple[type[Family], int, bool, bool]
+
+
+def attach_sites(
+    lives: Sequence[LiveSite], optimizers: Sequence[Optimizer], clock: Clock, *, by_loop: bool = False
+) -> Iterator[Family]:
+    """Attach all sites. Each family is yielded as soon as it is attached, so that it can be detached after an error.
+
+    Args:
+        lives: The sites.
+        optimizers: The optimizers; empty if no site requires one.
+        clock: The clock of the probe.
+        by_loop: Whether the loop announces optimizer steps itself, since a hook on the optimizer would run too early.
+    """
+    groups: dict[Place, list[LiveSite]] = {}
+    for live in lives:
+        groups.setdefault(_place(live), []).append(live)
+    for (family, _, prepend, always_call), sites in groups.items():
+        module = sites[0].site.layer.module
+        if family is ModuleHooks:
+            yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call)
+        elif family is ModuleBackwardHooks:
+            yield ModuleBackwardHooks(module, sites, clock, prepend=prepend)
+        elif family is StateDictHooks:
+            yield StateDictHooks(module, sites, clock)
+        elif family is GradientHooks:
+            yield GradientHooks(sites, clock)
+        elif family is LossHooks:
+            yield LossHooks(sites, clock)
+        else:
+            owners = Owners(optimizers)
+            for optimizer in optimizers:
+                yield _around(family, optimizer, owners, sites, clock, by_loop)
+
+
+def _around(
+    family: type[Family],
+    optimizer: Optimizer,
+    owners: Owners,
+    sites: Sequence[LiveSite],
+    clock: Clock,
+    by_loop: bool,
+) -> Family:
+    """Create a family of hooks on an optimizer."""
+    if family is BoundaryHooks:
+        return BoundaryHooks(optimizer, owners, sites, clock, by_loop=by_loop)
+    if family is StepHooks:
+        return StepHooks(optimizer, owners, sites, clock, by_loop=by_loop)
+    return OptimizerStateDictHooks(optimizer, owners, sites, clock)
+
+
+def _place(live: LiveSite) -> Place:
+    """Return the family of hooks for a site, and the properties that its sites have in common."""
+    spec, site = live.site.spec, live.site
+    module = id(site.layer.module)
+    match spec.definition.family:
+        case "module" if spec.via == "module":
+            return ModuleBackwardHooks, module, spec.prepend, False
+        case "module":
+            return ModuleHooks, module, spec.prepend, spec.always_call
+        case "parameter" if spec.kind == "parameter_grad":
+            return BoundaryHooks, 0, False, False
+        case "parameter":
+            return GradientHooks, id(site.parameter), False, False
+        case "optimizer":
+            return StepHooks, 0, False, False
+        case "state_dict" if spec.tensor_role == "entry":
+            return StateDictHooks, module, False, False
+        case "state_dict":
+            return OptimizerStateDictHooks, 0, False, False
+        case _:
+            return LossHooks, 0, False, False

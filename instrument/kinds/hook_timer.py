@@ -1,0 +1,101 @@
+"""Measurement of the time that hooks take, in total and per site. Used if there is a budget."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .attached import LiveSite
+
+
+# Measured with three networks, for several minutes each.
+USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0
+
+# A step that deviates from the median by more than this multiple of the median deviation was interrupted.
+HELD_UP = 5.0
+
+
+def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) -> float:
+    """Estimate the ratio of the real cost of hooks to the time measured inside them.
+
+    Hooks also evict data from the caches, which slows down the rest of a step. The real cost is the difference of two
+    much larger durations and therefore uncertain. The result is the mean of the measured and the usual ratio, weighted
+    by their precision.
+
+    Args:
+        looking: Durations of steps with hooks, in seconds.
+        away: Durations of comparable steps without hooks, in seconds.
+        told: The time measured inside the hooks per step, in seconds, minus that of a step without hooks.
+
+    Returns:
+        The ratio, from 1 to `MOST_FACTOR`.
+    """
+    if min(len(looking), len(away)) < 3 or told <= 0.0:
+        return USUAL_FACTOR
+    found = (median(looking) - median(away)) / told
+    variance = (usual_variance(looking) / len(looking) + usual_variance(away) / len(away)) / told**2 + 1e-9
+    usual, own = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
+    return min(max((USUAL_FACTOR * usual + found * own) / (usual + own), 1.0), MOST_FACTOR)
+
+
+def usual_variance(seconds: Collection[float]) -> float:
+    """Return the variance of step durations without outliers, which do not affect a median."""
+    middle = median(seconds)
+    usual = median(abs(taken - middle) for taken in seconds)
+    kept = [taken for taken in seconds if abs(taken - middle) <= HELD_UP * usual]
+    mean = fmean(kept)
+    return fmean((taken - mean) ** 2 for taken in kept)
+
+
+class Meter:
+    """A stopwatch for hooks. Nested hooks are counted once.
+
+    Attributes:
+        seconds: The total time in hooks.
+        at: The time in the action of each site, in seconds; part of `seconds`.
+        firings: The number of firings of each site.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.at: Counter[LiveSite] = Counter()
+        self.firings: Counter[LiveSite] = Counter()
+        self._depth = 0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._began = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.perf_counter() - self._began
+
+    def lap(self) -> None:
+        """Add the time of the current measurement so far to the total."""
+        if self._depth:
+            now = time.perf_counter()
+            self.seconds += now - self._began
+            self._began = now
+
+    @contextmanager
+    def acting(self, live: LiveSite) -> Iterator[None]:
+        """Measure the action of a site."""
+        began = time.perf_counter()
+        with self:
+            yield
+        self.at[live] += time.perf_counter() - began  # type: ignore[assignment]
+        self.firings[live] += 1
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.seconds = 0.0
+        self.at.clear()
+        self.firings.clear()

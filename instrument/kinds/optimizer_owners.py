@@ -1,0 +1,49 @@
+"""Assignment of sites around an optimizer step to one of several optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.optim import Optimizer
+
+from .attached import LiveSite
+
+
+class Owners:
+    """Assigns sites to the optimizers that train a model.
+
+    A parameter belongs to the optimizers that hold it, and a buffer to those that hold a parameter of its module. Sites
+    without an optimizer are assigned to the first one. Nothing is cached between steps, since a loop may add parameter
+    groups.
+
+    Args:
+        optimizers: The optimizers, at least one.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    def sites_of(self, optimizer: Optimizer, lives: Iterable[LiveSite]) -> list[LiveSite]:
+        """Return the sites that run when this optimizer makes its step, in the given order."""
+        if len(self.optimizers) == 1:
+            return list(lives)
+        held = held_by(optimizer)
+        elsewhere = {key for other in self.optimizers if other is not optimizer for key in held_by(other)}
+        is_first = optimizer is self.optimizers[0]
+        return [
+            live
+            for live in lives
+            if not held.isdisjoint(keys := _parameters(live)) or (is_first and elsewhere.isdisjoint(keys))
+        ]
+
+
+def held_by(optimizer: Optimizer) -> set[int]:
+    """Return the `id` of each parameter that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _parameters(live: LiveSite) -> set[int]:
+    """Return the `id` of a site's parameter, or of all parameters of the module if the site is at a buffer."""
+    if live.site.spec.tensor_role == "buffer":
+        return {id(parameter) for parameter in live.site.layer.module._parameters.values()}
+    return {id(live.current_parameter())}

@@ -1,0 +1,216 @@
+"""Validation of fields that name dimensions, indices and dtypes against the tensors at a spec's sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, Mistake
+from ..spec.base import parse_slice
+from ..spec.functions import MeanSpec, RecordedSpec
+from ..spec.globs import matches
+from ..spec.hooks import HookSpec
+from ..spec.interventions import ScaleSpec
+from ..spec.record import RecordSpec
+from .shape_inference import TensorInfo, Trial, calls_of
+from .sites import HookPlan, Site
+
+IN_SMALLER = "what fits that batch too; a schedule (steps, every, start, stop) without it; or as many samples as the batch size divides"
+
+
+def refuse_misfits(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
+    """Check every spec against the tensors at its sites.
+
+    Args:
+        plan: The sites.
+        trials: The results of shape inference, by phase. Without one, the tensors of modules are not checked.
+
+    Raises:
+        ConfigError: With the first tensor of each spec that does not fit.
+    """
+    mistakes: dict[str, Mistake] = {}
+    for site in plan.sites:
+        for _, info in tensors_at(site, trials.get(site.spec.phase, {})):
+            problem = _misfit(site, info)
+            if problem is not None:
+                mistakes.setdefault(site.spec.name, problem)
+    if mistakes:
+        raise ConfigError(*mistakes.values())
+
+
+def misfits_in_smaller(
+    plan: HookPlan, trials: Mapping[str, Trial], samples: Mapping[str, int], smallest: Callable[[HookSpec], int]
+) -> list[Mistake]:
+    """Check slices and lists of factors along the samples against the smallest batch that their hooks will see.
+
+    Dimension 0 contains the samples if its size is the number of samples, or the same multiple of it in both phases.
+
+    Args:
+        plan: The sites.
+        trials: The results of shape inference, by phase.
+        samples: The number of samples in the batch of each phase.
+        smallest: Returns the number of samples in the smallest batch that a spec will see.
+
+    Returns:
+        The first tensor of each spec that does not fit. A slice that ends beyond a smaller batch is cut there.
+    """
+    mistakes: dict[str, Mistake] = {}
+    for spec in plan.specs.values():
+        is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
+        is_part = isinstance(spec, RecordSpec) and spec.slice is not None
+        if spec.definition.family != "module" or not (is_list or is_part):
+            continue
+        size, whole = smallest(spec), samples[spec.phase]
+        (other,) = trials.keys() - {spec.phase}
+        for site in plan.of(spec.name) if size < whole else ():
+            elsewhere = {(call, info.path): info.shape for call, info in tensors_at(site, trials[other])}
+            for call, info in tensors_at(site, trials[spec.phase]):
+                if _follows(info.shape, whole, elsewhere.get((call, info.path)), samples[other]):
+                    smaller = info._replace(shape=(info.shape[0] // whole * size, *info.shape[1:]))
+                    if (problem := _misfit(site, smaller, smallest=size)) is not None:
+                        mistakes.setdefault(spec.name, problem)
+    return [*mistakes.values()]
+
+
+def _follows(shape: Sequence[int], samples: int, elsewhere: Sequence[int] | None, samples_there: int) -> bool:
+    """Return whether dimension 0 of a tensor contains the samples of a batch, judged by its shapes in two batches."""
+    if not shape:
+        return False
+    if elsewhere and samples_there != samples:
+        return shape[0] % samples == 0 and elsewhere[0] * samples == shape[0] * samples_there
+    return shape[0] == samples
+
+
+def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
+    """Check a spec against the first tensor at one of its sites, if shape inference did not check it.
+
+    Raises:
+        ConfigError: A field does not fit the shape or dtype of the tensor.
+    """
+    if tensor.is_nested:
+        return  # its parts have different shapes
+    problem = _misfit(site, TensorInfo(path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Mistake | None:
+    """Return the first field of a site's spec that does not fit a tensor; None if all fit.
+
+    Args:
+        site: The site.
+        info: The tensor.
+        smallest: The number of samples of its batch, if that is smaller than the batch of shape inference.
+    """
+    spec = site.spec
+    in_batch = "" if smallest is None else f" in the smallest batch, of {smallest} samples"
+    for field, problem, allowed in _problems(spec, info.shape, info.dtype, cuts=smallest is not None):
+        path = f" at path {info.path!r}" if info.path and spec.definition.family == "module" else ""
+        what = "loss" if spec.kind == "loss" else f"{spec.tensor_role} of {site.label!r}{path}"
+        return Mistake(
+            f"hooks.{spec.name}.{field}",
+            f"{problem} the {what}, which has shape {list(info.shape)}{in_batch}",
+            written=getattr(spec, field),
+            allowed=allowed if smallest is None else IN_SMALLER,
+        )
+    return None
+
+
+def _problems(
+    spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype, *, cuts: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the fields that do not fit: the field, the problem up to the name of the tensor, and what is allowed.
+
+    Args:
+        spec: The spec.
+        shape: The shape of the tensor.
+        dtype: Its dtype.
+        cuts: Whether a recorded slice may end beyond a dimension.
+    """
+    match spec:
+        case RecordSpec():
+            if spec.unit_dim is not None:
+                yield from _no_dimension("unit_dim", [spec.unit_dim], len(shape))
+            if spec.slice is not None:
+                first = tuple(min(spec.samples or size, size) for size in shape[:1])  # a scalar has no samples
+                yield from _no_part(spec.slice, first + shape[1:], cuts=cuts)
+            if spec.dtype is not None and dtype.is_complex:
+                yield "dtype", f"{spec.dtype} has no imaginary part for", f"no 'dtype': {dtype} is kept as it is"
+        case ScaleSpec(factor=tuple()):
+            yield from _no_factors(spec, shape)
+        case MeanSpec() if spec.dim is not None:
+            dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
+            yield from _no_dimension("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
+        case RecordedSpec() if spec.slice is not None:
+            yield from _no_part(spec.slice, shape, cuts=False)
+
+
+def _no_dimension(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
+    allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
+    for dim in dims:
+        if not -count <= dim < count:
+            yield field, f"dimension {dim} does not exist in", allowed
+    if len({dim % max(1, count) for dim in dims}) < len(dims):
+        yield field, "one dimension is named twice for", allowed
+
+
+def _no_factors(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
+    assert isinstance(spec.factor, tuple), "only a list runs along a dimension"
+    dims, given = len(shape), len(spec.factor)
+    if not -dims <= spec.dim < dims:
+        near = f"{-dims} to {dims - 1}, or one number as 'factor'" if dims else "one number as 'factor'"
+        yield "dim", f"dimension {spec.dim} of {given} factors does not exist in", near
+    elif shape[spec.dim] != given:
+        allowed = f"{shape[spec.dim]} factors, one number, or another 'dim'"
+        yield "factor", f"{given} factors do not fit dimension {spec.dim} of", allowed
+
+
+def _no_part(written: str, shape: tuple[int, ...], *, cuts: bool) -> Iterator[tuple[str, str, str]]:
+    parts = parse_slice(written)
+    if len(parts) > len(shape):
+        allowed = f"at most {len(shape)} parts between commas" if shape else "no 'slice': a scalar has no parts"
+        yield "slice", f"{len(parts)} dimensions are sliced of", allowed
+        return
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=False)):
+        bounds = (part,) if isinstance(part, int) else () if cuts else (part.start, part.stop)
+        last = size - 1 if isinstance(part, int) else size
+        if any(bound is not None and not -size <= bound <= last for bound in bounds):
+            allowed = f"{-size} to {last} there; ':' for all of a dimension, 'samples: N' for at most N samples"
+            yield "slice", f"{_spelled(part)} is out of range for dimension {dim} of", allowed
+        elif isinstance(part, slice) and size and not range(*part.indices(size)):
+            yield "slice", f"{_spelled(part)} selects nothing along dimension {dim} of", "a start before the stop"
+
+
+def _spelled(part: int | slice) -> str:
+    if isinstance(part, int):
+        return str(part)
+    bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
+    return ":".join("" if bound is None else str(bound) for bound in bounds)
+
+
+def tensors_at(site: Site, trial: Trial) -> list[tuple[int, TensorInfo]]:
+    """Return the tensors at a site according to shape inference. A gradient has the shape of its tensor.
+
+    Returns:
+        Each with the index of the module's call; 0 for kinds without tensors of modules.
+    """
+    spec = site.spec
+    if spec.definition.family == "loss":
+        return [(0, TensorInfo("", (), torch.float32, True))]
+    if spec.definition.family != "module":
+        own = {**site.layer.module._parameters, **site.layer.module._buffers}
+        tensor = site.parameter if site.parameter is not None else own[site.own_name]
+        assert tensor is not None, "a site at a parameter or buffer was resolved from one"
+        if nn.parameter.is_lazy(tensor):
+            return []
+        # The number of optimizer steps is a scalar.
+        shape = () if spec.tensor_role == "state.step" else tuple(tensor.shape)
+        return [(0, TensorInfo(site.own_name, shape, tensor.dtype, True))]
+    return [
+        (call, info)
+        for call, infos in enumerate(calls_of(site.layer.module, spec.tensor_role, trial))
+        for info in infos
+        if (spec.path is None or matches(spec.path, info.path)) and (info.requires_grad or not spec.definition.gradient)
+    ]

@@ -1,0 +1,96 @@
+"""Writer of one table: a journal, which becomes a Parquet part when it is large enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..capture.reducer import own_rank
+from ..capture.tables import Table
+from .journal import Journal
+from .parts import Part, new_part, parts_of, settle
+
+
+class TableLog:
+    """Writes batches of plain rows.
+
+    Args:
+        folder: The folder of the run.
+        table: The table.
+        journal_bytes: The size at which a journal becomes a part, in bytes.
+        first: The number of the first part.
+        fsync: Whether rows survive a power failure.
+
+    Raises:
+        OSError: From every method: a file cannot be written.
+    """
+
+    def __init__(self, folder: Path, table: Table, *, journal_bytes: int, first: int = 0, fsync: bool = False) -> None:
+        self.folder = folder
+        self.table = table
+        self.journal_bytes = journal_bytes
+        self.fsync = fsync
+        self.part = Part(own_rank(), first)
+        self.journal: Journal | None = None
+
+    def is_there(self, *, parts: bool) -> bool:
+        """Return whether the written files still exist, according to their names and sizes.
+
+        Args:
+            parts: Whether to check the parts too. False if they are moved elsewhere.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        if self.journal is not None and not self.journal.is_there():
+            return False
+        there = list(parts_of(self.folder, self.table.name)) if parts else []
+        own = [part for part in there if part.rank == self.part.rank]
+        return not parts or sum(part.end - part.number for part in own) >= self.part.number
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in the journal."""
+        return 0 if self.journal is None else self.journal.rows
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Add rows to the journal. A journal that is large enough becomes a part first."""
+        if self.journal is not None and self.journal.size >= self.journal_bytes:
+            self.settle()
+        if self.journal is None:
+            path = self.part.journal(self.folder, self.table.name)
+            path.parent.mkdir(exist_ok=True)
+            self.journal = Journal(path, self.table.plain_schema, fsync=self.fsync)
+        self.journal.append(batch)
+
+    def settle(self) -> None:
+        """Convert the journal, if there is one, to a part."""
+        if self.journal is not None:
+            settle(self.folder, self.table, self.part, self.rows, fsync=self.fsync)
+            self.release()
+            self.part = self.part._replace(number=self.part.number + 1)
+
+    @contextmanager
+    def new_part(self) -> Iterator[pq.ParquetWriter]:
+        """Write a part directly, without a journal. For so many rows that writing them twice is too slow."""
+        self.settle()
+        with new_part(self.folder, self.table, self.part, fsync=self.fsync) as writer:
+            yield writer
+        self.part = self.part._replace(number=self.part.number + 1)
+
+    def close(self) -> None:
+        """Convert the journal to a part. A table without rows gets an empty part, so that it can be read."""
+        self.settle()
+        if not self.part.number:
+            with self.new_part():
+                pass
+
+    def release(self) -> None:
+        """Close the journal and keep its file."""
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None

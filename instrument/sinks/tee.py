@@ -1,0 +1,89 @@
+"""A sink that passes rows to several sinks: one main sink, and others that may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from ..capture.reducer import own_rank
+from ..capture.sink import Row, Sink
+from ..capture.tables import TABLES
+from ..errors import SinkError
+from .parquet import warn
+
+
+class Several:
+    """Passes everything to a main sink and to others.
+
+    Exceptions of the main sink propagate. If another sink raises an exception, it is reported once, as a warning and an
+    event, closed, and skipped from then on. The run continues, and the main sink loses no row.
+
+    Args:
+        first: The main sink. Its `keep` decides whether a tensor is dropped.
+        others: Other sinks by the names that messages use. A sink that is added later receives later rows.
+        tell: Called with a message if one of the others fails. Default: issue a warning.
+    """
+
+    def __init__(self, first: Sink, others: Mapping[str, Sink], *, tell: Callable[[str], None] = warn) -> None:
+        self.first = first
+        self.others: dict[str, Sink] = dict(others)
+        self.tell = tell
+        self._step: int | None = None
+
+    def write(self, table: str, rows: Sequence[Row]) -> None:
+        """Pass on rows."""
+        self.first.write(table, rows)
+        if rows and TABLES[table].names[0] == "step":
+            self._step = rows[-1][0]
+        self._each(lambda sink: sink.write(table, rows))
+
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
+        """Pass on a tensor. One that the main sink drops is not passed to the others."""
+        stored = self.first.keep(key, source_shape, tensor, dtype)
+        if stored is not None:
+            self._step = key[0]
+            self._each(lambda sink: sink.keep(key, source_shape, tensor, dtype))
+        return stored
+
+    def end_step(self) -> None:
+        """End the step in all sinks."""
+        self.first.end_step()
+        self._each(lambda sink: sink.end_step())
+
+    def close(self) -> None:
+        """Close all sinks, the main sink last, and raise the first exception that propagates."""
+        errors: list[BaseException] = []
+        for name, sink in list(self.others.items()):
+            try:
+                sink.close()
+            except Exception as error:
+                self._leave_out(name, error)
+            except BaseException as error:
+                errors.append(error)
+        try:
+            self.first.close()
+        except BaseException as error:
+            errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _each(self, call: Callable[[Sink], object]) -> None:
+        for name, sink in list(self.others.items()):
+            try:
+                call(sink)
+            except Exception as error:
+                self._leave_out(name, error)
+                with suppress(Exception):  # its failure is reported already
+                    sink.close()
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        del self.others[name]
+        failed = str(error) if isinstance(error, SinkError) else f"{name} failed: {type(error).__name__}: {error}"
+        message = f"{failed}; nothing more goes to {name}, and the run goes on: Parquet has every row"
+        self.tell(message)
+        self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning")])

@@ -1,0 +1,316 @@
+"""The jobs of a sweep and their status, read from the folder of the sweep."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..configuration.search_path import config_loader
+from ..errors import ConfigError, InstrumentWarning, Mistake
+from ..folders.snapshot import REFUSED
+from ..sinks.remote import REMOTE, SWEEP_RECORD, place_of
+
+READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BY_NUMBER = "${hydra.job.num}"
+DONE, RUNNING, MISSING, UNKNOWN = "done", "running", "missing", "unknown"
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: Folder of the job, relative to the folder of the sweep; usually the job number.
+        folder: Existing or planned folder of the job.
+        overrides: Overrides of the job, as on the command line.
+        status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
+        error: Error that ended the job, in one line; None if no error occurred.
+    """
+
+    name: str
+    folder: Path
+    overrides: tuple[str, ...]
+    status: str
+    error: str | None
+
+
+class Jobs(ABC):
+    """The jobs in a folder, and the keys in which they differ.
+
+    Attributes:
+        is_laid_out: Whether all jobs are known before the first one starts, and each folder is named by its job number.
+    """
+
+    is_laid_out: bool
+
+    @property
+    @abstractmethod
+    def swept(self) -> frozenset[str]:
+        """The keys whose values differ between jobs."""
+
+    @abstractmethod
+    def jobs(self) -> list[SweepJob]:
+        """Return all jobs, sorted by number."""
+
+    def label(self, job: SweepJob) -> str:
+        """Return the overrides in which a job differs from the others, for example `hooks.tame.norm=0.1 seed=1`."""
+        written = (override.lstrip("+") for override in job.overrides)
+        return " ".join(override for override in written if re.split("[=@]", override)[0] in self.swept)
+
+
+class Sweep(Jobs):
+    """A sweep, read from its local folder.
+
+    Args:
+        folder: Folder of the sweep.
+
+    Raises:
+        ConfigError: The folder has no readable sweep record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.record = read_sweep(folder)
+        self.hydra: DictConfig = self.record.hydra
+        self.is_laid_out = is_laid_out(self.hydra)
+
+    @property
+    def address(self) -> str | None:
+        """Remote folder of the sweep; each job is uploaded to a folder below it.
+
+        None if the jobs are not uploaded, or if the address differs between jobs.
+        """
+        try:
+            remote = OmegaConf.select(self.record, REMOTE)
+        except OmegaConfBaseException:
+            return None
+        return None if remote is None or REMOTE in self.swept else place_of(self.folder, str(remote))
+
+    @cached_property
+    def swept(self) -> frozenset[str]:
+        """The keys whose values differ between jobs."""
+        return keys_of(self._swept)
+
+    @cached_property
+    def _swept(self) -> list[Override]:
+        return swept_in(self.hydra)
+
+    def jobs(self) -> list[SweepJob]:
+        """Return all jobs, sorted by number. Missing jobs are included only if `is_laid_out` is true."""
+        there = {str(folder.relative_to(self.folder)): _recorded(folder) for folder in _jobs_below(self.folder)}
+        planned = self._planned(there) if self.is_laid_out else {}
+        names = sorted({**there, **planned}, key=natural)
+        with unwarned():
+            return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
+
+    def _planned(self, there: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        shuffled = any(getattr(override.value(), "shuffle", False) for override in self._swept)
+        return _planned(composed(self.hydra), there, shuffled=shuffled)
+
+    def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
+        from ..analysis.run_files import RunFiles
+
+        folder = self.folder / name
+        if not (folder / "run.json").exists():
+            refused = _first_line_of(folder / REFUSED)
+            return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
+        files = RunFiles(folder)
+        info = files.info()
+        unreadable = files.problems if info["status"] == UNKNOWN else []
+        return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Suppress `InstrumentWarning` about the location of rows during the `with` block, which reads only `run.json`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstrumentWarning)
+        yield
+
+
+def error_of(info: Mapping[str, Any]) -> str | None:
+    """Return the first line of the error that ended a run; None if no error occurred.
+
+    Args:
+        info: Content of `run.json`.
+    """
+    return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
+
+
+def read_sweep(folder: Path) -> DictConfig:
+    """Read the sweep record of Hydra: the configuration from which the jobs are composed.
+
+    Args:
+        folder: Local or remote folder of the sweep.
+
+    Raises:
+        ConfigError: The record is missing, cannot be read, or was not written by Hydra.
+    """
+    try:
+        with (folder / SWEEP_RECORD).open() as file:
+            record = OmegaConf.load(file)
+        reason = "" if all(OmegaConf.select(record, key) for key in READ) else "it is not one of Hydra's"
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
+    if reason:
+        problem = f"{SWEEP_RECORD} of this folder cannot be read: {reason}"
+        raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
+    return record  # type: ignore[return-value]
+
+
+def is_laid_out(hydra: DictConfig) -> bool:
+    """Return whether all jobs are known before the first one starts, and each folder is named by its job number.
+
+    Args:
+        hydra: Section `hydra` of the configuration of the sweep.
+    """
+    subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+    return bool(hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER)
+
+
+def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
+    """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
+
+    Args:
+        hydra: Section `hydra` of the configuration of the sweep.
+
+    Returns:
+        The overrides of each job, by job number.
+
+    Raises:
+        ConfigError: The values of an override cannot be expanded.
+    """
+    parser = OverridesParser.create(config_loader=config_loader())
+    overrides = [_readable(parser, written) for written in arguments_of(hydra)]
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return [tuple(job) for job in jobs]
+
+
+def _readable(parser: OverridesParser, written: str) -> Override:
+    try:
+        (override,) = parser.parse_overrides([written])
+        if override.is_sweep_override():
+            list(override.sweep_string_iterator())
+    except (ValueError, OmegaConfBaseException) as error:
+        told = str(error).partition("\n")[0]
+        allowed = "values with commas between them, or one of range(...), glob(...), choice(...)"
+        problem = f"the values of this override cannot be gone through: {told}"
+        raise ConfigError(Mistake("", problem, written=written, allowed=allowed)) from None
+    return override
+
+
+def summary(jobs: Sequence[SweepJob]) -> str:
+    """Return the number of jobs by status, with `done` first: `5 done, 1 failed`."""
+    if not jobs:
+        return "none was begun"
+    counts = Counter(job.status for job in jobs)
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda item: item[0] != DONE))
+
+
+def arguments_of(hydra: DictConfig) -> list[str]:
+    """Return the overrides of a sweep: those in `hydra.sweeper.params`, then those of the command line."""
+    parameters: Mapping[str, Any] = hydra.sweeper.get("params") or {}
+    return [*(f"{key}={value}" for key, value in parameters.items()), *overrides_of(hydra, "task")]
+
+
+def swept_in(hydra: DictConfig) -> list[Override]:
+    """Return the overrides that have several values."""
+    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
+    return [override for override in parsed if override.is_sweep_override()]
+
+
+def keys_of(overrides: Sequence[Override]) -> frozenset[str]:
+    """Return the keys of overrides, without the `+` prefix and the `@package` suffix of Hydra."""
+    return frozenset(override.key_or_group for override in overrides)
+
+
+def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:
+    """Return the overrides of the command line as written.
+
+    They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
+
+    Args:
+        hydra: Section `hydra` of the configuration.
+        part: `task` for overrides of the run, `hydra` for overrides of Hydra.
+    """
+    written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
+    return [str(override) for override in written]
+
+
+def natural(name: str) -> list[str | int]:
+    """Return a sort key that orders job 10 after job 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _jobs_below(sweep: Path) -> Iterator[Path]:
+    """Find the folders of jobs: those with a `run.json` or with a `.hydra` folder.
+
+    The search does not enter job folders, or hidden folders such as `.aside`.
+    """
+    for above, folders, files in os.walk(sweep):
+        if "run.json" in files or ".hydra" in folders:
+            folders.clear()
+            yield Path(above)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def _recorded(folder: Path) -> tuple[str, ...]:
+    """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
+    try:
+        overrides = yaml.load((folder / ".hydra" / "overrides.yaml").read_text(), yaml.CSafeLoader)
+    except (OSError, yaml.YAMLError):
+        return ()
+    return tuple(str(override) for override in overrides or ())
+
+
+def _planned(
+    jobs: Sequence[tuple[str, ...]], there: Mapping[str, tuple[str, ...]], *, shuffled: bool
+) -> dict[str, tuple[str, ...]]:
+    """Assign the planned jobs to job numbers.
+
+    `shuffle(...)` gives a different order each time it is expanded. The jobs without a record are then assigned to the
+    numbers without a record.
+
+    Args:
+        jobs: Overrides of all planned jobs.
+        there: Recorded overrides by job number.
+        shuffled: Whether the values of an override are shuffled.
+
+    Returns:
+        Overrides by job number.
+    """
+    if not shuffled:
+        return {str(number): overrides for number, overrides in enumerate(jobs)}
+    left = list((Counter(jobs) - Counter(there.values())).elements())
+    numbers = [str(number) for number in range(len(jobs)) if not there.get(str(number))]
+    return dict(zip(numbers, left, strict=False))
+
+
+def _first_line_of(file: Path) -> str | None:
+    try:
+        return file.read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def folder_override(key: str, folder: Path) -> str:
+    """Return a Hydra override that sets a key to a path, with quotes escaped."""
+    escaped = str(folder).replace("'", r"\'")
+    return f"{key}='{escaped}'"

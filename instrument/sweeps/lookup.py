@@ -1,0 +1,125 @@
+"""Lookup of the jobs in a folder: a sweep, or runs without a sweep record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ..analysis.folders import NoRunError
+from ..analysis.load import Run, load
+from ..analysis.training_config import differing_overrides, in_yaml
+from ..errors import ConfigError, Mistake
+from ..sinks.remote import SWEEP_RECORD, is_address
+from .jobs import (
+    MISSING,
+    Jobs,
+    Sweep,
+    SweepJob,
+    composed,
+    error_of,
+    is_laid_out,
+    keys_of,
+    natural,
+    read_sweep,
+    swept_in,
+    unwarned,
+)
+
+ALLOWED = "the folder of a sweep, or one above several runs"
+
+
+class Runs(Jobs):
+    """Runs below a folder without a sweep record, such as runs started by a shell loop.
+
+    The existing runs are known; missing runs are not.
+
+    Args:
+        run: All runs, loaded together.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.is_laid_out = False
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """The keys whose command-line values differ between runs."""
+        return frozenset(differing_overrides(self.run))
+
+    def jobs(self) -> list[SweepJob]:
+        """Return all runs, sorted by number."""
+        with unwarned():
+            infos = self.run.infos
+        return [
+            SweepJob(
+                str(folder.relative_to(self.run.path)),
+                folder,
+                tuple(f"{key}={in_yaml(value)}" for key, value in info["overrides"].items()),
+                info["status"],
+                error_of(info),
+            )
+            for folder, info in zip(self.run.folders, infos, strict=True)
+        ]
+
+
+class SentSweep(Jobs):
+    """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
+
+    Args:
+        run: All uploaded runs, loaded together.
+        hydra: Section `hydra` of the configuration of the sweep.
+    """
+
+    def __init__(self, run: Run, hydra: DictConfig) -> None:
+        self.runs, self.hydra = Runs(run), hydra
+        self.is_laid_out = is_laid_out(hydra)
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """The keys whose values differ between jobs."""
+        return keys_of(swept_in(self.hydra))
+
+    def jobs(self) -> list[SweepJob]:
+        """Return all jobs, sorted by number.
+
+        Missing jobs are included only if the number of each planned job is known: not for a sweeper that chooses jobs
+        one by one, and not for shuffled values.
+        """
+        there = {job.name: job for job in self.runs.jobs()}
+        shuffled = any(getattr(override.value(), "shuffle", False) for override in swept_in(self.hydra))
+        if not self.is_laid_out or shuffled:
+            return list(there.values())
+        planned = {str(number): overrides for number, overrides in enumerate(composed(self.hydra))}
+        above = self.runs.run.path
+        missing = [
+            SweepJob(name, above / name, overrides, MISSING, None)
+            for name, overrides in planned.items()
+            if name not in there
+        ]
+        return sorted([*there.values(), *missing], key=lambda job: natural(job.name))
+
+
+def jobs_in(folder: str) -> Jobs:
+    """Find the sweep in a folder, or the runs below it.
+
+    Args:
+        folder: Local path or remote address.
+
+    Raises:
+        ConfigError: The folder contains neither, or it is the folder of a single run.
+    """
+    if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
+        return Sweep(Path(folder))
+    try:
+        run = load(folder)
+    except NoRunError as error:
+        raise ConfigError(Mistake("", f"there is no sweep: {error}", written=folder, allowed=ALLOWED)) from None
+    if run.folders == [run.path]:
+        above = Path(folder).resolve().parent
+        is_job = not is_address(folder) and (above / SWEEP_RECORD).exists()
+        problem = "this is one run, and no sweep"
+        raise ConfigError(Mistake("", problem, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
+    if is_address(folder) and (run.path / SWEEP_RECORD).exists():
+        return SentSweep(run, read_sweep(run.path).hydra)
+    return Runs(run)

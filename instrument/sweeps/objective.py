@@ -1,0 +1,159 @@
+"""The objective of a sweep: the number that a sweeper minimizes or maximizes.
+
+loss                                                a metric of the last evaluation
+max(stats.abs_max where layer = 'decoder.2')        an aggregate of a table column, with a condition in SQL
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, InstrumentError, Mistake, nearest
+from ..extras import pip_command
+
+KEY, DEFAULT = "objective", "loss"
+METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation
+ASKED = ("stats", "metrics", "effects")  # tables with numeric columns
+AGGREGATES = {
+    "min": "min(value)",
+    "max": "max(value)",
+    "mean": "avg(value)",
+    "median": "median(value)",
+    "sum": "sum(value)",
+    "std": "stddev_pop(value)",
+    "first": "arg_min(value, step)",
+    "last": "arg_max(value, step)",
+}
+"""DuckDB expression of each aggregate.
+
+`first` and `last` apply to the mean over the rows of each step; they return the mean at the first and last step.
+"""
+ALLOWED = (
+    f"a metric of the last evaluation ({', '.join(METRICS)}), or one number of a table, as in "
+    "max(stats.abs_max where layer = 'decoder.2')"
+)
+_NUMBER_OF_A_TABLE = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?\s*\)", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A validated objective.
+
+    Attributes:
+        written: Objective as written in the configuration.
+        query: SQL query for DuckDB that returns one row with the columns `value` (the number) and `rows` (how many rows
+            it aggregates). None if the objective is a metric. Default: None.
+    """
+
+    written: str
+    query: str | None = None
+
+    def of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
+        """Compute the objective value of a run.
+
+        Args:
+            folder: Local or remote folder of a finished run.
+            metrics: Metrics of the last evaluation.
+
+        Returns:
+            The value and the reason why it is missing. The value is None if it is missing or not finite, and a sweeper
+            treats the job as failed; otherwise the reason is empty.
+        """
+        if self.query is None:
+            value = metrics.get(self.written)
+            if value is None:
+                return None, "the last evaluation has none"
+        else:
+            from ..analysis.load import load
+
+            try:
+                (found,) = load(folder).sql(self.query).to_dict("records")
+            except InstrumentError as error:
+                return None, f"its condition failed: {_first_line(error).removeprefix('run.sql: ')}"
+            if not found["rows"]:
+                return None, "no row that meets the condition has a number there"
+            value = found["value"]
+        return (float(value), "") if math.isfinite(value) else (None, f"it is {float(value)}")
+
+
+def read_objective(written: str) -> Objective:
+    """Parse the value of `objective`, and test its query on an empty table.
+
+    The query leaves out rows of a recomputed forward pass (activation checkpointing).
+
+    Args:
+        written: A metric of an evaluation, or `aggregate(table.column where condition)`.
+
+    Raises:
+        ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
+            missing.
+    """
+    if written in METRICS:
+        return Objective(written)
+    found = _NUMBER_OF_A_TABLE.fullmatch(written.strip())
+    if found is None:
+        word = re.fullmatch(r"\w+", written)
+        problem = "no such metric of an evaluation" if word else "this cannot be read"
+        raise ConfigError(Mistake(KEY, problem, written, ALLOWED, nearest(written, METRICS) if word else ()))
+    aggregate, table, column = (name.lower() for name in found.groups()[:3])
+    condition = found[4]
+    _known("aggregate", aggregate, list(AGGREGATES), written)
+    _known("table", table, ASKED, written)
+    _known(f"column of {table} with numbers", column, _numbers(table), written)
+    once = "" if table == "metrics" else " and not recompute"
+    # The newline ends a SQL comment at the end of the condition.
+    where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")
+    rows = f"select step, {column} as value from {table} where {where}"
+    if aggregate in ("first", "last"):
+        rows = f"select step, avg(value) as value from ({rows}) group by step"
+    query = f"select {AGGREGATES[aggregate]} as value, count(*) as rows from ({rows})"
+    _try(query, table, condition or "")
+    return Objective(written, query)
+
+
+def _known(what: str, name: str, names: Iterable[str], written: str) -> None:
+    if name not in names:
+        raise ConfigError(Mistake(KEY, f"there is no {what} named {name}", written, list(names), nearest(name, names)))
+
+
+def _numbers(table: str) -> list[str]:
+    import pyarrow as pa
+
+    from ..capture.tables import MOMENT, TABLES
+
+    identity = {column.name for column in MOMENT} | {"call", "backward"}
+    return [
+        column.name
+        for column in TABLES[table].columns
+        if (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) and column.name not in identity
+    ]
+
+
+def _try(query: str, table: str, condition: str) -> None:
+    try:
+        import duckdb
+    except ImportError:
+        raise ConfigError(
+            Mistake(KEY, f"numbers of tables need DuckDB: {pip_command('sql')}", condition or None, METRICS)
+        ) from None
+    from ..capture.tables import TABLES
+
+    with duckdb.connect() as connection:
+        connection.register(table, TABLES[table].schema.empty_table())
+        try:
+            if condition:
+                duckdb.SQLExpression(condition)  # raises unless it is one complete expression
+            connection.execute(query)
+        except duckdb.Error as error:
+            told = _first_line(error)
+            names, unknown = TABLES[table].names, re.search(r'column "(\w+)"', told)
+            like = nearest(unknown[1], names) if unknown else ()
+            raise ConfigError(Mistake(KEY, f"its condition cannot be read: {told}", condition, names, like)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

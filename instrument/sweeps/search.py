@@ -1,0 +1,152 @@
+"""Hyperparameter search with Optuna: checks before the first trial, and the best trial."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigError, Mistake, nearest
+from .jobs import SweepJob
+from .objective import KEY
+
+SWEEPER = "OptunaSweeper"
+RESULTS = "optimization_results.yaml"  # written by the sweeper to the folder of the sweep
+WHERE = "hydra.sweeper"
+DIRECTIONS = ("minimize", "maximize")
+
+
+def is_search(hydra: DictConfig) -> bool:
+    """Return whether Optuna chooses the jobs of a sweep.
+
+    Args:
+        hydra: Section `hydra` of the configuration of the sweep.
+    """
+    return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
+
+
+def check_search(hydra: DictConfig) -> None:
+    """Check that a search can start, and that it can continue an existing study of the same name.
+
+    Args:
+        hydra: Section `hydra` of the configuration of the sweep.
+
+    Raises:
+        ConfigError: A setting of the Optuna sweeper is invalid, the storage cannot be used, or the existing study has
+            another direction.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(logging.WARNING)  # The summary of the sweep prints the best trial.
+    asked = hydra.sweeper
+    mistakes = [*_numbers(asked), *_direction(asked.direction)]
+    if mistakes:
+        raise ConfigError(*mistakes)
+    if isinstance(asked.storage, str):
+        _check_storage(asked)
+
+
+def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
+    """Describe the best trial of a search.
+
+    Args:
+        folder: Folder of the sweep.
+        jobs: All jobs of the sweep.
+
+    Returns:
+        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
+        Empty if the folder has no readable results file.
+    """
+    file = folder / RESULTS
+    try:
+        results = yaml.safe_load(file.read_text())
+        best, value = results["best_params"], float(results["best_value"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+    chosen = [f"{name}={setting}" for name, setting in best.items()]
+    name, place = KEY, "in an earlier sweep of the study"
+    for job in jobs:
+        if set(chosen) <= set(job.overrides) and (found := _number_of(job.folder)) and math.isclose(found[1], value):
+            name, place = found[0], str(job.folder)
+            break
+    return {"best": "  ".join([place, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
+
+
+def _numbers(asked: DictConfig) -> Iterator[Mistake]:
+    for name in ("n_trials", "n_jobs"):
+        if asked[name] < 1:
+            yield Mistake(f"{WHERE}.{name}", "there has to be one at least", asked[name], "1, 2, 3, ...")
+    if not 0.0 <= asked.max_failure_rate <= 1.0:
+        problem = "this is no share of the trials"
+        yield Mistake(f"{WHERE}.max_failure_rate", problem, asked.max_failure_rate, "0 to 1")
+
+
+def _direction(written: Any) -> Iterator[Mistake]:
+    names = _directions(written)
+    for name in names:
+        if name not in DIRECTIONS:
+            yield Mistake(
+                f"{WHERE}.direction", "there is no such direction", name, DIRECTIONS, nearest(name, DIRECTIONS)
+            )
+    if len(names) != 1:
+        yield Mistake(f"{WHERE}.direction", f"{KEY} is one number, and has one direction", names, DIRECTIONS)
+
+
+def _directions(written: Any) -> list[str]:
+    """Return the names of one direction or a list of directions, each a string or an enum member of the sweeper."""
+    several = written if OmegaConf.is_list(written) else [written]
+    return [str(getattr(one, "name", one)) for one in several]
+
+
+def _check_storage(asked: DictConfig) -> None:
+    """Check the storage of a study.
+
+    Raises:
+        ConfigError: The address contains a password, the database cannot be opened, or the existing study has another
+            direction.
+    """
+    where = f"{WHERE}.storage"
+    plain: Any = OmegaConf.to_container(asked, resolve=False)
+    if re.search(r"://[^/]*:[^/]*@", plain["storage"]):
+        problem = "what stands here is written into multirun.yaml: it may hold no password"
+        allowed = f"{where}='${{oc.env:NAME}}', with the address in the environment"
+        raise ConfigError(Mistake(where, problem, allowed=allowed))
+    try:
+        before = _directions_of(asked.storage, asked.study_name)
+    except Exception as error:  # Each database client raises its own exception types.
+        problem = f"no study can be kept there: {type(error).__name__}"
+        raise ConfigError(Mistake(where, problem, plain["storage"], "such as sqlite:///study.db")) from None
+    now = _directions(asked.direction)
+    if before not in ([], now):
+        problem = f"the study {asked.study_name} is there already, and goes another way"
+        raise ConfigError(Mistake(f"{WHERE}.direction", problem, ", ".join(now), before))
+
+
+def _directions_of(storage: str, study_name: str | None) -> list[str]:
+    """Return the directions of a study; empty if the study does not exist yet."""
+    import optuna
+
+    database = optuna.storages.get_storage(storage)
+    try:
+        study = optuna.load_study(study_name=study_name or "", storage=database)
+    except KeyError:
+        return []
+    return [direction.name.lower() for direction in study.directions]
+
+
+def _number_of(folder: Path) -> tuple[str, float] | None:
+    """Return the objective of a job and its value; None if the job has no value."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        name = record["config"].get(KEY, "")
+        numbers: Mapping[str, Any] = record if KEY in record else {KEY: record["metrics"].get(name)}
+        return name, float(numbers[KEY])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

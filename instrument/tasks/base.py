@@ -1,0 +1,149 @@
+"""The task protocol, the outcome of a batch, and the averages over several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a task on one batch.
+
+    Attributes:
+        loss: The mean over the samples, or over the terms if the task implements `CountsTerms`. A differentiable
+            scalar.
+        samples: The number of samples.
+        correct: The number of correctly classified samples, a scalar tensor. None if the task is not a classification.
+    """
+
+    loss: Tensor
+    samples: int
+    correct: Tensor | None = None
+
+
+class Task(Protocol):
+    """A callable that runs a model on a batch and computes its loss."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model, on its device.
+            batch: The batch from the data loader, on the device of the model.
+
+        Returns:
+            The loss, and the number of samples and of correctly classified samples.
+        """
+
+
+@runtime_checkable
+class CountsTerms(Protocol):
+    """A task whose loss is a mean over terms other than samples, such as tokens.
+
+    Micro-batches, processes and evaluation batches are then weighted by their number of terms instead of samples.
+    """
+
+    def number_of_terms(self, batch: Any) -> int:
+        """Return the number of terms in the mean of a batch.
+
+        It may be 0. The loss of such a batch must be finite.
+
+        Args:
+            batch: The batch from the data loader.
+        """
+
+
+def inputs_of(batch: Any) -> Tensor:
+    """Return the inputs of a batch: the batch itself, or its first element if it is a tuple or list.
+
+    Args:
+        batch: The batch from the data loader.
+
+    Raises:
+        TypeError: The inputs are not a tensor.
+    """
+    inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if isinstance(inputs, Tensor):
+        return inputs
+    raise TypeError(
+        f"the inputs are a {type(inputs).__name__}, and this task takes a tensor; write a task for this batch"
+    )
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and the targets of a batch.
+
+    Args:
+        batch: A tuple or list (inputs, targets).
+
+    Raises:
+        TypeError: The batch is not a pair.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
+    raise TypeError(
+        f"the batch is a {given}, and this task takes a pair (inputs, targets); write a task for this batch"
+    )
+
+
+def check_outcome(outcome: object) -> None:
+    """Check that the result of a task can be used for training.
+
+    Args:
+        outcome: The result of the task.
+
+    Raises:
+        TypeError: The result is not an `Outcome`, or its loss is not a differentiable scalar.
+    """
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"the task gave a {type(outcome).__name__} in place of an instrument.tasks.Outcome")
+    if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
+        shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
+        raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
+    if not outcome.loss.requires_grad:
+        raise TypeError("the loss does not depend on any parameter that trains")
+
+
+@torch.no_grad()
+def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
+    """Return the fraction of correctly classified samples over several batches.
+
+    Args:
+        outcomes: The outcome of each batch.
+        weights: The weight of each batch. Default: its number of samples.
+
+    Returns:
+        A scalar from 0 to 1; None if an outcome has no `correct`.
+    """
+    counts = [outcome.correct for outcome in outcomes if outcome.correct is not None]
+    if len(counts) < len(outcomes) or not counts:
+        return None
+    if weights is None:
+        weights = [outcome.samples for outcome in outcomes]
+    parts = [
+        count * (weight / outcome.samples) for count, weight, outcome in zip(counts, weights, outcomes, strict=True)
+    ]
+    return torch.stack(parts).sum() / max(1, sum(weights))
+
+
+@torch.no_grad()
+def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor:
+    """Return the mean loss over several batches.
+
+    Args:
+        outcomes: The outcome of each batch.
+        weights: The weight of each batch. Default: its number of samples.
+
+    Returns:
+        A scalar without gradient.
+    """
+    if weights is None:
+        weights = [outcome.samples for outcome in outcomes]
+    parts = [outcome.loss.detach() * weight for outcome, weight in zip(outcomes, weights, strict=True)]
+    return torch.stack(parts).sum() / max(1, sum(weights))

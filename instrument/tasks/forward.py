@@ -1,0 +1,46 @@
+"""The forward pass and the loss of a batch, as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import Outcome, Task
+
+
+class Forward(nn.Module):
+    """A module that runs a task on a model and applies the loss hooks.
+
+    The wrappers that reduce gradients over processes need one module that computes the complete loss. It includes
+    submodules that the task calls directly, and penalties that hooks add to the loss.
+
+    Args:
+        model: The model that the task gets.
+        task: Computes the loss of a batch. It is not registered as a submodule.
+        precision: Returns the autocast context of the task.
+    """
+
+    task: Task
+
+    def __init__(self, model: nn.Module, task: Task, precision: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.model = model
+        object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
+        self.precision = precision
+
+    def forward(self, batch: Any, see: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
+        """Compute the outcome of a batch and the loss for the backward pass.
+
+        Args:
+            batch: The batch, on the device of the model.
+            see: Called with the loss; returns the loss that replaces it.
+
+        Returns:
+            The outcome of the task, and the loss that `see` returned.
+        """
+        with self.precision():
+            outcome: Outcome = self.task(self.model, batch)
+        return outcome, see(outcome.loss)

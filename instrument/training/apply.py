@@ -1,0 +1,267 @@
+"""The `apply` section: one-time changes to modules before step 0, in the order of `nn.Module.apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import Parameter
+
+from ..errors import ConfigError, InstrumentError, Mistake, nearest, own_frame
+from ..plan.layer_selection import select_layers
+from ..plan.modules import Layer, Layers
+from ..spec.apply import (
+    AddParameterSpec,
+    ApplySpec,
+    CallSpec,
+    FillSpec,
+    FreezeSpec,
+    InitSpec,
+    ReplaceSpec,
+    ReprSpec,
+    SetSpec,
+    WrapSpec,
+)
+from ..spec.fields import Target
+from ..spec.globs import matches
+from ..targets import build, locate
+
+
+def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
+    """Change a model in place according to specs. Each spec acts on the result of the previous ones.
+
+    Args:
+        specs: The specs of the `apply` section, by name.
+        model: The model to change.
+
+    Raises:
+        ConfigError: A spec matches no module or no parameter, or its action fails at a module.
+    """
+    for name, spec in specs.items():
+        where = f"apply.{name}"
+        layers = Layers.of(model)
+        order = _in_order(model, select_layers(spec, layers, where))
+        touched = 0
+        for layer in order:
+            try:
+                touched += _DO[type(spec)](spec, layer, layers, where)
+            except InstrumentError:
+                raise
+            except Exception as error:
+                problem = (
+                    f"{spec.action} failed at layer {layer.label!r} ({layer.type}): {type(error).__name__}: {error}"
+                )
+                raise ConfigError(Mistake(where, problem + own_frame(error))) from error
+        if not touched:
+            raise ConfigError(_nothing_to_do(spec, order, where))
+
+
+def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
+    """Return the selected layers in the order in which `nn.Module.apply` visits them.
+
+    `nn.Module.apply` visits a shared module once for each of its names. The result contains it once, at its first
+    visit.
+    """
+    wanted = {id(layer.module): layer for layer in chosen}
+    order: dict[int, Layer] = {}
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in wanted:
+            order[id(module)] = wanted[id(module)]
+
+    model.apply(visit)
+    return list(order.values())
+
+
+def _nothing_to_do(spec: ApplySpec, layers: list[Layer], where: str) -> Mistake:
+    """Return the error for a spec whose modules have no matching parameter."""
+    owns = list(dict.fromkeys(name for layer in layers for name, _ in layer.own_parameters()))
+    if spec.params and owns:
+        close = [name for written in spec.params for name in nearest(written, owns)]
+        return Mistake(
+            f"{where}.params",
+            "this pattern matches no parameter",
+            written=list(spec.params),
+            allowed=owns,
+            nearest=close,
+        )
+    names = [
+        f"{layer.name}.**" if layer.name else "**" for layer in layers if any(True for _ in layer.module.parameters())
+    ]
+    return Mistake(
+        f"{where}.layers",
+        "none of the modules matched has such a parameter of its own",
+        written=list(spec.globs),
+        nearest=names[:3],
+    )
+
+
+def _parameters(spec: ApplySpec, layer: Layer, default: tuple[str, ...] = ()) -> Iterator[Parameter]:
+    """Yield the parameters of a layer that match `params`. `default` applies if `params` is empty."""
+    globs = spec.params or default
+    for name, parameter in layer.own_parameters():
+        if not globs or any(matches(glob, name) for glob in globs):
+            yield parameter
+
+
+def _init(spec: InitSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Apply a function of `torch.nn.init` to the matching parameters. Return their number."""
+    function = getattr(nn.init, spec.fn)
+    parameters = list(_parameters(spec, layer, default=("weight",)))
+    for parameter in parameters:
+        function(parameter, **spec.arguments)
+    return len(parameters)
+
+
+@torch.no_grad()
+def _fill(spec: FillSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Fill the matching parameters with a value. Return their number."""
+    parameters = list(_parameters(spec, layer))
+    for parameter in parameters:
+        parameter.fill_(spec.value)
+    return len(parameters)
+
+
+def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Disable the gradient of the matching parameters. Return their number."""
+    parameters = list(_parameters(spec, layer))
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    return len(parameters)
+
+
+def _replace(spec: ReplaceSpec, layer: Layer, layers: Layers, where: str) -> int:
+    """Replace a module by a new one. Return 1."""
+    _put(build_module(spec.module, f"{where}.module"), layer, layers, where)
+    return 1
+
+
+def _wrap(spec: WrapSpec, layer: Layer, layers: Layers, where: str) -> int:
+    """Replace a module by a new one that is built with the module as its first argument. Return 1."""
+    _put(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
+    return 1
+
+
+def _put(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
+    """Replace a module under all of its names.
+
+    Raises:
+        ConfigError: The module is the root module.
+    """
+    if not layer.name:
+        raise ConfigError(Mistake(where, "the root module cannot be replaced: name another one under 'model'"))
+    for parent in layers:
+        for key, child in parent.module._modules.items():
+            if child is layer.module and parent.module is not new:
+                parent.module._modules[key] = new
+
+
+class Label:
+    """An `extra_repr` that prefixes the original one with a label. It can be copied and pickled with its module.
+
+    Args:
+        label: The text in front.
+        module: The module whose `extra_repr` is prefixed.
+    """
+
+    def __init__(self, label: str, module: nn.Module) -> None:
+        self.label = label
+        self.own = module.extra_repr
+
+    def __call__(self) -> str:
+        own = self.own()
+        return f"{self.label}, {own}" if own else self.label
+
+
+def _repr(spec: ReprSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Add a label to the `extra_repr` of a module. Return 1."""
+    layer.module.extra_repr = Label(spec.label, layer.module)  # type: ignore[method-assign]
+    return 1
+
+
+def _set(spec: SetSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Set an existing attribute of a module. Return 1.
+
+    Raises:
+        ConfigError: The module has no such attribute.
+    """
+    if not hasattr(layer.module, spec.attribute):
+        close = nearest(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
+        raise ConfigError(
+            Mistake(
+                f"{where}.attribute",
+                f"layer {layer.label!r} ({layer.type}) has no such attribute",
+                written=spec.attribute,
+                nearest=close,
+            )
+        )
+    setattr(layer.module, spec.attribute, spec.value)
+    return 1
+
+
+def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Register a new parameter in a module, on the device of its other parameters. Return 1.
+
+    Raises:
+        ConfigError: The module has an attribute of this name.
+    """
+    if hasattr(layer.module, spec.parameter):
+        raise ConfigError(
+            Mistake(
+                f"{where}.parameter",
+                f"layer {layer.label!r} ({layer.type}) has this attribute already",
+                written=spec.parameter,
+            )
+        )
+    beside = next(layer.module.parameters(), None)
+    device = beside.device if beside is not None else None
+    layer.module.register_parameter(spec.parameter, Parameter(torch.full(spec.shape, spec.value, device=device)))
+    return 1
+
+
+def _call(spec: CallSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
+    """Call a function with the module and its name. Return 1."""
+    locate(spec.fn.target, f"{where}.fn")(layer.module, layer.name, **(spec.fn.model_extra or {}))
+    return 1
+
+
+_DO: dict[type[Any], Callable[[Any, Layer, Layers, str], int]] = {
+    InitSpec: _init,
+    FillSpec: _fill,
+    FreezeSpec: _freeze,
+    ReplaceSpec: _replace,
+    WrapSpec: _wrap,
+    ReprSpec: _repr,
+    SetSpec: _set,
+    AddParameterSpec: _add_parameter,
+    CallSpec: _call,
+}
+
+
+def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
+    """Build a module from its target.
+
+    Args:
+        target: The target, with its arguments.
+        where: The configuration key of the target, for error messages.
+        positional: Positional arguments of the target.
+
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.
+    """
+    found = build(target, where, *positional)
+    if not isinstance(found, nn.Module):
+        raise ConfigError(
+            Mistake(
+                where,
+                f"{target.target} gave a {type(found).__name__}",
+                written=target.target,
+                allowed="a torch.nn.Module",
+            )
+        )
+    return found

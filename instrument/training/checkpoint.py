@@ -1,0 +1,292 @@
+"""Checkpoints: the complete state of a training run on disk. A resumed run is identical to an uninterrupted one.
+
+    checkpoints/step-00000300.pt         state of rank 0; written last, so that it exists only if all others do
+    checkpoints/step-00000300-0001.pt    state of rank 1: its random states, and its shards with FSDP2
+
+A checkpoint is written at the end of a step. First, all rows are written to Parquet parts, and the checkpoint stores
+the number of parts. Parts with a higher number belong to steps that are repeated after a resume. The checkpoint is
+written to a temporary file and renamed. Then the previous checkpoint is removed. A checkpoint contains only tensors,
+numbers, strings, lists and dictionaries, so that `torch.load(weights_only=True)` can read it.
+
+A checkpoint contains the actual values: interventions of the state-dict kinds do not change it. It is loaded before
+hooks are attached.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..capture.probe import Probe
+from ..capture.reducer import own_rank
+from ..distributed.torchrun import agreed
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..folders.run_folder import CHECKPOINTS
+from ..sharded import as_plain, from_plain, mesh_of
+from ..sinks.parquet import ParquetSink
+from .experiment import Experiment
+
+if TYPE_CHECKING:
+    from ..distributed.processes import Processes
+
+VERSION = 3
+ASIDE = ".tmp"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: The folder of the run.
+        every: The interval between checkpoints, in steps. A checkpoint is also written after the last step. Default: 0,
+            which disables checkpoints.
+        processes: The processes that train together; all of them save and load at the same time. Default: None, a
+            single process.
+    """
+
+    def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None) -> None:
+        self.folder = folder
+        self.every = every
+        self.processes = processes
+
+    def due(self, step: int, steps: int) -> bool:
+        """Return whether a checkpoint is scheduled.
+
+        Args:
+            step: The number of completed steps.
+            steps: The number of steps of the run.
+        """
+        return bool(self.every) and (step % self.every == 0 or step == steps)
+
+    def save(
+        self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
+    ) -> None:
+        """Save the state after a step. With several processes, all of them call this method.
+
+        Args:
+            experiment: The experiment.
+            probe: The attached probe.
+            sink: The sink of the rows.
+            metrics: The metrics of the last evaluation.
+
+        Raises:
+            InstrumentError: A part of the state cannot be read back, or the file cannot be written.
+        """
+        with probe.saving_checkpoint():
+            states = _states(_own(experiment))
+            if experiment.strategy.keeps_state:
+                states |= as_plain(_states(_shared(experiment)))
+                states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
+        probe.flush()
+        ends = sink.settle()
+        state = {
+            "version": VERSION,
+            "step": probe.step,
+            "metrics": dict(metrics),
+            "parts": [ends] if self.processes is None else self.processes.exchange(ends),
+            "probe": probe.state_dict(),
+            "batches": experiment.batches.state_dict(),
+            "random": _random_state(experiment.device),
+            **states,
+        }
+        path = self._file(probe.step, own_rank())
+        try:
+            with agreed(self.processes):
+                _write(state, path.with_suffix(ASIDE))
+            if own_rank():
+                _put_in_place(path)
+            if self.processes is not None:
+                self.processes.wait()
+            if not own_rank():
+                _put_in_place(path)
+                self._remove_others(probe.step)
+        except BaseException:
+            with suppress(OSError):
+                path.with_suffix(ASIDE).unlink()
+            raise
+
+    def load(self, rank: int = 0) -> dict[str, Any]:
+        """Load the latest checkpoint.
+
+        Args:
+            rank: The rank of this process. Default: 0.
+
+        Returns:
+            The state for this process, with all tensors on the CPU.
+
+        Raises:
+            ConfigError: The run has no checkpoint, or the file is not a checkpoint of this version.
+        """
+        found = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
+        if not found:
+            raise ConfigError(
+                Mistake(
+                    "resume",
+                    "this run has no checkpoint: train.checkpoint.every was 0, or it ended before the first one",
+                    written=str(self.folder),
+                )
+            )
+        step = int(found[-1].stem.partition("-")[2])
+        state: dict[str, Any] = {}
+        for each in (rank,) if rank == 0 else (rank, 0):
+            if "model" not in state:  # If the model is replicated, only the file of rank 0 contains it.
+                path = self._file(step, each)
+                try:
+                    state = _read(path) | state
+                except InstrumentError as error:
+                    raise ConfigError(Mistake("resume", str(error), written=str(path))) from None
+        return state
+
+    def _file(self, step: int, rank: int) -> Path:
+        """Return the path of a checkpoint file."""
+        return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
+
+    def _remove_others(self, step: int) -> None:
+        """Remove the files of all other steps.
+
+        For each step, the file of rank 0 is removed first, because the other files are ignored without it.
+        """
+        for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
+            if not file.name.startswith(f"step-{step:08d}"):
+                with suppress(OSError):
+                    file.unlink()
+
+
+def _write(state: Mapping[str, Any], aside: Path) -> None:
+    """Write a state to a temporary file next to its final path.
+
+    Args:
+        state: The state.
+        aside: The path of the temporary file.
+
+    Raises:
+        InstrumentError: The state cannot be written, or cannot be read back.
+    """
+    path = aside.with_suffix(".pt")
+    try:
+        aside.parent.mkdir(exist_ok=True)
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _read(aside)  # Report a file that cannot be read back now, not when the run is resumed.
+    except OSError as error:
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        # If the disk is full, PyTorch raises its own error and the OSError is the context.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
+
+
+def _put_in_place(path: Path) -> None:
+    """Rename a temporary file to its final path."""
+    try:
+        os.replace(path.with_suffix(ASIDE), path)
+    except OSError as error:
+        raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint file.
+
+    Raises:
+        InstrumentError: The file cannot be read with `weights_only=True`, or is not a checkpoint of this version.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch.load raises many types of exceptions for a damaged file
+        reason = str(error).strip().partition("\n")[0]
+        raise InstrumentError(f"the checkpoint holds what cannot be read back safely: {reason}") from error
+    if not isinstance(state, dict) or state.get("version") != VERSION:
+        raise InstrumentError("this is no checkpoint of this version")
+    return state
+
+
+def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None:
+    """Load a checkpoint into an experiment and its probe, except for the random states (see `restore_random`).
+
+    Args:
+        state: The checkpoint, from `Checkpoints.load`.
+        experiment: The experiment, built from the same configuration.
+        probe: The probe, built from the same configuration.
+
+    Raises:
+        ConfigError: The checkpoint does not match the experiment.
+    """
+    mesh = mesh_of(experiment.model)
+    try:
+        for name, part in (_shared(experiment) | _own(experiment)).items():
+            part.load_state_dict(state[name] if mesh is None else from_plain(state[name], mesh))
+        for name, buffer in _unsaved_buffers(experiment.model, state["model"]):
+            buffer.copy_(state["buffers"][name])
+        experiment.batches.load_state_dict(state["batches"])
+        probe.load_state_dict(state["probe"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(Mistake("resume", "the checkpoint does not fit this experiment", written=reason)) from None
+
+
+def restore_random(state: dict[str, Any], device: torch.device) -> None:
+    """Restore the random states of Python, NumPy and PyTorch from a checkpoint.
+
+    Call it last, directly before the next step, because building the experiment draws random numbers.
+
+    Args:
+        state: The checkpoint, from `Checkpoints.load`.
+        device: The device of the experiment. The CUDA state is restored for this device.
+    """
+    kept = state["random"]
+    version, words, gauss = kept["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, words, *rest = kept["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(kept["torch"])
+    if kept["cuda"] is not None:
+        torch.cuda.set_rng_state(kept["cuda"], device)
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Return the random states of Python, NumPy, PyTorch and, on a GPU, of the CUDA device."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def _shared(experiment: Experiment) -> dict[str, Any]:
+    """Return the stateful objects that are replicated or sharded over the processes, by name."""
+    parts = {
+        "model": experiment.model,
+        "optimizer": experiment.optimizer,
+        "scheduler": experiment.scheduler,
+        "scaler": experiment.scaler,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _own(experiment: Experiment) -> dict[str, Any]:
+    """Return the stateful objects of which each process has a separate state: a custom task with a `state_dict`."""
+    return {"task": experiment.task} if hasattr(experiment.task, "state_dict") else {}
+
+
+def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of each object, by name."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return the names and tensors of buffers that are not in the state dict of the model."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]

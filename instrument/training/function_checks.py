@@ -1,0 +1,126 @@
+"""Trial calls of custom hook functions (`fn: {_target_: ...}`), to report invalid results before step 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..actions.base import Context, Effect, Moment, NoArchive
+from ..actions.intervention import Intervention
+from ..actions.modify import Modify
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..kinds.attached import Clock, LiveSite
+from ..nested import leaves
+from ..plan.sites import HookPlan, Site
+from ..spec.functions import FunctionSpec
+from ..spec.schedule import Schedule
+
+
+class FunctionTrial:
+    """Calls each custom function once for each tensor at each of its sites. Nothing is recorded or changed.
+
+    Each function gets a copy of the tensor. For a gradient, the copy of the forward tensor is used, which has the same
+    shape. Functions on the state of an optimizer are not called, because the state does not exist yet. Use this class
+    inside the forward pass of shape inference, which restores the random states.
+
+    Args:
+        plan: The plan of the hooks.
+        seed: The seed of the run.
+
+    Raises:
+        ConfigError: A function does not exist or is not callable. From all methods: a function raises an exception, or
+            its result cannot replace the tensor.
+    """
+
+    def __init__(self, plan: HookPlan, seed: int) -> None:
+        sites = [site for site in plan.sites if isinstance(site.spec, FunctionSpec)]
+        actions = {site.spec.name: _action(site) for site in sites}
+        self.lives = [
+            LiveSite(site, actions[site.spec.name], Clock(_first(site.spec.schedule), seed), tried=True)
+            for site in sites
+        ]
+        self.seen: set[tuple[LiveSite, str]] = set()
+        self.by_module: dict[int, list[LiveSite]] = {}
+        for live in self.lives:
+            if live.site.spec.definition.family == "module":
+                self.by_module.setdefault(id(live.site.layer.module), []).append(live)
+
+    def see(self, module: nn.Module, role: str, value: Any, phase: str = "train") -> None:
+        """Call the functions at a module with its input or output tensors.
+
+        Args:
+            module: The module.
+            role: `input` or `output`.
+            value: The input or output: a tensor, or nested tensors.
+            phase: `train` (default) or `eval`.
+        """
+        for live in self.by_module.get(id(module), ()):
+            spec = live.site.spec
+            if spec.phase != phase or role != ("input" if "input" in spec.tensor_role else "output"):
+                continue
+            for path, tensor in leaves(value):
+                if live.takes(tensor, path) and (tensor.requires_grad or not spec.definition.gradient):
+                    self._call(live, tensor, path)
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Call the functions of kind `loss` with the loss."""
+        for live in self.lives:
+            if live.site.spec.kind == "loss":
+                self._call(live, loss, "")
+
+    def see_parameters(self) -> None:
+        """Call the functions at parameters, buffers and entries of state dicts."""
+        for live in self.lives:
+            site = live.site
+            if site.spec.definition.family in ("module", "loss") or site.spec.tensor_role.startswith("state."):
+                continue
+            module = site.layer.module
+            tensor = {**module._parameters, **module._buffers}[site.own_name]
+            if tensor is not None and not nn.parameter.is_lazy(tensor) and live.takes(tensor, site.own_name):
+                value = tensor if site.spec.definition.family == "parameter" else None
+                self._call(live, tensor.detach(), site.own_name, value)
+
+    def _call(self, live: LiveSite, tensor: Tensor, path: str, value: Tensor | None = None) -> None:
+        """Call one function with a copy of a tensor, unless it was called for this path before.
+
+        Raises:
+            ConfigError: The function raises an exception, or its result is invalid.
+        """
+        if (live, path) in self.seen:
+            return
+        self.seen.add((live, path))
+        spec = live.site.spec
+        is_gradient = spec.definition.gradient
+        copy = tensor.detach().clone()
+        if tensor.requires_grad and not is_gradient:
+            copy = copy.requires_grad_().clone()  # Not a leaf, because PyTorch refuses in-place writes to a leaf.
+        if is_gradient and spec.definition.family == "module":
+            value = tensor.detach().clone()
+        try:
+            with torch.set_grad_enabled(copy.requires_grad):
+                live.fire(copy, path, value=value)
+        except InstrumentError as error:
+            assert isinstance(spec, FunctionSpec), "others are not tried"
+            problem = f"tried on a copy before the run: {error}"
+            allowed = "fn(tensor, context), which gives a new tensor of the same shape and dtype"
+            raise ConfigError(Mistake(f"hooks.{spec.name}.fn", problem, spec.fn.target, allowed)) from error
+
+
+def _action(site: Site) -> Intervention:
+    """Return an intervention that calls the function of a site and records no effect."""
+    assert isinstance(site.spec, FunctionSpec), "others are not tried"
+    return Intervention(Modify(site.spec, NoArchive()), _NoRows())
+
+
+def _first(schedule: Schedule) -> Moment:
+    """Return the first step of a schedule."""
+    return Moment(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
+
+
+class _NoRows:
+    """A recorder that discards the effects of interventions."""
+
+    def add_effect(self, context: Context, effect: Effect) -> None:
+        """Do nothing."""

@@ -1,0 +1,218 @@
+"""The training loop: optimizer steps and evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..capture.probe import Probe
+from ..distributed.sharding import Group
+from ..nested import number_of_samples, to_device
+from ..sharded import whole
+from ..spec.schedule import Evaluations
+from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
+from .experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run after a step or an evaluation, for display.
+
+    Attributes:
+        step: The number of completed steps.
+        steps: The number of steps of the run.
+        metrics: The metrics of the step or evaluation, such as loss and accuracy. Missing values are None.
+        rows: The number of rows recorded so far.
+        phase: `train`, or `eval` for an evaluation.
+        overhead: The relative overhead of hooks per step; 0.05 means 5%. None if it was not measured.
+        warnings: The warnings since the start of the training.
+    """
+
+    step: int
+    steps: int
+    metrics: Mapping[str, float | None]
+    rows: int
+    phase: str
+    overhead: float | None = None
+    warnings: Sequence[str] = ()
+
+
+def train(
+    experiment: Experiment,
+    probe: Probe,
+    show: Callable[[Progress], None],
+    keep: Callable[[Mapping[str, float | None]], None] | None = None,
+    last: Mapping[str, float | None] | None = None,
+) -> Mapping[str, float | None]:
+    """Train to the last step, with scheduled evaluations.
+
+    Args:
+        experiment: The experiment.
+        probe: The attached probe.
+        show: Called after each step and each evaluation.
+        keep: Called at the end of each step, after an evaluation, with the metrics of the last evaluation. Checkpoints
+            are saved here. Default: None.
+        last: The metrics of the last evaluation before a resume. Default: None.
+
+    Returns:
+        The metrics of the last evaluation.
+    """
+    evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
+    last = last or {}
+    before = len(probe.warnings)
+
+    def tell(metrics: Mapping[str, float | None], phase: str) -> None:
+        rows, warnings = probe.recorder.rows_written, probe.warnings[before:]
+        show(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
+
+    experiment.model.train()
+    for epoch, micro_batches in experiment.batches:
+        probe.epoch = epoch
+        metrics = make_step(experiment, probe, micro_batches)
+        tell(metrics, "train")
+        if probe.step in evaluations:
+            last = evaluate(experiment, probe)
+            tell(last, "eval")
+        if keep is not None:
+            keep(last)
+    return last
+
+
+class Watcher(Protocol):
+    """An observer of a step, such as a `Probe`."""
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to call backward on, given the loss of a micro-batch (a scalar)."""
+
+    def end_micro_step(self) -> None:
+        """Record the end of the backward pass of a micro-batch."""
+
+    def end_step(
+        self, *, loss: Tensor | None, samples: int, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """Record the end of an optimizer step.
+
+        Args:
+            loss: The mean loss of the step, a scalar.
+            samples: The number of samples in the step, over all processes.
+            metrics: Further scalars by name.
+
+        Returns:
+            The metrics of the step.
+        """
+
+
+def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) -> Mapping[str, float | None]:
+    """Make one optimizer step, with gradient accumulation over its micro-batches.
+
+    Args:
+        experiment: The experiment.
+        watcher: The observer, such as a `Probe`.
+        micro_batches: The micro-batches of the step.
+
+    Returns:
+        The metrics of the step, as the watcher returned them.
+    """
+    optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
+    strategy, trained = experiment.strategy, experiment.trained
+    outcomes: list[Outcome] = []
+    weights, total = _weights(experiment, micro_batches)
+    optimizer.zero_grad()
+    for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+        with strategy.micro_step(trained, last=number == len(micro_batches)):
+            outcome, loss = trained(to_device(batch, experiment.device), watcher.loss)
+            # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
+            scaler.scale(loss * (weight / total)).backward()
+        outcomes.append(outcome)
+        watcher.end_micro_step()
+    scaler.unscale_(optimizer)
+    norm = gradient_norm(experiment.model)
+    lr = optimizer.param_groups[0]["lr"]
+    scaler.step(optimizer)
+    scaler.update()
+    if scheduler is not None:
+        scheduler.step()
+    mean, right = _means(experiment, outcomes, weights)
+    return watcher.end_step(loss=mean, accuracy=right, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+
+
+def _weights(experiment: Experiment, micro_batches: Group) -> tuple[list[int], int]:
+    """Return the weight of each micro-batch in the mean of a step, and the sum of weights over all processes."""
+    if not isinstance(experiment.task, CountsTerms):
+        return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
+    weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
+    return weights, max(1, experiment.strategy.total(sum(weights)))
+
+
+def _means(
+    experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weighted mean loss and accuracy over the batches of all processes."""
+    own = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
+    loss, right = experiment.strategy.mean(own, sum(weights))
+    return loss, right
+
+
+@torch.no_grad()
+def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
+    """Evaluate the model in eval mode, without gradients. The mode of the model is restored.
+
+    Args:
+        experiment: The experiment.
+        probe: The attached probe.
+
+    Returns:
+        The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
+    """
+    model = experiment.model
+    began = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    experiment.strategy.share_buffers(model)
+    try:
+        with probe.evaluating():
+            outcomes: list[Outcome] = []
+            weights: list[int] = []
+            task = experiment.task
+            for batch in experiment.evaluation:
+                with experiment.autocast():
+                    outcomes.append(task(experiment.callable, to_device(batch, experiment.device)))
+                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
+                probe.end_micro_step()
+            loss, right = _means(experiment, outcomes, weights)
+            return probe.write_metrics(
+                loss=loss,
+                accuracy=right,
+                seconds=time.perf_counter() - began,
+                samples=experiment.strategy.total(sum(outcome.samples for outcome in outcomes)),
+            )
+    finally:
+        model.train(was_training)
+
+
+def gradient_norm(model: torch.nn.Module) -> Tensor | None:
+    """Return the L2 norm of all gradients of a model as one vector.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A scalar; None if no parameter has a gradient.
+    """
+    gradients = [_entries(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
+        norms = [
+            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
+        ]
+        return whole(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
+    return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """Return the values of a sparse gradient, with duplicate indices summed; any other gradient unchanged."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

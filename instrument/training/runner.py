@@ -1,0 +1,242 @@
+"""Execution of a run: from the configuration to the finished folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import report
+from ..analysis.replay import replay
+from ..analysis.run_files import RunFiles
+from ..capture.probe import Probe
+from ..capture.reducer import own_rank
+from ..distributed.processes import Processes
+from ..distributed.strategies import choose_strategy
+from ..distributed.torchrun import agreed, failing_together, joined
+from ..errors import ConfigError, InstrumentError, Mistake
+from ..folders.remote_copy import RemoteCopy
+from ..folders.run_folder import JoinedFolder, RunFolder, config_hash
+from ..sinks.parquet import ParquetSink
+from ..sinks.parts import rewind
+from ..sinks.tee import Several
+from ..sinks.tracking import Tracked, open_tracker, require
+from ..spec.config import TRACKERS, RunConfig
+from ..stats.single_pass import KERNEL
+from .checkpoint import Checkpoints, restore, restore_random
+from .compiled import broken_graphs, graph_breaks
+from .device import process_state
+from .experiment import Experiment, prepare
+from .loop import train
+from .terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        folder: The folder of the run.
+        metrics: The metrics of the last evaluation.
+    """
+
+    folder: Path
+    metrics: Mapping[str, float | None]
+
+
+def run(
+    config: RunConfig, folder: Path, terminal: Terminal, *, raw: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Result:
+    """Run an experiment, or resume a stopped run if `config.resume` is set.
+
+    Args:
+        config: The validated configuration.
+        folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
+        terminal: The output for progress and results.
+        raw: The composed configuration, for run.json.
+        overrides: The overrides by key, for run.json.
+
+    Returns:
+        The folder and the metrics of the last evaluation.
+
+    Raises:
+        ConfigError: An object that the configuration names does not exist, does not fit, or matches nothing.
+        HookError: A hook failed. The rows recorded before remain readable.
+        SinkError: Rows cannot be written.
+        RankError: Another process failed.
+    """
+    processes = joined()
+    if processes is not None and not processes.leads:
+        terminal.silence()
+    with agreed(processes):
+        strategy = choose_strategy(config, processes)
+        require({name: f"sink.{name}" for name in config.sink.trackers})
+        copy = RemoteCopy(folder, config.sink, terminal)
+        if config.report:
+            _require_report()
+        kept = _place(config, folder, raw, overrides, processes) if processes is None or processes.leads else None
+    place = kept or JoinedFolder(folder, own_rank())
+    training: _Training | None = None
+    with copy:
+        with (
+            place.recording(is_begun=lambda: training is not None and training.is_begun),
+            failing_together(processes, folder, lambda rank: place.update(failed_rank=rank)),
+            process_state(seed=config.seed, deterministic=config.deterministic),
+        ):
+            with agreed(processes):
+                experiment = prepare(config, strategy)
+                place.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
+                training = _Training(experiment, folder, terminal, raw, copy)
+                training.begin()
+            terminal.begin(experiment, folder)
+            metrics, failure = training.run()
+            if processes is not None:  # The rows of this process are on disk.
+                failures = enumerate(processes.exchange(failure))
+                failure = next((f"rank {rank}: {told}" for rank, told in failures if told), None)
+            place.update(metrics=dict(metrics), overhead=training.probe.overhead, recording_stopped=failure)
+        if processes is not None:
+            processes.close()
+            if not processes.leads:
+                return Result(folder, metrics)
+        if failure is None:
+            readable = copy.readable()
+            page = report.make(readable).save(folder / report.FILE) if config.report else None
+            terminal.end(experiment, readable, metrics, page)
+        else:
+            terminal.end_unrecorded(failure, metrics)
+    return Result(folder, metrics)
+
+
+def _place(
+    config: RunConfig,
+    folder: Path,
+    raw: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    processes: Processes | None,
+) -> RunFolder:
+    """Create the folder of a new run, or open the folder of the run to resume."""
+    if config.resume is not None:
+        return RunFolder.again(folder, on_error=config.sink.on_error)
+    return RunFolder(
+        folder,
+        name=config.name,
+        seed=config.seed,
+        config=raw,
+        config_hash=config_hash(dict(raw)),
+        overrides=overrides,
+        device=None,
+        data=None,
+        statistics=KERNEL,
+        ranks=1 if processes is None else processes.size,
+        on_error=config.sink.on_error,
+    )
+
+
+def _require_report() -> None:
+    """Check that the packages for the report are installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    try:
+        report.check_packages()
+    except InstrumentError as error:
+        raise ConfigError(Mistake("report", str(error), written=True)) from None
+
+
+class _Training:
+    """One training with its hooks, rows and checkpoints. It starts at the last checkpoint if the run is resumed.
+
+    Args:
+        experiment: The experiment.
+        folder: The folder of the run.
+        terminal: The output for progress.
+        raw: The composed configuration, for the trackers.
+        copy: The remote copy of the run.
+    """
+
+    def __init__(
+        self, experiment: Experiment, folder: Path, terminal: Terminal, raw: Mapping[str, Any], copy: RemoteCopy
+    ) -> None:
+        config = experiment.config
+        self.experiment = experiment
+        self.folder = folder
+        self.terminal = terminal
+        self.raw = raw
+        self.copy = copy
+        self.is_begun = False
+        self.checkpoints = Checkpoints(folder, config.train.checkpoint.every, experiment.strategy.processes)
+        self.state = None if config.resume is None else self.checkpoints.load(own_rank())
+        self.parts = None if self.state is None else self.state["parts"][own_rank()]
+        self.sink = ParquetSink(
+            folder,
+            **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local"}),
+            tell=terminal.alarm,
+            parts=self.parts,
+        )
+        self.several = Several(self.sink, {}, tell=terminal.warn)
+        self.probe = Probe(
+            experiment.plan,
+            self.several,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=config.seed,
+            archive=experiment.archive,
+            budget=config.budget,
+            steps=experiment.steps,
+            ranks=experiment.strategy.ranks,
+        )
+        if self.state is not None:
+            restore(self.state, experiment, self.probe)
+
+    def run(self) -> tuple[Mapping[str, float | None], str | None]:
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last evaluation, and the reason if recording stopped (None otherwise).
+        """
+        experiment, probe = self.experiment, self.probe
+        with probe, self.terminal.progress(experiment.steps) as show:
+            breaks = graph_breaks()
+            last = None
+            if self.state is not None:
+                probe.event("resumed", f"goes on after {probe.step} steps", severity="info")
+                last = self.state["metrics"]
+                restore_random(self.state, experiment.device)
+            elif experiment.data.fallback:
+                probe.event("fallback", experiment.data.fallback)
+            metrics = train(experiment, probe, show, self._keep, last)
+            if message := broken_graphs(breaks):
+                probe.event("graph_break", message, severity="info")
+        return metrics, self.sink.failure
+
+    def begin(self) -> None:
+        """Open the trackers and start the upload.
+
+        If the run is resumed, first remove the rows of the steps that are repeated. Then send the remaining rows of the
+        first repeated step to the trackers. They are rows of the evaluation before this step.
+        """
+        since = None if self.state is None else self.state["step"]
+        with ExitStack() as opened:
+            trackers = {}
+            for name in self.experiment.config.sink.trackers if not own_rank() else ():
+                trackers[name] = open_tracker(name, Tracked.of(self.folder, self.raw, since), f"sink.{name}")
+                opened.callback(trackers[name].close)
+            if self.parts is not None:
+                self.copy.take_back(self.parts)
+                rewind(self.folder, own_rank(), self.parts)
+                for tracker in trackers.values():
+                    replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since, rank=own_rank())
+            self.copy.begin()
+            opened.pop_all()
+        self.several.others |= trackers
+        self.is_begun = True
+
+    def _keep(self, metrics: Mapping[str, float | None]) -> None:
+        """Record upload messages, and save a checkpoint if it is scheduled."""
+        for message in self.copy.messages():
+            self.probe.event("remote", message)
+        if self.checkpoints.due(self.probe.step, self.experiment.steps):
+            self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

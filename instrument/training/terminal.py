@@ -1,0 +1,254 @@
+"""Terminal output of a run: a header, the progress, and a summary of the recorded data."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ..analysis.findings import findings
+from ..analysis.load import Run, load
+from ..analysis.run_files import size_on_disk
+from ..analysis.summary import recorded
+from ..formatting import human_bytes
+from ..plan.cost import Forecast
+from ..plan.display import plan_view
+from ..report import command_for
+from .experiment import Experiment
+from .progress import Show, metric_texts, shown_as_bar, shown_as_lines, shown_as_warnings
+
+WIDTH_IN_A_PIPE = 120
+# Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
+SHARED = frozenset({"fallback", "coverage"})
+COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+class PatientConsole(Console):
+    """A console that becomes silent when its pipe is closed, as by `| head`. The run continues."""
+
+    def on_broken_pipe(self) -> None:
+        """Become silent. The implementation of rich ends the process."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Terminal:
+    """The terminal output of one run.
+
+    Args:
+        quiet: Whether to show only warnings. Default: False.
+        brief: Whether to show one line at the end instead of tables, for the jobs of a sweep. Default: False.
+        job: The overrides that identify a job of a sweep, for this line. Default: empty.
+
+    Attributes:
+        of_jobs: The messages that jobs in this process have shown, with the folder of their sweep.
+    """
+
+    of_jobs: ClassVar[set[tuple[Path, str]]] = set()
+
+    def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
+        self.quiet = quiet
+        self.brief = brief
+        self.job = job
+        self.folder = Path()
+        self._warned: set[str] = set()  # Warnings that were already shown.
+        self.console = PatientConsole(highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = WIDTH_IN_A_PIPE
+
+    def silence(self) -> None:
+        """Disable the output, because another process shows it."""
+        self.quiet = self.console.quiet = True
+
+    def begin(self, experiment: Experiment, folder: Path) -> None:
+        """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes.
+
+        Args:
+            experiment: The experiment.
+            folder: The folder of the run.
+        """
+        self.folder = folder
+        fallback = experiment.data.fallback
+        if fallback and self._is_news(fallback):
+            self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
+            if self.brief:
+                self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
+        for _, message in experiment.plan.layers.hidden_messages():
+            self.warn(message)
+        if self.quiet or self.brief:
+            return
+        config, source = experiment.config, experiment.data.source
+        trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
+        model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
+        slices = f"{source['train_samples']:,} to train on, {source['eval_samples']:,} to evaluate on"
+        if (ranks := experiment.strategy.ranks) is not None:
+            model += f" in each of {ranks.size} processes ({ranks.parallel})"
+        names = ", ".join(experiment.plan.specs) or "none"
+        self.console.print(
+            f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
+            f"data  {source['dataset'].rpartition('.')[2]}: {slices}\n"
+            f"hooks {len(experiment.plan.specs)} at {len(experiment.plan.sites)} places: {names}\n"
+        )
+
+    def warn(self, message: str) -> None:
+        """Show a warning."""
+        self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
+
+    def alarm(self, message: str) -> None:
+        """Show that recording stopped. Shown in all modes."""
+        self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
+
+    def plan(self, experiment: Experiment, forecast: Forecast, folder: Path | None) -> None:
+        """Show the plan and the estimated cost of a run.
+
+        Args:
+            experiment: The experiment.
+            forecast: The estimated cost.
+            folder: The folder that the run would use; None if it is unknown.
+        """
+        self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps, folder))
+        budget = experiment.config.budget
+        if budget.time is not None or budget.bytes is not None:
+            self.console.print("The budget is not counted in: what is too much will be looked at less often.")
+
+    @contextmanager
+    def progress(self, steps: int) -> Iterator[Show]:
+        """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
+
+        Args:
+            steps: The number of steps of the run.
+
+        Yields:
+            The function to call after each step and each evaluation.
+        """
+        if self.quiet or self.brief:
+            yield shown_as_warnings(self._warn_at_once)
+        elif self._is_live:
+            with shown_as_bar(self.console, steps, self.folder) as show:
+                yield show
+        else:
+            yield shown_as_lines(self.console, steps, self.folder, self._warn_at_once)
+
+    @property
+    def _is_live(self) -> bool:
+        """Whether the output is an interactive terminal on which lines can be overwritten."""
+        console = self.console
+        return (
+            console.is_terminal and not console.is_dumb_terminal and console.file.isatty() and not os.environ.get("CI")
+        )
+
+    def _warn_at_once(self, message: str) -> None:
+        """Show a warning, and omit it from the summary."""
+        self._warned.add(message)
+        self.warn(message)
+
+    def _is_news(self, message: str) -> bool:
+        """Return whether a message is new. For the jobs of a sweep, a message is new only once per sweep."""
+        told = (self.folder.resolve().parent, message)
+        if self.brief and told in Terminal.of_jobs:
+            return False
+        Terminal.of_jobs.add(told)
+        return True
+
+    def end(
+        self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None], report: Path | None = None
+    ) -> None:
+        """Show the summary: recorded data, findings, warnings, files and next commands.
+
+        Args:
+            experiment: The experiment.
+            folder: The folder of the run.
+            metrics: The metrics of the last evaluation.
+            report: The file of the report. Default: None; the command that creates it is shown instead.
+        """
+        run = load(folder)
+        evaluation = "  ".join(metric_texts(metrics).values())
+        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # Already shown.
+        events = [event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in told]
+        left = {str(event.message): event.rule for event in events if event.message not in self._warned}
+        news = [message for message, rule in left.items() if rule not in SHARED or self._is_news(message)]
+        if self.brief:
+            again = f"({len(left) - len(news)} of its warnings were told before)" if len(news) < len(left) else ""
+            self.console.print(
+                "  ".join(filter(None, [str(folder), self.job, evaluation, again])), soft_wrap=True, markup=False
+            )
+        elif not self.quiet:
+            self.console.print()
+            for table in (_recorded(experiment, run), _findings(run)):
+                if table.row_count:
+                    self.console.print(table)
+                    self.console.print()
+        for message in news:
+            self._warn_at_once(message)
+        if not (self.quiet or self.brief):
+            size = human_bytes(size_on_disk(folder))
+            self.console.print(f"evaluation  {evaluation}")
+            self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
+            if experiment.config.sink.tensorboard:
+                self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
+            self.console.print(f"in Python   instrument.load({str(folder)!r})", soft_wrap=True, markup=False)
+            self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
+
+    def sent(self, address: str, size: int) -> None:
+        """Show the address of the remote copy.
+
+        Args:
+            address: The address of the remote folder.
+            size: The number of uploaded bytes.
+        """
+        if not (self.quiet or self.brief):
+            self.console.print(f"remote      {address}  ({human_bytes(size)} sent)", soft_wrap=True, markup=False)
+
+    def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
+        """Show the summary of a training that continued after recording stopped.
+
+        Args:
+            failure: The reason.
+            metrics: The metrics of the last evaluation.
+        """
+        self.alarm(failure)
+        self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
+
+
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    """Return an empty table with a title. Each column is a name and its alignment."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    return table
+
+
+def _recorded(experiment: Experiment, run: Run) -> Table:
+    """Return the table of the record hooks and the amount of recorded data."""
+    table = _table(
+        "Recorded",
+        *(("hook", "left"), ("kind", "left"), ("role", "left")),
+        *(("layers", "right"), ("firings", "right"), ("rows", "right"), ("tensors", "right")),
+    )
+    counts = recorded(run)
+    for name, spec in experiment.plan.specs.items():
+        if spec.action == "record":
+            layers = len({site.layer.name for site in experiment.plan.of(name)})
+            found = counts.loc[name]
+            numbers = (f"{layers}", f"{found.firings:,}", f"{found.rows:,}", f"{found.tensors:,}")
+            table.add_row(name, spec.kind, spec.tensor_role, *numbers)
+    return table
+
+
+def _findings(run: Run) -> Table:
+    """Return the table of findings."""
+    table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
+    for finding in findings(run):
+        step = "" if finding.when is None else f"{finding.when:,}"
+        cells = (finding.what, finding.where, step, finding.value)
+        table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
+    return table

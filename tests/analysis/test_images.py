@@ -1,0 +1,152 @@
+"""Recorded tensors as pictures: each map at its place, colour scales, smaller copies, the image that maps are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from torch import nn
+
+import instrument
+from instrument.analysis.images import Maps, image_of, limits, maps_in, mosaic, smaller
+from instrument.analysis.series import Series
+
+sizes = st.integers(1, 6)
+finite = st.floats(-1e6, 1e6)
+
+
+@given(st.integers(1, 40), sizes, sizes)
+def test_every_map_of_a_mosaic_is_at_its_place_with_nothing_between(count: int, height: int, width: int) -> None:
+    values = np.arange(count * height * width, dtype=float).reshape(count, height, width)
+    whole = mosaic(values)
+    columns = (whole.shape[1] + 1) // (width + 1)
+    for i, one in enumerate(values):
+        top, left = i // columns * (height + 1), i % columns * (width + 1)
+        np.testing.assert_array_equal(whole[top : top + height, left : left + width], one)
+    assert np.isfinite(whole).sum() == values.size
+
+
+@given(st.integers(1, 20), st.integers(1, 20), sizes)
+def test_the_filters_of_one_output_are_in_one_row(outputs: int, inputs: int, size: int) -> None:
+    values = np.broadcast_to(np.arange(outputs, dtype=float)[:, None, None, None], (outputs, inputs, size, size))
+    whole = mosaic(values)
+    columns = (whole.shape[1] + 1) // (size + 1)
+    assert columns % inputs == 0
+    for output in range(outputs):
+        rows, _ = np.nonzero(whole == output)
+        assert rows.max() - rows.min() == size - 1
+
+
+def test_a_mosaic_is_about_square_and_has_as_many_columns_as_it_is_told() -> None:
+    assert mosaic(np.zeros((16, 3, 3))).shape == (15, 15)
+    assert mosaic(np.zeros((64, 3, 7, 7))).shape == (103, 119)
+    assert mosaic(np.zeros((6, 3, 3)), columns=6).shape == (3, 23)
+
+
+@given(arrays.arrays(float, sizes, elements=st.floats(allow_nan=True, allow_infinity=True)))
+def test_a_colour_scale_holds_every_finite_value_and_has_zero_in_the_middle_or_below(values: np.ndarray) -> None:
+    low, high = limits(values)
+    known = values[np.isfinite(values)]
+    assert ((low <= known) & (known <= high)).all()
+    assert low < high
+    assert low == (-high if (known < 0).any() else 0.0)
+
+
+@given(arrays.arrays(float, st.tuples(sizes, sizes, sizes), elements=finite), st.integers(1, 6))
+def test_smaller_maps_are_means_of_squares(values: np.ndarray, most: int) -> None:
+    found = smaller(values, most)
+    factor = -(-max(values.shape[1:]) // most)
+    assert max(found.shape[1:]) <= most
+    for row in range(found.shape[1]):
+        for column in range(found.shape[2]):
+            square = values[:, row * factor : (row + 1) * factor, column * factor : (column + 1) * factor]
+            np.testing.assert_allclose(found[:, row, column], square.mean((1, 2)), rtol=1e-9, atol=1e-6)
+
+
+def record(folder: Path) -> instrument.Run:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
+    keep = {"layers": "**", "action": "record", "tensors": True, "stats": "none"}
+    hooks = {
+        "seen": {**keep, "kind": "forward_pre", "samples": 2},
+        "given": {**keep, "kind": "forward", "samples": 2},
+        "back": {**keep, "kind": "full_backward", "role": "grad_output", "samples": 1},
+        "filters": {**keep, "kind": "step_post", "role": "param"},
+        "slopes": {**keep, "kind": "parameter_grad"},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
+        for _ in range(2):
+            loss = model(torch.randn(3, 3, 8, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return instrument.load(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    return record(tmp_path_factory.mktemp("maps") / "run")
+
+
+def test_maps_are_what_has_a_plane_to_see(run: instrument.Run) -> None:
+    found = [one for one in maps_in(run) if one.step == 0]
+    assert sorted((one.series.hook, one.place, one.what) for one in found) == [
+        ("back", "0", "gradient maps"),
+        ("back", "1", "gradient maps"),
+        ("filters", "0.weight", "filters"),
+        ("given", "0", "feature maps"),
+        ("given", "1", "feature maps"),
+        ("seen", ".[0]", "inputs"),
+        ("seen", "0[0]", "inputs"),
+        ("seen", "1[0]", "inputs"),
+        ("seen", "2[0]", "inputs"),
+        ("slopes", "0.weight", "filter gradients"),
+    ]
+
+
+def test_a_frame_of_tensors_has_the_maps_of_its_run_and_their_values(run: instrument.Run) -> None:
+    frame = run.tensors()
+    assert maps_in(frame) == maps_in(run)
+    for one in maps_in(run):
+        np.testing.assert_array_equal(one.values(frame), one.values(run))
+    (maps,) = (one for one in maps_in(run) if one.series.hook == "given" and one.place == "1" and one.step == 1)
+    whole = run.tensors(hook="given", layer="1", step=1)["values"].iloc[0]
+    np.testing.assert_array_equal(maps.values(frame, 1), whole[1])
+    with pytest.raises(IndexError):
+        maps.values(run, 2)
+
+
+def test_filters_have_no_samples(run: instrument.Run) -> None:
+    filters = next(one for one in maps_in(run) if one.series.hook == "filters")
+    assert filters.values(run, sample=7).shape == filters.shape == (4, 3, 3, 3)
+
+
+def test_the_image_of_maps_is_what_went_in_at_the_same_moment(run: instrument.Run) -> None:
+    known = maps_in(run)
+    for one in known:
+        image = image_of(one, known)
+        if one.series.is_of_parameters:
+            assert image is None
+        else:
+            assert image is not None
+            assert (image.place, image.step) == (".[0]", one.step)
+    assert image_of(known[0], [one for one in known if not one.is_image]) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "shape", "is_image"),
+    [
+        ("input", (2, 3, 8, 8), True),
+        ("input", (1, 8, 8), True),
+        ("input", (2, 4, 8, 8), False),
+        ("output", (1, 8, 8), False),
+    ],
+)
+def test_an_image_is_an_input_of_one_channel_or_three(role: str, shape: tuple[int, ...], is_image: bool) -> None:
+    assert Maps(Series("h", "forward", role, "train"), "", "", 0, 0, 0, 0, shape).is_image is is_image

@@ -1,0 +1,433 @@
+"""Run folders in any state: damaged, torn, with files of others among theirs. What can be read is read, the rest named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiers import tiered
+
+import instrument
+from instrument import InstrumentError, InstrumentWarning, recover
+from instrument.analysis.run_files import RunFiles, size_on_disk
+from instrument.capture.tables import TABLES
+from instrument.sinks.journal import Journal, Reading
+from instrument.sinks.lock import FolderLock
+from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.parts import Part
+from instrument.sinks.recovery import recover as recover_files
+from instrument.sinks.row_counts import RowCounts
+
+KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
+METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed: three parts a table, and a journal."""
+    folder = tmp_path_factory.mktemp("original") / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
+    sink = ParquetSink(folder)
+    for step in range(STEPS):
+        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None)])
+        sink.write("metrics", [(step, *METRICS)])
+        sink.keep((step, 0, 0, *KEY), [2], torch.full((2,), float(step)))
+        sink.end_step()
+        if step in (2, 5, 8):
+            sink.settle()
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def steps_of(folder: Path, table: str) -> list[int]:
+    return list(getattr(instrument.load(folder), table).step)
+
+
+@pytest.mark.filterwarnings("error::instrument.errors.InstrumentWarning")
+def test_parts_and_journal_are_one_table(folder: Path) -> None:
+    run = instrument.load(folder)
+    assert run.info["status"] == "killed"
+    assert list(run.stats.step) == list(run.metrics.step) == list(range(STEPS))
+    assert [float(values[0]) for values in run.tensors()["values"]] == list(range(STEPS))
+    assert list(run.tensors(step=[1, 11]).step) == [1, 11]
+    assert run.sql("select count(*) as n, max(step) as last from stats").iloc[0].tolist() == [STEPS, STEPS - 1]
+    assert run.problems == []
+
+
+def test_a_journal_whose_part_is_there_is_not_read_twice(folder: Path) -> None:
+    """The process was killed between renaming the part and removing its journal."""
+    journal = folder / "journal" / "stats-0000-000003.arrows"
+    kept = journal.read_bytes()
+    assert recover.main([str(folder)]) == 0
+    journal.parent.mkdir()
+    journal.write_bytes(kept)
+    assert steps_of(folder, "stats") == list(range(STEPS))
+    assert recover.main([str(folder)]) == 0
+    assert not journal.exists()
+    assert len(pd.read_parquet(folder / "stats")) == STEPS
+
+
+def test_a_part_that_was_half_written_is_cleared_away(folder: Path) -> None:
+    aside = folder / "journal" / "stats-0000-000003.tmp"
+    aside.write_bytes(b"PAR1 and then nothing more")
+    assert steps_of(folder, "stats") == list(range(STEPS))
+    assert recover.main([str(folder)]) == 0
+    assert not aside.exists()
+    assert len(pd.read_parquet(folder / "stats")) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("stats/part-0000-000001.parquet", b"", "cannot be read"),
+        ("stats/part-0000-000001.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"),
+        ("stats/part-0000-000001.parquet", b"no parquet at all", "cannot be read"),
+        ("journal/stats-0000-000003.arrows", b"not a stream", "no Arrow stream"),
+    ],
+)
+def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(
+    folder: Path, file: str, content: bytes, told: str
+) -> None:
+    (folder / file).write_bytes(content)
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match=file):
+        steps = list(run.stats.step)
+    lost = [3, 4, 5] if file.startswith("stats") else [9, 10, 11]
+    assert steps == [step for step in range(STEPS) if step not in lost]
+    assert list(run.metrics.step) == list(range(STEPS))
+    (problem,) = run.problems
+    assert problem.startswith(f"{file}: ")
+    assert told in problem
+
+
+def test_a_table_is_gone_through_and_counted_without_what_is_damaged(folder: Path) -> None:
+    run = instrument.load(folder)
+    late = ds.field("step") >= 4
+    assert [step for batch in run.scan("stats", ["step"], late) for step in batch["step"].to_pylist()] == [
+        *range(4, STEPS)
+    ]
+    assert (run.count("stats"), run.count("effects"), run.problems) == (STEPS, 0, [])
+    assert size_on_disk(folder) == sum(file.stat().st_size for file in folder.rglob("*-0*"))
+    file = folder / "stats" / "part-0000-000001.parquet"
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
+    file.write_bytes(content)
+    with pytest.warns(InstrumentWarning, match=f"stats/{file.name}: cannot be read"):
+        steps = [step for batch in run.scan("stats", ["step", "mean"]) for step in batch["step"].to_pylist()]
+    assert steps == [0, 1, 2, *range(6, STEPS)]
+    assert len(run.problems) == 1
+
+
+def test_a_part_that_is_damaged_inside_is_named_and_the_rest_is_read(folder: Path) -> None:
+    file = folder / "stats" / "part-0000-000001.parquet"
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
+    file.write_bytes(content)
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="part-0000-000001"):
+        assert list(run.stats.step) == [0, 1, 2, *range(6, STEPS)]
+    assert len(run.problems) == 1
+
+
+def test_a_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
+    wanted = instrument.load(folder).stats
+    for file in (folder / "stats").glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(["dead_fraction", "update_ratio"]), file)
+    run = instrument.load(folder)
+    assert run.stats["dead_fraction"].isna().all()
+    pd.testing.assert_frame_equal(
+        run.stats.drop(columns=["dead_fraction", "update_ratio"]),
+        wanted.drop(columns=["dead_fraction", "update_ratio"]),
+    )
+    assert run.problems == []
+
+
+def test_a_part_of_other_columns_is_named(folder: Path) -> None:
+    pq.write_table(pa.table({"step": [1], "mine": [2]}), folder / "stats" / "part-0000-000007.parquet")
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="has no column micro_step"):
+        assert len(run.stats) == STEPS
+
+
+def test_a_journal_of_other_columns_is_named(folder: Path) -> None:
+    shutil.copy(folder / "journal" / "metrics-0000-000003.arrows", folder / "journal" / "stats-0000-000009.arrows")
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="the columns are not those of this table"):
+        assert len(run.stats) == STEPS
+
+
+class Bomb:
+    """Does something when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (pytest.fail, ("a pickle of the folder was read",))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "stats/mine.parquet",
+        "stats/part-0000-000000.pkl",
+        "stats/deep/part-0000-000000.parquet",
+        "journal/events-0000-000000.pt",
+        "journal/what-0000-000000.arrows",
+        "tensors/values.npy",
+    ],
+)
+def test_files_of_others_are_named_and_never_read_and_no_pickle_at_all(folder: Path, file: str) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_bytes(pickle.dumps(Bomb()))
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="no file of a run"):
+        assert len(run.stats) == len(run.tensors()) == STEPS
+    assert run.problems == [f"{file}: no file of a run: it is not read"]
+    recover.main([str(folder)])
+    assert (folder / file).exists(), "what is not ours is left alone"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1, 2]", '"text"', "\x00", '{"status": "done", "overrides": 3, "metrics": []}']
+)
+def test_a_run_json_of_any_content_leaves_the_tables_readable(folder: Path, content: str) -> None:
+    (folder / "run.json").write_text(content)
+    run = instrument.load(folder)
+    assert len(run.stats) == STEPS
+    assert run.infos[0]["overrides"] == {}
+    assert len(run.runs) == 1
+    assert "1 run" in repr(run)
+
+
+@pytest.mark.parametrize("damages", tiered([40, 150], [40]))
+@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
+def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path, damages: int) -> None:
+    draw = random.Random(0)
+    files = [file.relative_to(original) for file in sorted(original.rglob("*")) if file.is_file()]
+    named = 0
+    for number in range(damages):
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        file = folder / draw.choice(files)
+        content = bytearray(file.read_bytes())
+        for _ in range(draw.choice([1, 8, 64])):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        file.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
+        run = instrument.load(folder)
+        for table in ("stats", "metrics", "coverage", "events"):
+            assert set(run.read(table, ["step"] if table in ("stats", "metrics") else ["rank"]).columns)
+        named += bool(run.problems)
+        shutil.rmtree(folder)
+    assert named > damages / 5
+
+
+def test_recover_leaves_a_running_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = FolderLock(folder)
+    assert lock.acquire()
+    assert instrument.load(folder).info["status"] == "running"
+    assert recover.main([str(folder)]) == 1
+    assert "still running" in capsys.readouterr().err
+    assert list((folder / "journal").glob("*.arrows"))
+    lock.release()
+    assert instrument.load(folder).info["status"] == "killed"
+
+
+def test_recover_says_what_it_did_and_takes_a_whole_sweep(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job in range(2):
+        shutil.copytree(original, tmp_path / "sweep" / str(job))
+    journal = tmp_path / "sweep" / "0" / "journal" / "stats-0000-000003.arrows"
+    journal.write_bytes(journal.read_bytes() + last_message(journal)[:-3])  # of the step that was being written
+    assert recover.main([str(tmp_path / "sweep")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "rows turned into Parquet: 3 of metrics, 3 of stats, 3 of tensors" in first
+    assert first.endswith("the step that was being written is not among them (stats)")
+    assert second.endswith("3 of metrics, 3 of stats, 3 of tensors")
+    assert recover.main([str(tmp_path / "sweep" / "0")]) == 0
+    assert "all is Parquet already" in capsys.readouterr().out
+    assert recover.main([str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def boundaries(journal: Path) -> list[int]:
+    """The ends of all messages of a journal, that of the schema first."""
+    reading = Reading.of(journal)
+    return [reading.end, *(reading.end for _ in reading.batches())]
+
+
+def last_message(journal: Path) -> bytes:
+    *_, start, end = boundaries(journal)
+    return journal.read_bytes()[start:end]
+
+
+@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
+@pytest.mark.parametrize("table", ["stats", "metrics", "tensors"])
+def test_a_journal_that_is_cut_anywhere_is_named(folder: Path, table: str) -> None:
+    journal = folder / "journal" / f"{table}-0000-000003.arrows"
+    content, ends = journal.read_bytes(), boundaries(journal)
+    draw = random.Random(0)
+    for size in {0, *ends, *(draw.randrange(len(content)) for _ in range(12))}:
+        journal.write_bytes(content[:size])
+        files = RunFiles(folder)
+        rows = files.read(table).num_rows
+        whole = sum(end <= size for end in ends[1:])
+        assert rows == STEPS - 3 + whole
+        told = [f"journal/{journal.name}: it was cut short: {whole} of 3 rows are there"]
+        assert files.problems == (told if whole < 3 else []), size
+
+
+def test_a_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the folder at each moment between two writes, and in the middle of each, is what a kill would leave."""
+    folder, plain, count = tmp_path / "run", Journal.append, RowCounts.write
+    moments = 0
+
+    def killed(path: Path | None = None, half: bytes = b"") -> None:
+        nonlocal moments
+        moments += 1
+        left = Path(shutil.copytree(folder, tmp_path / str(moments)))
+        if path is not None:
+            with open(left / path.relative_to(folder), "ab") as journal:
+                journal.write(half)
+        files = RunFiles(left)
+        assert files.read("stats").num_rows >= files.read("metrics").num_rows == done
+        assert files.problems == []
+        assert recover_files(left).problems == []
+        assert RunFiles(left).read("metrics").num_rows == done
+        shutil.rmtree(left)
+
+    def append(self: Journal, batch: pa.RecordBatch) -> None:
+        message = batch.serialize().to_pybytes()
+        killed(self.path, message[: len(message) // 2])
+        plain(self, batch)
+
+    def write(self: RowCounts, counts: Iterable[tuple[int, int]]) -> None:
+        nonlocal done
+        done += 1
+        killed()
+        count(self, counts)
+        killed()
+
+    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(RowCounts, "write", write)
+    monkeypatch.setattr("instrument.sinks.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts meanwhile
+    folder.mkdir()
+    sink, done = ParquetSink(folder), 0
+    for step in range(4):
+        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None)])
+        sink.write("metrics", [(step, *METRICS)])
+        sink.end_step()
+    assert moments == 16
+    assert len(list(folder.glob("stats/*.parquet"))) > 0
+
+
+def test_a_journal_that_is_gone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "journal" / "stats-0000-000003.arrows").unlink()
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="the file is gone"):
+        assert len(run.stats) == STEPS - 3
+    assert run.problems == ["journal/stats-0000-000003.arrows: the file is gone, with 3 rows"]
+    assert recover.main([str(folder)]) == 1
+    assert "the file is gone, with 3 rows" in capsys.readouterr().err
+
+
+def test_row_counts_that_are_damaged_are_named_and_all_rows_are_read(folder: Path) -> None:
+    counts = folder / "journal" / "rows.0000"
+    counts.write_bytes(b"\x01" + counts.read_bytes()[1:])
+    run = instrument.load(folder)
+    with pytest.warns(InstrumentWarning, match="whether a journal was cut short is not known"):
+        assert len(run.stats) == STEPS
+
+
+def test_recover_keeps_a_journal_that_was_cut_short(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = folder / "journal" / "stats-0000-000003.arrows"
+    content = journal.read_bytes()[: boundaries(journal)[1]]
+    journal.write_bytes(content)
+    assert recover.main([str(folder)]) == 1
+    assert f"journal/{journal.name}: it was cut short: 1 of 3 rows are there" in capsys.readouterr().err
+    assert journal.with_suffix(".damaged").read_bytes() == content
+    assert len(pd.read_parquet(folder / "stats")) == STEPS - 2
+
+
+def test_recover_keeps_a_journal_of_other_columns(folder: Path) -> None:
+    journals = folder / "journal"
+    content = (journals / "metrics-0000-000003.arrows").read_bytes()
+    (journals / "stats-0000-000003.arrows").write_bytes(content)
+    assert recover.main([str(folder)]) == 1
+    assert (journals / "stats-0000-000003.damaged").read_bytes() == content
+
+
+def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = folder / "journal" / "stats-0000-000003.arrows"
+    content = bytearray(journal.read_bytes())
+    content[-200:-150] = b"\xaa" * 50
+    journal.write_bytes(content)
+    assert recover.main([str(folder)]) == 1
+    assert "journal/stats-0000-000003.arrows: " in capsys.readouterr().err
+    assert (folder / "journal" / "stats-0000-000003.damaged").read_bytes() == bytes(content)
+    assert pd.read_parquet(folder / "stats").step.tolist()[:9] == list(range(9))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda run: len(run.stats),
+        lambda run: run.count("stats"),
+        lambda run: sum(len(batch) for batch in run.scan("stats", ["step"])),
+        lambda run: run.sql("select count(*) as n from stats where step >= 0").n[0],
+        lambda run: run.lazy("stats").collect().height,
+    ],
+)
+def test_files_may_be_merged_as_often_as_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[instrument.Run], int]
+) -> None:
+    folder, parts = tmp_path / "run", 10
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    sink = ParquetSink(folder)
+    for step in range(parts):
+        cells = {"step": step, "rank": 0, "phase": "train"}
+        sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
+        sink.end_step()
+        sink.settle()
+    sink.close()
+    original = RunFiles.listed
+
+    def merged(self: RunFiles, name: str) -> tuple[list[Path], list[pa.Table]]:
+        found = original(self, name)
+        if len(found[0]) > 1:  # the first two become one just behind the reader's back
+            one, two = found[0][:2]
+            rows = pa.concat_tables([pq.read_table(one), pq.read_table(two)])
+            pq.write_table(rows, Part(0, 0, int(two.stem.rpartition("-")[2])).file(folder, name))
+            one.unlink()
+            two.unlink()
+        return found
+
+    monkeypatch.setattr(RunFiles, "listed", merged)
+    assert ask(instrument.load(folder)) == parts
+
+
+def test_a_file_that_is_listed_and_not_there_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run" / "stats").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    part = Part(0, 0).file(tmp_path / "run", "stats")
+    part.symlink_to(tmp_path / "nowhere")
+    run = instrument.load(tmp_path / "run")
+    for ask in (lambda: run.stats, lambda: run.count("stats"), lambda: run.lazy("stats").collect()):
+        with pytest.raises(FileNotFoundError, match=part.name):
+            ask()
+    with pytest.raises(InstrumentError, match=part.name):
+        run.sql("select * from stats")

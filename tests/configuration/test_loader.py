@@ -1,0 +1,130 @@
+"""Known fields that no file writes, overridden without a plus: in single runs, sweeps and their jobs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.utils import create_config_search_path
+from hydra.core.utils import setup_globals
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+import instrument
+from instrument import verify
+from instrument.configuration.loader import FieldLoader
+from instrument.configuration.search_path import conf_folder
+from instrument.spec.config import RunConfig
+from instrument.spec.keys import fields_below
+from instrument.spec.parse import parse_config
+
+Cli = Callable[..., Any]
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2", "quiet=true")
+MINE = "+hooks.mine={layers:layers.0,kind:forward,action:record}"
+
+
+def composed(*overrides: str, mode: RunMode = RunMode.RUN) -> tuple[FieldLoader, DictConfig]:
+    setup_globals()
+    loader = FieldLoader(create_config_search_path(str(conf_folder())))
+    given = ["+exp=mnist_hooks", "data=digits", *overrides]
+    return loader, loader.load_configuration("config", overrides=given, run_mode=mode)
+
+
+def parsed(config: DictConfig) -> RunConfig:
+    return parse_config({key: _plain(config[key]) for key in config if key != "hydra"})
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def test_known_fields_are_overridden_without_a_plus() -> None:
+    overrides = [
+        *("hooks.tame.every=5", "hooks.tame.scope=tensor", "hooks.noisy.mean=0.5", "hooks.activations.tensors=true"),
+        *("data.slice.stride=2", "data.slice.classes=[1,2]", "data.eval_slice.stop=64", "data.fallback=digits"),
+        *("sink.keep_local=true", "sink.mlflow=true", "train.find_unused_parameters=true", "train.checkpoint.every=7"),
+        *("budget.time=5%", "apply.init.mode=fan_out", "apply.init.exclude=encoder.0", MINE, "hooks.mine.every=9"),
+    ]
+    config = parsed(composed(*overrides)[1])
+    assert config.hooks["tame"].every == 5
+    assert config.hooks["mine"].every == 9
+    assert (config.data.slice.stride, config.data.slice.classes, config.data.eval_slice.stop) == (2, (1, 2), 64)
+    assert (config.train.checkpoint.every, config.budget.time, config.sink.mlflow) == (7, 0.05, True)
+    assert config.apply["init"].model_extra == {"nonlinearity": "relu", "mode": "fan_out"}
+
+
+def test_every_field_of_every_section_is_known() -> None:
+    sections = [("train",), ("train", "checkpoint"), ("sink",), ("budget",), ("data",), ("data", "slice")]
+    for path in sections:
+        assert set(fields_below(path)) == set(_model(path).model_fields), path
+    assert {"every", "norm", "fn", "std", "dim", "slice", "unit_dim"} <= set(fields_below(("hooks", "tame")))
+    assert {"fn", "std", "nonlinearity", "value", "module"} <= set(fields_below(("apply", "init")))
+    assert fields_below(("model",)) == fields_below(("optimizer",)) == fields_below(("hooks", "tame", "fn")) == ()
+
+
+def _model(path: tuple[str, ...]) -> Any:
+    from instrument.spec.keys import model_at
+
+    return model_at(RunConfig, path)
+
+
+@pytest.mark.parametrize("override", ["hooks.tmae.every=5", "hooks.tame.evry=5", "data.slice.stp=1", "optimizr.lr=1"])
+def test_unknown_keys_are_still_refused(override: str) -> None:
+    with pytest.raises(ConfigCompositionException):
+        composed(override)
+
+
+def test_override_is_recorded_as_it_was_written() -> None:
+    _, config = composed("hooks.tame.every=5")
+    assert list(config.hydra.overrides.task) == ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=5"]
+
+
+def test_jobs_of_a_sweep_are_composed_alike_in_other_processes() -> None:
+    loader, config = composed("hooks.tame.every=5,6", "hydra.sweep.dir=out", mode=RunMode.MULTIRUN)
+    there = pickle.loads(pickle.dumps(loader))
+    job = there.load_sweep_config(config, ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=6"])
+    assert parsed(job).hooks["tame"].every == 6
+
+
+def test_single_run_is_composed_once() -> None:
+    loader, fresh = composed()[0], composed()[0]
+    overrides = ["+exp=mnist_hooks", "hydra.verbose=true", "hooks.tame.every=5"]
+    asked = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    overrides.append("hydra.mode=RUN")
+    reused = loader.load_configuration("config", overrides, RunMode.RUN)
+    assert reused is asked
+    assert OmegaConf.to_yaml(reused) == OmegaConf.to_yaml(fresh.load_configuration("config", overrides, RunMode.RUN))
+    assert loader.load_configuration("config", overrides, RunMode.RUN) is not reused
+
+
+def test_sweep_values_of_a_single_run_are_refused() -> None:
+    loader = composed()[0]
+    overrides = ["hooks=activations", "seed=5,6"]
+    loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    with pytest.raises(ConfigCompositionException, match="Ambiguous"):
+        loader.load_configuration("config", [*overrides, "hydra.mode=RUN"], RunMode.RUN)
+
+
+def test_sweep_and_search_space_take_known_fields(cli: Cli) -> None:
+    Path("conf/exp").mkdir(parents=True)
+    Path("conf/exp/mine.yaml").write_text(
+        "# @package _global_\nhydra: {sweeper: {params: {hooks.mine.every: '1,2'}}}\n"
+        "hooks: {mine: {layers: layers.0, kind: forward, action: record}}\n"
+    )
+    answer = cli("-m", "+exp=mine", *TINY, "hooks.mine.start=0,1", "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    runs = instrument.load("out").runs
+    assert sorted(zip(runs["hooks.mine.every"], runs["hooks.mine.start"], strict=True)) == [
+        *[(1, 0), (1, 1), (2, 0), (2, 1)]
+    ]
+
+
+def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.__main__.command", lambda job: verify.main())
+    answer = cli(*TINY, MINE, "hooks.mine.every=2", "data.slice.per_class=9")
+    assert answer.code == 0, answer.err
+    assert "EQUAL" in answer.out

@@ -1,0 +1,87 @@
+"""What is done to runs that are over: by nobody else at the same time, and told in a line where it cannot be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import instrument
+from instrument import compact, recover, upload
+from instrument.capture.tables import TABLES
+from instrument.sinks.lock import FolderLock
+from instrument.sinks.parquet import ParquetSink
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """The folder of a run that was killed, with rows in its journal."""
+    folder = tmp_path / "runs" / "killed"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
+    sink = ParquetSink(folder)
+    cells = {"step": 0, "rank": 0, "phase": "train", "loss": 1.0}
+    sink.write("metrics", [tuple(cells.get(name) for name in TABLES["metrics"].names)])
+    sink.end_step()
+    return folder
+
+
+COMMANDS = [compact.main, recover.main]
+
+
+@pytest.mark.parametrize("main", COMMANDS)
+def test_whoever_has_the_folder_is_waited_for(
+    main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert callable(main)
+    monkeypatch.setattr("instrument.sinks.lock.PATIENCE", 0.01)
+    monkeypatch.setattr("instrument.folders.maintenance.is_written", lambda _: False)  # it came after the look
+    lock = FolderLock(killed)
+    assert lock.acquire()
+    assert main([str(killed)]) == 1
+    assert "still running; left as it is" in capsys.readouterr().err
+    assert list((killed / "journal").glob("metrics-*.arrows"))
+    lock.release()
+    assert main([str(killed)]) == 0
+    assert not (killed / "journal").exists()
+    assert not (killed / ".lock").exists()
+
+
+def test_an_upload_does_not_put_in_order_what_another_has(
+    killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("instrument.sinks.lock.PATIENCE", 0.01)
+    for module in ("run.upkeep", "upload"):
+        monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
+    lock = FolderLock(killed)
+    assert lock.acquire()
+    assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 1
+    assert capsys.readouterr().err == f"{killed}: still running; left as it is\n"
+    lock.release()
+    assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 0
+
+
+@pytest.mark.parametrize("main", COMMANDS)
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_record_is_no_hindrance(main: object, killed: Path, content: str) -> None:
+    assert callable(main)
+    (killed / "run.json").write_text(content)
+    assert main([str(killed)]) == 0
+    assert len(instrument.load(killed).metrics) == 1
+
+
+@pytest.mark.parametrize("main", COMMANDS)
+def test_a_folder_that_cannot_be_written_is_told(
+    main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert callable(main)
+
+    def refuse(_: FolderLock) -> bool:
+        raise PermissionError(13, "Permission denied", str(killed / ".lock"))
+
+    monkeypatch.setattr(FolderLock, "acquire", refuse)
+    assert main([str(killed), str(killed / "nowhere")]) == 2
+    told = capsys.readouterr().err
+    assert "Permission denied" in told
+    assert "no folder" in told

@@ -1,0 +1,94 @@
+"""Two runs, or two sweeps, of one moment do not meet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+from waiting import HANGS
+
+import instrument
+from instrument.folders.unique_names import claim
+from instrument.sinks.remote import SWEEP_RECORD
+
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
+Cli = Callable[..., Any]
+
+
+def at_once(*arguments: str) -> list[tuple[int, str]]:
+    """The exit codes and errors of two processes with the same command line."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "instrument", *arguments]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    errors = [process.communicate(timeout=HANGS)[1] for process in processes]
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+def test_of_many_that_ask_for_a_folder_each_gets_one_of_its_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        folders = list(pool.map(claim, [tmp_path / "runs" / "now"] * 64))
+    assert {folder.name for folder in folders} == {"now", *(f"now_{number}" for number in range(2, 65))}
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_folder_that_cannot_be_made_is_left_to_whoever_tells_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert claim(tmp_path / "file" / "now") == tmp_path / "file" / "now"
+
+
+def test_runs_and_sweeps_of_one_moment_have_folders_of_their_own(cli: Cli) -> None:
+    for _ in range(2):
+        assert cli(*TINY, "hydra.run.dir=runs/${now:%Y}").code == 0
+    assert cli("-m", *TINY, "seed=1", "hydra.sweep.dir=runs/${now:%Y}").code == 0
+    first, *others = sorted(path.name for path in Path("runs").iterdir())
+    assert others == [f"{first}_2", f"{first}_3"]
+    for place in (first, f"{first}_2", f"{first}_3/0"):
+        assert instrument.load(f"runs/{place}").info["status"] == "done"
+
+
+def test_a_sweep_in_the_folder_of_another_is_refused(cli: Cli) -> None:
+    """Also where the other one is about to begin its first job: it has made its record by then."""
+    Path("out").mkdir()
+    Path("out", SWEEP_RECORD).touch()
+    answer = cli("-m", *TINY, "seed=1", "hydra.sweep.dir=out")
+    assert answer.code == 2
+    assert "there is a sweep in this folder already" in answer.err
+    assert [path.name for path in Path("out").iterdir()] == [SWEEP_RECORD]
+
+
+@pytest.mark.slow
+def test_two_sweeps_that_are_named_by_the_same_moment_do_not_meet(workdir: Path) -> None:
+    ended = at_once("-m", *TINY, "seed=1,2", "hydra.sweep.dir=runs/sweep_${now:%Y}")
+    assert [code for code, _ in ended] == [0, 0], ended
+    folders = sorted(path.name for path in Path("runs").iterdir())
+    assert len(folders) == 2
+    assert folders[1] == f"{folders[0]}_2"
+    for folder in folders:
+        assert list(instrument.load(f"runs/{folder}").runs.status) == ["done", "done"]
+
+
+@pytest.mark.slow
+def test_two_runs_that_are_named_by_the_same_moment_do_not_meet(workdir: Path) -> None:
+    ended = at_once(*TINY, "hydra.run.dir=runs/run_${now:%Y}")
+    assert [code for code, _ in ended] == [0, 0], ended
+    sweep = instrument.load("runs")
+    assert len(sweep.folders) == 2
+    assert sweep.runs.status.eq("done").all()
+
+
+@pytest.mark.slow
+def test_of_two_sweeps_in_a_folder_that_was_named_one_is_refused(workdir: Path) -> None:
+    ended = at_once("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out")
+    assert sorted(code for code, _ in ended) == [0, 2]
+    assert any("there is a sweep in this folder already" in error for _, error in ended)
+    assert list(instrument.load("out").runs.status) == ["done", "done"]

@@ -1,0 +1,185 @@
+"""Fields that name dimensions, indices and dtypes, checked against the tensors that a hook will see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import ConfigError
+from instrument.errors import Mistake
+from instrument.plan.dimension_checks import refuse_misfits
+from instrument.plan.shape_inference import try_forward
+from instrument.plan.sites import make_plan
+from instrument.spec.parse import parse_hooks
+
+
+class Net(nn.Module):
+    """`conv` [2, 3, 4, 4], `fc` [2, 5], `rnn` ([2, 1, 6], [1, 2, 6]), `wave` complex [2, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.fc = nn.Linear(48, 5)
+        self.rnn = nn.GRU(5, 6, batch_first=True)
+        self.wave = Wave()
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.fc(self.conv(images).flatten(1))
+        self.wave(features)
+        return self.rnn(features.unsqueeze(1))[0].sum()
+
+
+class Wave(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x)
+
+
+BATCH = torch.zeros(2, 1, 4, 4)
+RECORD = {"action": "record"}
+KEEP = {"action": "record", "tensors": True}
+DEAD = {"action": "record", "stats": ["dead_fraction"]}
+SCALE = {"action": "scale"}
+MEAN = {"action": "modify", "fn": "mean"}
+PATCH = {"action": "modify", "fn": "patch", "run": "nowhere"}
+WEIGHT = {"kind": "parameter_grad", "params": "weight"}
+
+
+def problem(layers: str, fields: dict[str, Any]) -> Mistake | None:
+    """What is wrong with a spec in a trial forward pass of the network."""
+    model = Net()
+    plan = make_plan(parse_hooks({"h": {"layers": layers, "kind": "forward", **fields}}), model)
+    trial = try_forward(model, lambda: model(BATCH), training=True)
+    try:
+        refuse_misfits(plan, {"train": trial})
+    except ConfigError as error:
+        (found,) = error.mistakes
+        return found
+    return None
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields", "field", "told", "allowed"),
+    [
+        ("fc", {**DEAD, "unit_dim": 99}, "unit_dim", "dimension 99 does not exist in the output of 'fc'", "-2 to 1"),
+        ("fc", {**DEAD, "unit_dim": -99}, "unit_dim", "dimension -99 does not exist", "-2 to 1"),
+        (".", {**DEAD, "unit_dim": 0}, "unit_dim", "output of '.', which has shape []", "a scalar has no dimensions"),
+        (".", {**DEAD, "kind": "loss", "unit_dim": 0}, "unit_dim", "the loss", "a scalar has no dimensions"),
+        ("fc", {**DEAD, **WEIGHT, "params": "bias", "unit_dim": 1}, "unit_dim", "param_grad of 'fc.bias'", "-1 to 0"),
+        ("fc", {**KEEP, "slice": "2"}, "slice", "2 is out of range for dimension 0", "-2 to 1 there"),
+        ("fc", {**KEEP, "slice": "0:3"}, "slice", "0:3 is out of range for dimension 0", "samples: N"),
+        ("fc", {**KEEP, "slice": ":, -6:"}, "slice", "-6: is out of range for dimension 1", "-5 to 5 there"),
+        ("fc", {**KEEP, "slice": ":, 3:3"}, "slice", "3:3 selects nothing along dimension 1", "a start before"),
+        ("fc", {**KEEP, "slice": "0, 0, 0"}, "slice", "3 dimensions are sliced", "at most 2 parts"),
+        ("fc", {**KEEP, "samples": 1, "slice": "1"}, "slice", "1 is out of range for dimension 0", "-1 to 0 there"),
+        (".", {**KEEP, "slice": "0:1"}, "slice", "1 dimensions are sliced", "a scalar has no parts"),
+        ("fc", {**KEEP, **WEIGHT, "slice": "5"}, "slice", "param_grad of 'fc.weight'", "-5 to 4 there"),
+        ("wave", {**KEEP, "dtype": "float32"}, "dtype", "float32 has no imaginary part", "complex64 is kept as it is"),
+        ("fc", {**SCALE, "factor": [1, 2, 3]}, "factor", "3 factors do not fit dimension 1 of the output", "5 factors"),
+        ("fc", {**SCALE, "factor": [1, 2], "dim": 3}, "dim", "dimension 3 of 2 factors does not exist", "-2 to 1"),
+        (".", {**SCALE, "factor": [1.0]}, "dim", "dimension 1 of 1 factors does not exist", "one number as 'factor'"),
+        ("fc", {**SCALE, "kind": "full_backward", "factor": [1, 2]}, "factor", "grad_input of 'fc'", "48 factors"),
+        ("fc", {**SCALE, "kind": "tensor", "factor": [1, 2]}, "factor", "of the output of 'fc'", "5 factors"),
+        ("fc", {**SCALE, **WEIGHT, "factor": [1, 2]}, "factor", "param_grad of 'fc.weight'", "48 factors"),
+        ("fc", {**SCALE, "kind": "step_post", "role": "param", "factor": [1, 2]}, "factor", "param of 'fc.", "48 factors"),
+        ("fc", {**SCALE, "kind": "state_dict_post", "factor": [1, 2]}, "factor", "entry of 'fc.weight'", "48 factors"),
+        ("fc", {**MEAN, "dim": 55}, "dim", "dimension 55 does not exist", "-2 to 1"),
+        ("fc", {**MEAN, "dim": [0, -3]}, "dim", "dimension -3 does not exist", "-2 to 1"),
+        ("fc", {**MEAN, "dim": [1, -1]}, "dim", "one dimension is named twice", "-2 to 1"),
+        ("fc", {**PATCH, "slice": ":, 5"}, "slice", "5 is out of range for dimension 1", "-5 to 4 there"),
+        ("conv|fc", {**MEAN, "dim": 3}, "dim", "the output of 'fc', which has shape [2, 5]", "-2 to 1"),
+        ("rnn", {**SCALE, "factor": [1]}, "factor", "output of 'rnn' at path '1', which has shape [1, 2, 6]", "2 factors"),
+    ],
+)  # fmt: skip
+def test_field_that_does_not_fit_is_refused(
+    layers: str, fields: dict[str, Any], field: str, told: str, allowed: str
+) -> None:
+    found = problem(layers if "|" not in layers else f"re:{layers}", fields)
+    assert found is not None
+    assert found.where == f"hooks.h.{field}"
+    assert told in found.problem
+    assert allowed in str(found.allowed)
+    assert found.written is not None
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields"),
+    [
+        ("fc", {**DEAD, "unit_dim": -2}),
+        ("fc", {**KEEP, "slice": "-2:2, ::2"}),
+        ("fc", {**KEEP, "samples": 99, "slice": "1, 4"}),
+        ("fc", {**KEEP, **WEIGHT, "slice": "4, 47"}),
+        (".", {**KEEP, "samples": 9}),
+        ("wave", KEEP),
+        ("fc", {**SCALE, "factor": [1, 2, 3, 4, 5]}),
+        ("fc", {**SCALE, "factor": [1, 2], "dim": -2}),
+        ("fc", {**SCALE, "factor": {0: 1.0, 9: 0.0}}),
+        ("rnn", {**SCALE, "path": "0", "factor": [1]}),
+        ("fc", {**MEAN, "dim": None}),
+        (".", {**MEAN, "dim": 0}),
+        ("conv|fc", {**MEAN, "dim": [0, 1]}),
+        ("fc", {**KEEP, "kind": "step_post", "role": "state.exp_avg", "params": "bias", "slice": "4"}),
+    ],
+)
+def test_field_that_fits_is_accepted(layers: str, fields: dict[str, Any]) -> None:
+    assert problem(layers if "|" not in layers else f"re:{layers}", fields) is None
+
+
+def test_every_spec_that_does_not_fit_is_reported() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    specs = {name: {"layers": "0", "kind": "parameter_grad", **MEAN, "dim": 7} for name in ("a", "b")}
+    with pytest.raises(ConfigError) as caught:
+        refuse_misfits(make_plan(parse_hooks(specs), model), {})
+    assert [found.where for found in caught.value.mistakes] == ["hooks.a.dim", "hooks.b.dim"]
+
+
+# ------------------------------------------------------------------------------------------------ without a trial
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({**SCALE, "factor": [1, 2, 3]}, "hooks.h.factor"),
+        ({**MEAN, "dim": 55}, "hooks.h.dim"),
+        ({**DEAD, "unit_dim": 9}, "hooks.h.unit_dim"),
+        ({**KEEP, "slice": "100:200"}, "hooks.h.slice"),
+        ({**KEEP, "slice": "0, 0, 0"}, "hooks.h.slice"),
+        ({**SCALE, "kind": "full_backward", "factor": [1, 2, 3]}, "hooks.h.factor"),
+    ],
+)
+def test_attach_refuses_what_does_not_fit_at_the_first_call(fields: dict[str, Any], where: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5))
+    specs = {"h": {"layers": "0", "kind": "forward", **fields}}
+    with pytest.raises(ConfigError, match=where), instrument.attach(model, specs):
+        model(torch.zeros(2, 4, requires_grad=True)).sum().backward()
+    assert not model[0]._forward_hooks
+
+
+def test_attach_refuses_parameters_that_do_not_fit_before_any_call() -> None:
+    model = nn.Sequential(nn.Linear(4, 5))
+    specs = {"h": {"layers": "0", "kind": "parameter_grad", **SCALE, "factor": [1, 2, 3]}}
+    entered = []
+    with (
+        pytest.raises(ConfigError, match=r"hooks\.h\.factor"),
+        instrument.attach(model, specs, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
+    ):
+        entered.append(True)
+    assert not entered
+
+
+def test_attach_leaves_parameters_without_a_shape_to_their_first_gradient() -> None:
+    model = nn.Sequential(nn.LazyLinear(5))
+    refuse_misfits(make_plan(parse_hooks({"h": {"layers": "0", **WEIGHT, **SCALE, "factor": [1]}}), model), {})
+
+
+def test_later_tensors_may_be_smaller() -> None:
+    """The last batch of an epoch is: what its first tensor allowed is cut there as NumPy cuts it."""
+    model = nn.Identity()
+    with instrument.attach(model, {"h": {"layers": ".", "kind": "forward", **KEEP, "slice": "0:4"}}) as probe:
+        for samples in (4, 2):
+            model(torch.ones(samples, 3))
+            probe.end_step()
+    assert [row["shape"] for row in probe.sink.records("tensors")] == [[4, 3], [2, 3]]

@@ -1,0 +1,256 @@
+"""The plan as it is shown, for a small model: every module, every spec, and why something is not matched."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from instrument.plan.cost import Cost, Forecast, Length, firings_of
+from instrument.plan.display import describe_action, plan_notes, plan_view
+from instrument.plan.shape_inference import Trial, try_forward
+from instrument.plan.sites import HookPlan, make_plan
+from instrument.spec.parse import parse_hooks
+from instrument.spec.schedule import Evaluations
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), nn.Flatten())
+        self.head = nn.Linear(8, 3)
+        self.again = self.head
+        self.unused = nn.Tanh()
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.spare = [nn.Linear(1, 1)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.frozen(self.head(self.encoder(images))) * self.scale[0]
+
+
+def planned(**hooks: dict[str, Any]) -> tuple[HookPlan, dict[str, Trial]]:
+    model = Small()
+    plan = make_plan(parse_hooks(hooks), model)
+    trial = try_forward(model, lambda: model(torch.zeros(2, 1, 4, 4)), training=True)
+    return plan, {"train": trial, "eval": trial}
+
+
+def shown(steps: int = 20, width: int = 160, **hooks: dict[str, Any]) -> list[str]:
+    plan, trials = planned(**hooks)
+    length = Length(steps, 1, steps, Evaluations(steps, 0), 1)
+    due = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
+    cost = {
+        name: Cost(len(d.steps), 2 * d.times_per_step, 2 * d.times, 4200 * d.times, 0.001) for name, d in due.items()
+    }
+    forecast = Forecast(cost, 0.02, 0.021)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(plan_view(plan, trials, forecast, steps, Path("runs/mine/now")))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def line_with(lines: list[str], start: str) -> str:
+    (found,) = [line for line in lines if line.strip(" │├└─").startswith(start)]
+    return found.strip(" │├└─")
+
+
+LOOK = {"kind": "forward", "action": "record"}
+SPECS: dict[str, dict[str, Any]] = {
+    "all": {**LOOK, "layers": "**", "every": 5, "stats": ["mean"]},
+    "maps": {**LOOK, "layers": "encoder.*", "steps": [0, 3], "tensors": True, "samples": 1},
+    "tame": {"layers": "head", "kind": "parameter_grad", "action": "clip", "norm": 0.5},
+}
+
+
+def test_every_module_stands_with_its_type_parameters_names_and_specs() -> None:
+    lines = shown(**SPECS)
+    assert lines[0].strip() == ". Small  5 parameters  all"
+    assert line_with(lines, "encoder") == "encoder Sequential  all"
+    assert line_with(lines, "0 Sequential") == "0 Sequential  all → maps"
+    assert line_with(lines, "0 Conv2d") == "0 Conv2d  20 parameters  all"
+    assert line_with(lines, "1 ReLU") == "1 ReLU  all"
+    assert line_with(lines, "1 Flatten") == "1 Flatten  all → maps"
+    assert line_with(lines, "head") == "head Linear  27 parameters  also again  all, tame"
+    assert line_with(lines, "unused") == "unused Tanh  all"
+    assert line_with(lines, "frozen") == "frozen Linear  12 parameters  all"
+    assert sum(line.startswith(("├", "│", "└", "    ")) for line in lines) == len(list(Small().modules())) - 1
+
+
+def test_specs_at_one_place_stand_in_the_order_in_which_they_act() -> None:
+    legend = "a → b: at the same tensor, b sees what a returned"
+    first = {"layers": "head", "kind": "forward", "action": "scale", "factor": 2.0}
+    other = {"layers": "head", "kind": "full_backward", "action": "record"}
+    lines = shown(double=first, other=other, seen={**LOOK, "layers": "head"})
+    assert line_with(lines, "head").endswith("double → seen, other")
+    assert legend in lines
+    lines = shown(seen={**LOOK, "layers": "head"}, other=other, double=first)
+    assert line_with(lines, "head").endswith("seen → double, other")
+    assert legend not in shown(other=other, double=first)
+
+
+def test_the_tree_is_as_deep_as_the_model() -> None:
+    lines = shown(**SPECS)
+    columns = {
+        name: next(line for line in lines if name in line).index(name)
+        for name in ("encoder", "0 Seq", "0 Conv", "head")
+    }
+    assert columns["encoder"] == columns["head"] < columns["0 Seq"] < columns["0 Conv"]
+
+
+def test_every_spec_stands_with_what_it_does_when_and_what_it_writes() -> None:
+    lines = shown(steps=20, **SPECS)
+    assert "3 hooks in 20 steps" in [line.strip() for line in lines]
+    header = next(line for line in lines if line.startswith("hook "))
+    assert header.split() == ["hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes", "time"]
+    rows = {line.split()[0]: line.split() for line in lines[lines.index(header) + 1 :] if line}
+    # "all" is due in 4 of 20 steps, at 9 modules; 1 ms more in each of them is 1% of the run
+    assert rows["all"][1:] == [
+        *["forward", "record", "stats", "9", "every", "5", "steps", "2", "8", "16.8", "kB", "+1.0%"]
+    ]
+    assert rows["maps"][1:] == [
+        *["forward", "record", "stats,", "tensors", "2", "steps", "0,", "3", "2", "4", "8.4", "kB", "+0.5%"]
+    ]
+    assert rows["tame"][1:] == [
+        *["parameter_grad", "clip", "norm", "0.5", "2", "every", "step", "2", "40", "84", "kB", "+5.0%"]
+    ]
+    assert rows["in"] == [*["in", "all", "13", "6", "52", "109", "kB", "+5.0%"]]
+    assert lines[lines.index(header) + 5].strip() == (
+        "a step takes 20 ms here, and with these hooks 21 ms on average: 5.0% more"
+    )
+
+
+def test_a_spec_that_is_never_due_says_so() -> None:
+    (line,) = [line for line in shown(steps=3, late={**LOOK, "layers": "**", "start": 5}) if line.startswith("late")]
+    assert "never: every step of [5, end)" in line
+    assert line.split()[-4:] == ["0", "0", "B", "+0.0%"]
+
+
+def test_a_plan_without_hooks_shows_the_modules_alone() -> None:
+    lines = shown()
+    assert line_with(lines, "head") == "head Linear  27 parameters  also again"
+    assert "0 hooks in 20 steps" in [line.strip() for line in lines]
+    assert not any("in all" in line for line in lines)
+
+
+def test_what_will_be_written_stands_with_the_hooks_that_write_it() -> None:
+    lines = [line.strip() for line in shown(more={**LOOK, "layers": "head", "stats": "none", "histogram": 4}, **SPECS)]
+    start = lines.index("Will be written to a folder like runs/mine/now")
+    assert [line.split() for line in lines[start + 1 : start + 5]] == [
+        ["stats/", "all,", "maps"],
+        ["distributions/", "more"],
+        ["tensors/", "maps"],
+        ["effects/", "tame"],
+    ]
+    assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json in any case"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_name_and_no_number_is_cut_whatever_the_width(width: int) -> None:
+    lines = shown(width=width, **SPECS)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    for whole in ("all", "maps", "tame", "16.8 kB", "+1.0%", "109 kB", "hook", "bytes"):
+        assert whole in text
+    words = ("kind", "rows/step") if width == 160 else ("forward: record", "parameter_grad:") if width == 80 else ()
+    assert all(word in text for word in words)
+    assert "…" not in text
+
+
+def test_what_looks_like_markup_in_a_slice_or_name_is_printed_as_it_is() -> None:
+    lines = shown(window={**LOOK, "layers": "**", "start": 1, "stop": 4})
+    assert any("every step of [1, 4)" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------ notes
+
+HIDDEN = (
+    "spare[0] (Linear) is kept in a plain Python list or dict, which PyTorch cannot see: its parameters are not trained, "
+    "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
+)
+
+
+def notes(**spec: Any) -> list[str]:
+    plan, trials = planned(mine={"action": "record", **spec})
+    found = list(plan_notes(plan, trials))
+    assert found.pop() == HIDDEN
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"layers": "head", "kind": "forward"}, []),
+        ({"layers": "encoder.**", "kind": "forward"}, []),
+        (
+            {"layers": "encoder.*", "kind": "forward"},
+            ["mine: 'encoder.*' stops where 'encoder.*.**' would go on: encoder.0.0, encoder.0.1"],
+        ),
+        ({"layers": ["head", "unused"], "kind": "forward"}, ["mine: not called in a trial forward pass: unused"]),
+        (
+            {"layers": ["head", "frozen.**"], "exclude": "frozen", "kind": "parameter_grad"},
+            ["mine: taken away by exclude: frozen"],
+        ),
+        (
+            {"layers": "encoder.**", "types": "ReLU", "kind": "forward"},
+            ["mine: not of type ReLU: encoder, encoder.0, encoder.0.0, encoder.1"],
+        ),
+        ({"layers": "encoder.**", "kind": "parameter_grad"}, []),
+        (
+            {"layers": ["encoder.0", "head"], "kind": "parameter_grad", "params": "bias"},
+            ["mine: no parameter of its own: encoder.0"],
+        ),
+        (
+            {"layers": ["encoder.0", "head"], "kind": "parameter_grad"},
+            ["mine: no parameter of its own: encoder.0"],
+        ),
+        (
+            {"layers": "**", "kind": "parameter_grad", "params": "bias"},
+            [
+                "mine: frozen.bias: the parameter is frozen",
+            ],
+        ),
+    ],
+)
+def test_what_a_user_may_expect_and_is_not_matched_is_noted_with_the_reason(
+    spec: dict[str, Any], told: list[str]
+) -> None:
+    assert notes(**spec) == told
+
+
+def test_the_notes_stand_below_the_plan() -> None:
+    lines = [line.strip() for line in shown(mine={**LOOK, "layers": "unused"})]
+    below = " ".join(lines[lines.index("Not matched, or not to be seen:") + 1 :])
+    assert below == f"mine: not called in a trial forward pass: unused {HIDDEN}"
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"action": "record"}, "record stats"),
+        ({"action": "record", "tensors": True}, "record stats, tensors"),
+        ({"action": "record", "tensors": True, "stats": "none"}, "record tensors"),
+        ({"action": "clip", "min": -1, "max": 2.5}, "clip min -1 max 2.5"),
+        ({"action": "clip", "value": 0.1}, "clip value 0.1"),
+        ({"action": "clip", "norm": 1.0}, "clip norm 1"),
+        ({"action": "scale", "factor": 0.5}, "scale factor 0.5"),
+        ({"action": "modify", "fn": "noise", "std": 0.05}, "modify noise std 0.05"),
+        ({"action": "modify", "fn": "zero"}, "modify zero"),
+        ({"action": "modify", "fn": {"_target_": "mine.shift", "by": 1}}, "modify mine.shift"),
+        (
+            {"kind": "parameter_grad", "action": "modify", "fn": "l2", "coefficient": 1e-4},
+            "modify l2 coefficient 0.0001",
+        ),
+    ],
+)
+def test_an_action_in_a_few_words(spec: dict[str, Any], words: str) -> None:
+    (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
+    assert describe_action(parsed) == words

@@ -1,0 +1,100 @@
+"""Which layers a selection means; an empty answer is the user's mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from instrument.errors import ConfigError, Mistake
+from instrument.plan.layer_selection import select_layers, some
+from instrument.plan.modules import Layers
+from instrument.spec.fields import Selection
+
+
+class MyConv(nn.Conv2d):
+    pass
+
+
+def model() -> nn.Module:
+    encoder = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()),
+        nn.Sequential(MyConv(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU()),
+    )
+    net = nn.Sequential()
+    net.add_module("encoder", encoder)
+    net.add_module("decoder", nn.Sequential(nn.Linear(4, 4), encoder[0][2]))
+    return net
+
+
+def chosen(**fields: Any) -> list[str]:
+    return [layer.label for layer in select_layers(Selection(**fields), Layers.of(model()), "hooks.mine")]
+
+
+def mistake(**fields: Any) -> Mistake:
+    with pytest.raises(ConfigError) as caught:
+        chosen(**fields)
+    (found,) = caught.value.mistakes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"layers": "."}, ["."]),
+        ({"layers": "encoder.*"}, ["encoder.0", "encoder.1"]),
+        ({"layers": "encoder.0.**"}, ["encoder.0", "encoder.0.0", "encoder.0.1", "encoder.0.2"]),
+        ({"layers": ["decoder.0", "encoder.1.1"]}, ["encoder.1.1", "decoder.0"]),
+        ({"layers": ["encoder.0", "encoder.*"]}, ["encoder.0", "encoder.1"]),
+        ({"layers": "decoder.1"}, ["encoder.0.2"]),
+        ({"layers": "*coder.*.2", "exclude": "encoder.1.*"}, ["encoder.0.2"]),
+        ({"layers": "**", "types": "Conv2d"}, ["encoder.0.0", "encoder.1.0"]),
+        ({"types": ["MyConv", "Linear"]}, ["encoder.1.0", "decoder.0"]),
+        ({"types": "torch.nn.modules.conv.Conv2d"}, ["encoder.0.0", "encoder.1.0"]),
+        ({"layers": "encoder.1.**", "types": "Conv2d"}, ["encoder.1.0"]),
+        ({"types": "Conv2d", "exclude": "encoder.0.**"}, ["encoder.1.0"]),
+        ({"types": "ReLU", "exclude": "decoder.1"}, ["encoder.1.2"]),
+        ({"layers": r"re:encoder\.\d\.0"}, ["encoder.0.0", "encoder.1.0"]),
+        ({"types": ["ReLU", "GELU"]}, ["encoder.0.2", "encoder.1.2"]),
+    ],
+)
+def test_a_selection_gives_its_layers_once_in_the_models_order(fields: dict[str, Any], names: list[str]) -> None:
+    assert chosen(**fields) == names
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "problem", "near"),
+    [
+        ({"layers": "encodr.*"}, "hooks.mine.layers", "this pattern matches no module", "encoder"),
+        ({"layers": ["**", "decoder.2"]}, "hooks.mine.layers", "this pattern matches no module", "decoder.1"),
+        ({"layers": "Encoder"}, "hooks.mine.layers", "this pattern matches no module", "encoder"),
+        ({"layers": "re:encodr"}, "hooks.mine.layers", "this pattern matches no module", "encoder"),
+        ({"layers": "**", "exclude": "decodr"}, "hooks.mine.exclude", "this pattern matches no module", "decoder"),
+        ({"types": "Conv2D"}, "hooks.mine.types", "none of the 12 modules", "Conv2d"),
+        ({"types": "Liner"}, "hooks.mine.types", "none of the 12 modules", "Linear"),
+        ({"layers": "decoder.*", "types": "Conv2d"}, "hooks.mine.types", "none of the 2 modules", ""),
+        ({"layers": "encoder.*", "exclude": "encoder.**"}, "hooks.mine.exclude", "takes all 2 modules away", ""),
+    ],
+)
+def test_what_selects_nothing_is_told_with_the_nearest(
+    fields: dict[str, Any], where: str, problem: str, near: str
+) -> None:
+    found = mistake(**fields)
+    assert found.where == where
+    assert found.problem.startswith(problem)
+    assert list(found.nearest[:1]) == [near] if near else True
+    assert str(found.written).strip("[]'") in str(fields)
+
+
+def test_an_empty_match_shows_names_that_there_are() -> None:
+    found = mistake(layers="nowhere")
+    assert "encoder.0.0" in found.allowed
+    assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(0, ""), (2, "n0, n1"), (3, "n0, n1, n2"), (4, "n0, n1, n2, ... (4 in all)")]
+)
+def test_a_long_list_is_cut_and_counted(count: int, told: str) -> None:
+    assert some([f"n{i}" for i in range(count)], most=3) == told

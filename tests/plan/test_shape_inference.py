@@ -1,0 +1,264 @@
+"""A trial forward pass: what it sees, what it says of a batch that does not fit, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from instrument.errors import ConfigError, Mistake
+from instrument.plan.shape_inference import Calls, TensorInfo, materialise, try_forward
+
+
+class Noisy(nn.Module):
+    """Everything that a forward pass can leave a trace in: batch norm, dropout, three random states, a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.Sequential(nn.Linear(4, 4)).eval()
+        self.unused = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += random.random() + np.random.rand() + torch.rand(())
+        self.last = x.detach()  # another tensor, of another shape, in the buffer's place
+        return self.frozen(self.drop(self.norm(x)))
+
+
+class Pair(nn.Module):
+    """Takes and gives nested values, and calls one module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Any]:
+        return {"first": self.fc(x), "rest": (self.fc(x[:2]), mask, None)}
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """Whatever a trial could have changed."""
+    return {
+        **{name: value.clone() for name, value in model.state_dict().items()},
+        "buffers": [id(buffer) for buffer in model.buffers()],
+        "training": [module.training for module in model.modules()],
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "python": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+        "torch": torch.get_rng_state(),
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one.items():
+        same = value.equal(other[name]) if isinstance(value, Tensor) else value == other[name]
+        assert same, name
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_trial_leaves_no_trace(training: bool, mode: bool) -> None:
+    model = Noisy().train(mode)
+    model.frozen.eval()
+    before = traces(model)
+    seen: list[bool] = []
+
+    def forward() -> None:
+        seen.append(model.training)
+        model(torch.randn(8, 4, requires_grad=True))
+
+    try_forward(model, forward, training=training)
+    assert seen == [training]
+    assert_same(traces(model), before)
+
+
+def test_a_trial_that_fails_leaves_no_trace_either() -> None:
+    model = Noisy()
+    before = traces(model)
+    with pytest.raises(ConfigError):
+        try_forward(model, lambda: model(torch.randn(8, 4)) @ torch.randn(7, 7), training=True)
+    assert_same(traces(model), before)
+
+
+def test_a_trial_works_where_gradients_are_off_and_keeps_them_off() -> None:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        trial = try_forward(model, lambda: model(torch.ones(1, 4)), training=True)
+        assert not torch.is_grad_enabled()
+    assert trial[id(model)].outputs[0][0].requires_grad
+
+
+def test_a_trial_sees_every_tensor_of_every_call() -> None:
+    model = Pair()
+    x, mask = torch.zeros(3, 4), torch.zeros(3, dtype=torch.bool)
+    trial = try_forward(model, lambda: model(x, mask=mask), training=True)
+    seen = TensorInfo("0", (3, 4), torch.float32, False)
+    assert trial == {
+        id(model): Calls(
+            inputs=[[seen, TensorInfo("mask", (3,), torch.bool, False)]],
+            outputs=[
+                [
+                    TensorInfo("first", (3, 4), torch.float32, True),
+                    TensorInfo("rest.0", (2, 4), torch.float32, True),
+                    TensorInfo("rest.1", (3,), torch.bool, False),
+                ]
+            ],
+        ),
+        id(model.fc): Calls(
+            inputs=[[seen], [TensorInfo("0", (2, 4), torch.float32, False)]],
+            outputs=[
+                [TensorInfo("", (3, 4), torch.float32, True)],
+                [TensorInfo("", (2, 4), torch.float32, True)],
+            ],
+        ),
+    }
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_trial_sees_nested_tensors_as_padded_to_one_block(layout: torch.layout) -> None:
+    model = nn.Linear(3, 2)
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layout=layout)
+    (calls,) = try_forward(model, lambda: model(nested), training=True).values()
+    assert ([calls.inputs[0][0].shape], [calls.outputs[0][0].shape]) == ([(2, 5, 3)], [(2, 5, 2)])
+
+
+def test_a_model_that_turns_inference_mode_on_can_be_tried() -> None:
+    class Inferring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return self.fc(x)
+
+    model = Inferring()
+    trial = try_forward(model, lambda: model(torch.zeros(1, 2)), training=True)
+    assert not trial[id(model.fc)].outputs[0][0].requires_grad
+
+
+def test_a_module_that_does_not_run_is_not_in_the_trial() -> None:
+    model = Noisy()
+    trial = try_forward(model, lambda: model(torch.zeros(8, 4)), training=True)
+    assert id(model.unused) not in trial
+    assert id(model.drop) in trial
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def misfit(model: nn.Module, forward: Callable[[], Any]) -> Mistake:
+    with pytest.raises(ConfigError) as caught:
+        try_forward(model, forward, training=True)
+    (mistake,) = caught.value.mistakes
+    return mistake
+
+
+def test_a_batch_that_does_not_fit_names_the_first_layer_and_both_shapes() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(784, 8)), nn.ReLU(), nn.Linear(9, 10))
+    mistake = misfit(model, lambda: model(torch.zeros(5, 1, 8, 8)))
+    assert mistake.where == "data, model"
+    assert "layer '0.1' was given [5, 64]" in mistake.problem
+    assert "Linear with weight [8, 784], bias [8]" in mistake.allowed
+    assert "RuntimeError" in str(mistake.written)
+    mistake = misfit(model, lambda: model(torch.zeros(5, 1, 28, 28)))
+    assert "layer '2' was given [5, 8]" in mistake.problem
+    assert "weight [10, 9]" in mistake.allowed
+
+
+def test_a_layer_without_parameters_that_fails_is_shown_as_it_is_built() -> None:
+    mistake = misfit(nn.MaxPool2d(4), lambda: nn.MaxPool2d(4)(torch.zeros(1, 1, 2, 2)))
+    assert mistake.where == "task"
+    pool = nn.Sequential(nn.MaxPool2d(4))
+    mistake = misfit(pool, lambda: pool(torch.zeros(1, 1, 2, 2)))
+    assert "layer '0' was given [1, 1, 2, 2]" in mistake.problem
+    assert "MaxPool2d(kernel_size=4" in mistake.allowed
+
+
+def test_an_error_in_a_users_own_forward_is_told_with_its_line() -> None:
+    class Mine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(3, 7)
+
+    mistake = misfit(model := Mine(), lambda: model(torch.zeros(2, 2)))
+    assert "layer '.' was given [2, 2]" in mistake.problem
+    assert "test_shape_inference.py:" in mistake.problem
+    assert ", forward)" in mistake.problem
+
+
+def test_a_loss_that_cannot_be_formed_is_the_tasks_and_not_a_layers() -> None:
+    model = nn.Linear(4, 3)
+    mistake = misfit(model, lambda: F.cross_entropy(model(torch.zeros(2, 4)), torch.tensor([0, 7])))
+    assert mistake.where == "task"
+    assert "the loss cannot be formed" in mistake.problem
+
+
+def test_a_failure_that_the_model_catches_itself_is_not_blamed_later() -> None:
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fussy = nn.Linear(9, 9)
+            self.plain = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.fussy(x)
+            except RuntimeError:
+                return self.plain(x)
+
+    model = Careful()
+    mistake = misfit(model, lambda: model(torch.zeros(2, 4)) + torch.zeros(7))
+    assert mistake.where == "task"
+    trial = try_forward(model, lambda: model(torch.zeros(2, 4)), training=True)
+    assert [len(trial[id(module)].outputs) for module in (model, model.fussy, model.plain)] == [1, 0, 1]
+
+
+# ------------------------------------------------------------------------------------------------ lazy modules
+
+
+def test_lazy_modules_get_their_shapes_and_the_random_state_is_kept() -> None:
+    model = nn.Sequential(nn.LazyConv2d(2, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5))
+    state, mode = torch.get_rng_state(), [module.training for module in model.modules()]
+    materialise(model, lambda: model(torch.zeros(2, 1, 6, 6)))
+    assert torch.get_rng_state().equal(state)
+    assert [module.training for module in model.modules()] == mode
+    assert type(model[3]) is nn.Linear
+    assert {name: list(value.shape) for name, value in model.named_parameters()} == {
+        "0.weight": [2, 1, 3, 3],
+        "0.bias": [2],
+        "1.weight": [2],
+        "1.bias": [2],
+        "3.weight": [5, 32],
+        "3.bias": [5],
+    }
+    assert model[1].num_batches_tracked == 0
+    assert model[1].running_mean.abs().sum() == 0
+
+
+def test_a_model_that_is_not_lazy_is_not_run() -> None:
+    runs: list[str] = []
+    materialise(nn.Linear(2, 2), lambda: runs.append("not lazy"))
+    assert not runs
+    lazy = nn.LazyLinear(2)
+    materialise(lazy, lambda: (runs.append("lazy"), lazy(torch.zeros(1, 3))))
+    assert runs == ["lazy"]
+
+
+def test_a_batch_that_a_lazy_model_cannot_take_is_told() -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match=r"layer '1' was given \[2, 5\]"):
+        materialise(model, lambda: model(torch.zeros(2, 3)))

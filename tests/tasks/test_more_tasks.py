@@ -1,0 +1,168 @@
+"""Autoencoder, next token and Wasserstein GAN: their losses by hand, and their experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Answer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import instrument
+from instrument import ConfigError
+from instrument.plan.shape_inference import try_forward
+from instrument.tasks import Autoencoder, NextToken, Supervised, Task, WassersteinGAN
+from instrument.tasks.gan import gradient_penalty, held_still
+from instrument.training.datasets import english
+from instrument.training.models import DenseGAN, TinyGPT
+
+TOKENS, CLASS = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([0, 1])
+
+
+def test_an_autoencoder_is_held_against_its_input() -> None:
+    model, batch = nn.Linear(4, 4), torch.randn(3, 4)
+    for given in (batch, [batch, torch.zeros(3)]):
+        outcome = Autoencoder(nn.MSELoss())(model, given)
+        assert torch.equal(outcome.loss, F.mse_loss(model(batch), batch))
+        assert outcome.correct is None
+    with pytest.raises(ValueError, match=r"the output is \[3, 2\], the input that it is held against \[3, 4\]"):
+        Autoencoder(nn.MSELoss())(nn.Linear(4, 2), batch)
+
+
+def test_each_token_is_predicted_from_the_place_before_it() -> None:
+    tokens = torch.tensor([[1, 2, 3], [3, 2, 1]])
+    table = nn.Embedding(4, 4)
+    outcome = NextToken()(table, tokens)
+    wanted = sum(F.cross_entropy(table(tokens[:, i]), tokens[:, i + 1]) for i in range(2)) / 2
+    torch.testing.assert_close(outcome.loss, wanted)
+    with torch.no_grad():
+        table.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 0]]))
+    correct = NextToken()(table, tokens).correct
+    assert correct is not None
+    assert correct.item() == pytest.approx(1.0 + 0.5)  # 1-2-3 in full, of 3-2-1 the first
+
+
+def test_next_token_uses_the_targets_of_a_pair() -> None:
+    tokens = torch.tensor([[1, 2, 3], [3, 2, 1]])
+    table = nn.Embedding(4, 4)
+    alone, pair = NextToken()(table, [tokens]), NextToken()(table, [tokens[:, :-1], tokens[:, 1:]])
+    assert torch.equal(pair.loss, alone.loss)
+    targets = torch.tensor([[0, 0, 0], [0, 0, 0]])
+    assert torch.equal(
+        NextToken()(table, (tokens, targets)).loss, F.cross_entropy(table(tokens).flatten(0, 1), targets.flatten())
+    )
+    targets[0, 1:] = -100
+    with torch.no_grad():
+        table.weight.copy_(torch.eye(4))
+    targets[1] = torch.tensor([3, 2, 0])
+    outcome = NextToken()(table, (tokens, targets))
+    assert outcome.correct is not None
+    assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that count
+
+
+@pytest.mark.parametrize(
+    "batch", [(TOKENS, CLASS), (TOKENS, TOKENS[:, 1:]), TOKENS[:, :1], (TOKENS,) * 3, {"ids": TOKENS}]
+)
+def test_next_token_refuses_shapes_that_do_not_fit(batch: object) -> None:
+    task, model = NextToken(), nn.Embedding(4, 4)
+    with pytest.raises(ConfigError, match=r"task: .*\n.*written  (ValueError: targets|TypeError: the)"):
+        try_forward(model, lambda: task(model, batch), training=True)
+
+
+@pytest.mark.parametrize("task", [Autoencoder(nn.MSELoss()), Supervised(nn.MSELoss()), NextToken(), WassersteinGAN()])
+def test_a_batch_for_another_task_is_refused(task: Task) -> None:
+    with pytest.raises(TypeError, match="write a task for this batch"):
+        task(nn.Identity(), {"a": torch.zeros(2, 3), "b": torch.zeros(2)})
+
+
+def test_two_samples_without_targets_are_no_pair() -> None:
+    with pytest.raises(TypeError, match=r"the batch is a Tensor of 2, .* a pair \(inputs, targets\)"):
+        Supervised(nn.MSELoss())(nn.Identity(), torch.zeros(2, 3))
+
+
+def test_a_language_model_does_not_see_what_comes_after() -> None:
+    torch.manual_seed(0)
+    model = TinyGPT(length=8).eval()
+    tokens = torch.randint(128, (1, 8))
+    other = tokens.clone()
+    other[0, 5:] = 7
+    assert torch.allclose(model(tokens)[0, :5], model(other)[0, :5], atol=1e-6)
+
+
+def test_text_is_there_in_windows_and_the_splits_do_not_meet() -> None:
+    train, test = english("train", 32), english("test", 32)
+    assert len(train) > 5 * len(test) > 0
+    assert train[0].shape == (32,)
+    assert all(int(train[i].min()) >= 0 and int(train[i].max()) < 128 for i in range(len(train)))
+
+
+class Quadratic(nn.Module):
+    """score = |x|^2 / 2, whose gradient is x."""
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples.square().sum(1) / 2
+
+
+def test_the_gradient_penalty_is_that_of_the_paper() -> None:
+    torch.manual_seed(1)
+    real, fake = torch.randn(6, 3), torch.randn(6, 3)
+    torch.manual_seed(2)
+    penalty = gradient_penalty(Quadratic(), real, fake)
+    torch.manual_seed(2)
+    share = torch.rand(6, 1)
+    mixture = share * real + (1 - share) * fake
+    torch.testing.assert_close(penalty, (mixture.norm(dim=1) - 1).square().mean())
+
+
+def gan_gradients(hooks: dict[str, object]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = DenseGAN(image=(1, 4, 4), width=8)
+    with instrument.attach(model, hooks) as probe:
+        WassersteinGAN(penalty=3.0)(model, [torch.randn(5, 1, 4, 4)]).loss.backward()
+        probe.end_step()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_each_half_gets_the_gradient_of_its_own_loss() -> None:
+    torch.manual_seed(0)
+    model = DenseGAN(image=(1, 4, 4), width=8)
+    real = torch.randn(5, 1, 4, 4)
+    fake = model.generator(torch.randn(5, 16))
+    critic_loss = model.critic(fake.detach()).mean() - model.critic(real).mean()
+    critic_loss = critic_loss + 3.0 * gradient_penalty(model.critic, real, fake.detach())
+    critic = torch.autograd.grad(critic_loss, list(model.critic.parameters()), allow_unused=True)
+    generator = torch.autograd.grad(-model.critic(fake).mean(), list(model.generator.parameters()))
+    ours = gan_gradients({})
+    wanted = dict(zip((f"generator.{name}" for name, _ in model.generator.named_parameters()), generator, strict=True))
+    wanted |= dict(zip((f"critic.{name}" for name, _ in model.critic.named_parameters()), critic, strict=True))
+    for name, gradient in wanted.items():
+        if gradient is not None:
+            torch.testing.assert_close(ours[name], gradient)
+
+
+def test_double_backward_is_not_changed_by_looking_at_it() -> None:
+    kinds = {"f": "forward", "b": "full_backward", "p": "full_backward_pre", "t": "tensor", "m": "parameter_grad_micro"}
+    hooks = {name: {"layers": "**", "kind": kind, "action": "record"} for name, kind in kinds.items()}
+    bare, looked_at = gan_gradients({}), gan_gradients(hooks)
+    assert all(torch.equal(bare[name], looked_at[name]) for name in bare)
+
+
+def test_what_is_held_still_passes_gradients_on_and_takes_none() -> None:
+    layer, inputs = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
+    with held_still(layer):
+        output = layer(inputs)
+    output.sum().backward()
+    assert inputs.grad is not None
+    assert layer.weight.grad is None
+    assert layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "language", "wgan_gp"])
+def test_the_experiments_run(cli: Callable[..., Answer], name: str) -> None:
+    answer = cli(f"+exp={name}", "train.steps=3", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    run = instrument.load("out")
+    assert not run.coverage.query("fired < expected").size
+    assert run.metrics.loss.notna().all()

@@ -1,0 +1,30 @@
+"""Bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from instrument.formatting import human_bytes, human_seconds
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (12_345, "12.3 kB"),
+        (999_400, "999 kB"),
+        (999_999, "1 MB"),
+        (2.5e9, "2.5 GB"),
+        (1e13, "10 TB"),
+        (5e15, "5,000 TB"),
+    ],
+)
+def test_bytes_for_people(count: float, told: str) -> None:
+    assert human_bytes(count) == told
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0253, "25.3 ms"), (0.9996, "1 s"), (1234.0, "1.23e+03 s")])
+def test_seconds_for_people(seconds: float, told: str) -> None:
+    assert human_seconds(seconds) == told

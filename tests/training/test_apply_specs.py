@@ -1,0 +1,228 @@
+"""The apply section: what is done to modules once, before step 0."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instrument import ConfigError
+from instrument.spec.parse import parse_apply
+from instrument.training.apply import apply_specs
+
+SEEN: list[tuple[str, str]] = []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.conv(x))
+
+
+class Net(nn.Module):
+    """A shared activation under three names, and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.ReLU()
+        self.block = Block()
+        self.one = nn.Sequential(nn.Linear(4, 4), act)
+        self.two = nn.Sequential(nn.Linear(4, 4), act)
+        self.last = act
+
+
+def apply(model: nn.Module, **specs: dict[str, Any]) -> nn.Module:
+    apply_specs(parse_apply(specs), model)
+    return model
+
+
+def note(module: nn.Module, name: str, mark: str = "") -> None:
+    SEEN.append((name, mark))
+
+
+def break_down(module: nn.Module, name: str) -> None:
+    raise RuntimeError("no")
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_init_fills_weights_by_a_function_of_torch_nn_init(model: Net) -> None:
+    bias = model.one[0].bias.clone()
+    torch.manual_seed(7)
+    apply(model, a={"types": ["Linear"], "action": "init", "fn": "kaiming_normal_", "nonlinearity": "relu"})
+    torch.manual_seed(7)
+    expected = [nn.init.kaiming_normal_(torch.empty(4, 4), nonlinearity="relu") for _ in range(2)]
+    assert torch.equal(model.one[0].weight, expected[0])
+    assert torch.equal(model.two[0].weight, expected[1])
+    assert torch.equal(model.one[0].bias, bias)
+
+
+def test_init_takes_other_parameters_where_params_says_so(model: Net) -> None:
+    apply(model, a={"layers": "one.0", "params": "bias", "action": "init", "fn": "constant_", "val": 3.0})
+    assert (model.one[0].bias == 3).all()
+    assert not (model.one[0].weight == 3).any()
+    assert not (model.two[0].bias == 3).any()
+
+
+def test_fill_sets_every_element(model: Net) -> None:
+    apply(model, a={"layers": "two.0", "action": "fill", "value": -2.5})
+    assert all((parameter == -2.5).all() for parameter in model.two[0].parameters())
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+    assert not any((parameter == -2.5).any() for parameter in model.one.parameters())
+
+
+def test_freeze_takes_parameters_out_of_training(model: Net) -> None:
+    apply(model, a={"layers": "**", "exclude": "one.**", "params": "weight", "action": "freeze"})
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"block.conv.weight", "two.0.weight"}
+
+
+def test_replace_puts_a_new_module_in_every_place_of_each_one_that_matches(model: Net) -> None:
+    apply(model, a={"types": ["ReLU"], "action": "replace", "module": {"_target_": "torch.nn.GELU"}})
+    assert {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.GELU)} == {
+        "block.act",
+        "one.1",
+        "two.1",
+        "last",
+    }
+    assert model.one[1] is model.two[1] is model.last  # still one module under three names
+    assert model.last is not model.block.act
+
+
+def test_replace_by_one_of_several_names_replaces_under_all(model: Net) -> None:
+    apply(model, a={"layers": "two.1", "action": "replace", "module": {"_target_": "torch.nn.GELU"}})
+    assert isinstance(model.last, nn.GELU)
+    assert model.one[1] is model.last
+    assert isinstance(model.block.act, nn.ReLU)
+
+
+def test_set_changes_an_attribute_that_is_there(model: Net) -> None:
+    apply(model, a={"types": ["ReLU"], "action": "set", "attribute": "inplace", "value": False})
+    assert not model.block.act.inplace
+
+
+def test_add_parameter_registers_one_that_trains(model: Net) -> None:
+    spec = {"types": ["Linear"], "action": "add_parameter", "parameter": "gain", "shape": [4], "value": 0.5}
+    apply(model, a=spec)
+    gain = model.one[0].gain
+    assert dict(model.named_parameters())["one.0.gain"] is gain
+    assert torch.equal(gain.detach(), torch.full((4,), 0.5))
+    assert gain.requires_grad
+    assert apply(model, b={**spec, "parameter": "scalar", "shape": []}).two[0].scalar.shape == ()
+
+
+def test_call_hands_over_the_module_its_name_and_its_arguments(model: Net) -> None:
+    SEEN.clear()
+    apply(model, a={"layers": "one.*", "action": "call", "fn": {"_target_": f"{__name__}.note", "mark": "x"}})
+    assert SEEN == [("one.0", "x"), ("one.1", "x")]
+
+
+def test_children_come_before_their_parents_and_a_shared_module_once(model: Net) -> None:
+    SEEN.clear()
+    apply(model, a={"layers": "**", "action": "call", "fn": {"_target_": f"{__name__}.note"}})
+    order = [name for name, _ in SEEN]
+    assert order == ["block.conv", "block.act", "block", "one.0", "one.1", "one", "two.0", "two", ""]
+
+
+def test_specs_act_one_after_the_other_on_what_the_ones_before_left(model: Net) -> None:
+    apply(
+        model,
+        first={
+            "layers": "one",
+            "action": "replace",
+            "module": {"_target_": "torch.nn.Bilinear", "in1_features": 2, "in2_features": 2, "out_features": 1},
+        },
+        second={"types": ["Bilinear"], "action": "fill", "value": 1},
+    )
+    assert (model.one.weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (
+            {"layers": "onee", "action": "freeze"},
+            r"apply\.a\.layers: this pattern matches no module\n.*onee\n.*\n.*nearest  one",
+        ),
+        (
+            {"layers": "one.1", "action": "freeze"},
+            r"apply\.a\.layers: none of the modules matched has such a parameter",
+        ),
+        ({"layers": "one", "action": "fill", "value": 1}, r"nearest  one\.\*\*"),
+        (
+            {"types": "Linear", "params": "wieght", "action": "freeze"},
+            r"apply\.a\.params: this pattern matches no parameter\n(.*\n)*.*nearest  weight",
+        ),
+        (
+            {"types": "Linear", "action": "init", "fn": "dirac_"},
+            r"apply\.a: init failed at layer 'one\.0' \(Linear\): ValueError",
+        ),
+        (
+            {"types": "Linear", "action": "init", "fn": "ones_", "val": 3},
+            r"apply\.a: init failed .* unexpected keyword argument 'val'",
+        ),
+        (
+            {"layers": ".", "action": "replace", "module": {"_target_": "torch.nn.Identity"}},
+            r"root module cannot be replaced",
+        ),
+        (
+            {"layers": "one", "action": "replace", "module": {"_target_": "builtins.dict"}},
+            r"apply\.a\.module: builtins\.dict gave a dict",
+        ),
+        (
+            {"layers": "one", "action": "replace", "module": {"_target_": "torch.nn.Lineer"}},
+            r"apply\.a\.module: torch\.nn has no 'Lineer'",
+        ),
+        (
+            {"types": "ReLU", "action": "set", "attribute": "inplce", "value": 1},
+            r"apply\.a\.attribute: layer .* no such attribute\n.*inplce\n.*nearest  inplace",
+        ),
+        (
+            {"types": "Linear", "action": "add_parameter", "parameter": "weight"},
+            r"apply\.a\.parameter: .* has this attribute already",
+        ),
+        (
+            {"layers": "one.0", "action": "call", "fn": {"_target_": f"{__name__}.break_down"}},
+            r"apply\.a: call failed at layer 'one\.0' \(Linear\): RuntimeError: no \(in .*break_down\)",
+        ),
+    ],
+    ids=lambda value: value["action"] if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_done_is_told_with_its_key_and_layer(model: Net, spec: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        apply(model, a=spec)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module, factor: float = 2.0) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.inner(inputs)
+
+
+def test_wrap_puts_a_module_around_each_one_under_all_of_its_names(model: Net) -> None:
+    act = model.one[1]
+    apply(model, w={"layers": "one.1", "action": "wrap", "module": {"_target_": f"{__name__}.Doubled", "factor": 3.0}})
+    assert isinstance(model.one[1], Doubled)
+    assert model.one[1].inner is act
+    assert model.one[1].factor == 3.0
+    assert all(module is not act for module in (model.one[1], model.two[1]))
+
+
+def test_repr_is_a_label_that_print_shows_and_a_copy_keeps(model: Net) -> None:
+    apply(model, r={"layers": "one.0", "action": "repr", "label": "the first one"})
+    assert "Linear(the first one, in_features=4, out_features=4, bias=True)" in str(model)
+    assert "the first one" in str(copy.deepcopy(model))

@@ -1,0 +1,146 @@
+"""A function of the user's is tried on a copy before step 0, and leaves no trace there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instrument import ConfigError, Context
+from instrument.plan.shape_inference import try_forward
+from instrument.plan.sites import make_plan
+from instrument.spec.parse import parse_hooks
+from instrument.training.function_checks import FunctionTrial
+
+CALLS: list[tuple[str, str, int, str]] = []
+
+
+def seen(tensor: Tensor, context: Context) -> Tensor:
+    CALLS.append((context.layer, context.path, context.step, context.moment.phase))
+    return tensor * 1
+
+
+def values(tensor: Tensor, context: Context) -> Tensor:
+    assert context.value is not None
+    assert context.value.shape == tensor.shape
+    return tensor * 0
+
+
+def in_place(tensor: Tensor, context: Context) -> Tensor:
+    return tensor.mul_(2)
+
+
+def too_short(tensor: Tensor, context: Context) -> Tensor:
+    return tensor[:1]
+
+
+def cut_off(tensor: Tensor, context: Context) -> Tensor:
+    return tensor.detach()
+
+
+def fails(tensor: Tensor, context: Context) -> Tensor:
+    raise KeyError("no such thing")
+
+
+def draws(tensor: Tensor, context: Context) -> Tensor:
+    random.random()
+    np.random.rand()
+    return tensor + torch.rand((), generator=context.generator(tensor.device))
+
+
+def draws_globally(tensor: Tensor, context: Context) -> Tensor:
+    return tensor + torch.rand(())
+
+
+def tried(function: Callable[..., Any], *, evaluate: bool = False, **fields: Any) -> nn.Module:
+    """The model after a trial with this function."""
+    spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    trial = FunctionTrial(make_plan(parse_hooks({"mine": spec}), model), seed=0)
+    batch = torch.ones(2, 4, requires_grad=True)
+
+    def forward() -> None:
+        trial.see_loss(model(batch).sum())
+        trial.see_parameters()
+
+    try_forward(model, forward, training=True, see=trial.see)
+    if evaluate:
+        try_forward(
+            model,
+            forward,
+            training=False,
+            see=lambda module, role, value: trial.see(module, role, value, phase="eval"),
+        )
+    return model
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"kind": "forward_pre"},
+    {"kind": "full_backward"},
+    {"kind": "full_backward_pre"},
+    {"kind": "tensor"},
+    {"kind": "parameter_grad"},
+    {"kind": "post_accumulate_grad"},
+    {"kind": "step_pre"},
+    {"kind": "step_post", "role": "param"},
+    {"kind": "state_dict_post"},
+    {"kind": "loss"},
+]
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("function", [too_short, in_place, fails], ids=lambda function: function.__name__)
+def test_function_that_does_not_fit_is_refused(function: Callable[..., Any], fields: dict[str, Any]) -> None:
+    if function is too_short and fields.get("kind") == "loss":
+        return  # a scalar cannot be cut
+    with pytest.raises(ConfigError) as caught:
+        tried(function, **fields)
+    (problem,) = caught.value.mistakes
+    assert problem.where == "hooks.mine.fn"
+    assert problem.written == f"{__name__}.{function.__name__}"
+    assert "hook 'mine'" in problem.problem
+    assert "a new tensor of the same shape and dtype" in str(problem.allowed)
+
+
+@pytest.mark.parametrize(("function", "told"), [(cut_off, "cut off"), (draws_globally, "global random state")])
+def test_function_that_changes_training_is_refused(function: Callable[..., Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tried(function)
+
+
+def test_function_is_called_once_a_tensor_at_the_first_step_it_is_scheduled_for() -> None:
+    CALLS.clear()
+    tried(seen, layers="**", types=["Linear", "Tanh"], start=7)
+    tried(seen, kind="parameter_grad", steps=[9, 3])
+    tried(seen, phase="eval", evaluate=True)
+    assert [
+        *[("0", "", 7, "train"), ("1", "", 7, "train")],
+        *[("0", "weight", 3, "train"), ("0", "bias", 3, "train")],
+        ("0", "", 0, "eval"),
+    ] == CALLS
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "parameter_grad"])
+def test_function_gets_the_value_that_its_gradient_is_of(kind: str) -> None:
+    tried(values, kind=kind)
+
+
+def test_trial_keeps_values_and_random_states() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    model = tried(draws, layers="**", types=["Linear"])
+    after_trial = torch.rand(3)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3)
+    torch.testing.assert_close(model[0].weight, plain.weight, rtol=0, atol=0)
+    assert torch.equal(after_trial, torch.rand(3))
+    assert model[0].weight.grad is None

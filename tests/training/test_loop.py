@@ -1,0 +1,305 @@
+"""The training loop: what it computes, when it evaluates, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from instrument import ConfigError, MemorySink
+from instrument.capture.probe import Probe
+from instrument.spec.parse import parse_config
+from instrument.spec.schedule import Evaluations
+from instrument.tasks import Outcome
+from instrument.training.data import first_batch
+from instrument.training.experiment import Experiment, prepare
+from instrument.training.loop import Progress, evaluate, gradient_norm, make_step, train
+
+BASE: dict[str, Any] = {
+    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
+    "data": {
+        "dataset": {"_target_": "instrument.training.datasets.digits"},
+        "slice": {"stop": 48},
+        "eval_slice": {"split": "test", "stop": 50},
+    },
+    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "train": {"steps": 3, "batch_size": 16},
+}
+
+
+class Dropping(nn.Sequential):
+    """A model whose training draws random numbers, and whose evaluation does not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 10))
+
+
+def made(*, seed: int = 0, **over: Any) -> Experiment:
+    torch.manual_seed(seed)
+    return prepare(parse_config({**BASE, "seed": seed, **over}))
+
+
+def trained(experiment: Experiment) -> tuple[MemorySink, list[Progress], dict[str, float | None]]:
+    sink, shown = MemorySink(), list[Progress]()
+    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
+        last = train(experiment, probe, shown.append)
+    return sink, shown, last
+
+
+def weights(experiment: Experiment) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in experiment.model.parameters()]
+
+
+def test_it_computes_what_the_plain_textbook_loop_computes_to_the_bit() -> None:
+    experiment, plain = made(), made()
+    sink, _, _ = trained(experiment)
+    losses = []
+    model, optimizer = plain.model, plain.optimizer
+    model.train()
+    for _, ((images, classes),) in plain.batches:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), classes)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(torch.equal(a, b) for a, b in zip(weights(experiment), weights(plain), strict=True))
+    frame = sink.frame("metrics")
+    assert list(frame[frame.phase == "train"].loss) == losses
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(16, 3), (20, 3), (7, 7)])
+def test_accumulated_micro_batches_give_the_gradient_of_one_big_batch(batch_size: int, accumulate: int) -> None:
+    parts = made(train={"steps": 1, "batch_size": batch_size, "accumulate": accumulate})
+    whole = made(train={"steps": 1, "batch_size": 48})
+    found = [trained(experiment)[0].frame("metrics").iloc[0] for experiment in (parts, whole)]
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
+    assert found[0].accuracy == pytest.approx(found[1].accuracy)
+    assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-5)
+    for a, b in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def partly_ignored(split: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and targets, of which samples have 1, 0, 5 and 5 that count, over and over."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(7, (2, 48, 5), generator=generator)
+    targets[::4, 1:] = targets[1::4] = -100
+    return list(zip(tokens, targets, strict=True))
+
+
+LANGUAGE: dict[str, Any] = {
+    "model": {"_target_": "torch.nn.Embedding", "num_embeddings": 7, "embedding_dim": 7},
+    "data": {"dataset": {"_target_": f"{__name__}.partly_ignored"}},
+    "task": {"_target_": "instrument.tasks.NextToken"},
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 12, 20])
+def test_accumulated_tokens_weigh_alike_where_targets_are_ignored(batch_size: int) -> None:
+    parts = made(**LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1})
+    whole = made(**LANGUAGE, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
+    found, wanted = (trained(experiment)[0].frame("metrics") for experiment in (parts, whole))
+    for column in ("loss", "accuracy", "grad_norm"):
+        assert list(found[column]) == pytest.approx(list(wanted[column]), rel=1e-5, nan_ok=True)
+    gradients = [next(experiment.model.parameters()).grad for experiment in (parts, whole)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_without_targets_that_count_changes_nothing() -> None:
+    experiment = made(**LANGUAGE, train={"steps": 1, "batch_size": 1})
+    before = weights(experiment)
+    task, (_, group) = experiment.task, next(iter(experiment.batches))
+    group[0][1].fill_(-100)
+    assert task.number_of_terms(group[0]) == 0
+    with Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer) as probe:
+        metrics = make_step(experiment, probe, group)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["accuracy"]) == (0.0, 0.0, 0.0)
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(experiment), strict=True))
+
+
+def named_rows(split: str) -> list[UserDict[str, Any]]:
+    """Items of three entries; batches of them are mappings of another class than dict."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(150, 8, generator=generator)
+    return [UserDict(id=i, rows=row, classes=int(row[0] > 0) + int(row[1] > 0)) for i, row in enumerate(rows)]
+
+
+class Named:
+    """A task of the user's on such batches."""
+
+    def __call__(self, model: nn.Module, batch: UserDict[str, Any]) -> Outcome:
+        assert isinstance(batch, UserDict)
+        return Outcome(nn.functional.cross_entropy(model(batch["rows"]), batch["classes"]), len(batch["id"]))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_batches_that_are_mappings_train_as_in_plain_pytorch(accumulate: int) -> None:
+    over: dict[str, Any] = {
+        "model": {"_target_": "instrument.training.models.MLP", "sizes": [8, 6, 3]},
+        "data": {"dataset": {"_target_": f"{__name__}.named_rows"}},
+        "task": {"_target_": f"{__name__}.Named"},
+        "train": {"steps": 5, "batch_size": 64, "accumulate": accumulate},
+    }
+    experiment, plain = made(**over), made(**over)
+    trained(experiment)
+    sizes = []
+    plain.model.train()
+    for _, micro_batches in plain.batches:
+        plain.optimizer.zero_grad()
+        total = sum(len(batch["id"]) for batch in micro_batches)  # of an epoch: 64, 64 and 22
+        for batch in micro_batches:
+            loss = nn.functional.cross_entropy(plain.model(batch["rows"]), batch["classes"])
+            (loss * (len(batch["id"]) / total)).backward()
+        plain.optimizer.step()
+        sizes.append(total)
+    assert set(sizes) == {1: {64, 22}, 2: {128, 22}, 3: {150}}[accumulate]
+    assert all(torch.equal(a, b) for a, b in zip(weights(experiment), weights(plain), strict=True))
+
+
+@dataclass
+class Glued:
+    """A sample whose batches PyTorch is told how to make: of all rows together, as graphs are batched."""
+
+    rows: torch.Tensor
+    graph: bool = True
+
+
+def glue(items: list[Glued], **_: Any) -> Any:
+    rows = torch.cat([item.rows for item in items])
+    return {"rows": rows, "sizes": torch.tensor([len(item.rows) for item in items])} if items[0].graph else rows
+
+
+@pytest.mark.parametrize(
+    ("graph", "said"),
+    [(True, r"ambiguous: rows \[32, 8\], sizes \[16\]"), (False, r"batch of 16 items have 32 samples")],
+)
+def test_a_batch_that_cannot_be_counted_is_refused(graph: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Glued, glue)
+    items = [Glued(torch.zeros(2, 8), graph)] * 16
+    with pytest.raises(ConfigError, match=said):
+        first_batch(items, 16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "at"), [(10, 0, [10]), (10, 5, [5, 10]), (10, 4, [4, 8, 10]), (3, 7, [3]), (2, 1, [1, 2])]
+)
+def test_it_evaluates_every_so_many_steps_and_at_the_end(steps: int, every: int, at: list[int]) -> None:
+    assert [step for step in range(steps + 2) if step in Evaluations(steps, every)] == at
+    sink, shown, last = trained(made(train={"steps": steps, "batch_size": 16, "eval_every": every}))
+    frame = sink.frame("metrics")
+    assert list(frame[frame.phase == "eval"].step) == at
+    assert list(frame[frame.phase == "train"].step) == list(range(steps))
+    assert [progress.step for progress in shown if progress.phase == "train"] == list(range(1, steps + 1))
+    assert last["loss"] == frame[frame.phase == "eval"].loss.iloc[-1]
+
+
+def test_an_evaluation_is_of_the_whole_slice_in_eval_mode_and_puts_the_mode_back() -> None:
+    experiment = made(
+        model={"_target_": f"{__name__}.Dropping"}, train={"steps": 1, "batch_size": 16, "eval_batch_size": 7}
+    )
+    model = experiment.model
+    images, classes = (torch.stack([torch.as_tensor(item[i]) for item in experiment.data.test]) for i in (0, 1))  # type: ignore[attr-defined]
+    for mode in (True, False):
+        model.train(mode)
+        before = copy.deepcopy(model.state_dict())
+        with Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer) as probe:
+            found = evaluate(experiment, probe)
+        assert all(module.training is mode for module in model.modules())
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+        with torch.no_grad():
+            output = copy.deepcopy(model).eval()(images)
+        assert found["loss"] == pytest.approx(nn.functional.cross_entropy(output, classes).item(), rel=1e-6)
+        assert found["accuracy"] == pytest.approx((output.argmax(1) == classes).float().mean().item())
+
+
+def test_how_often_it_evaluates_does_not_change_what_is_trained() -> None:
+    model = {"_target_": f"{__name__}.Dropping"}
+    often, once = (made(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0))
+    for experiment in (often, once):
+        torch.manual_seed(5)
+        trained(experiment)
+    assert all(torch.equal(a, b) for a, b in zip(weights(often), weights(once), strict=True))
+
+
+def test_the_learning_rate_of_a_step_is_the_one_that_it_was_made_with() -> None:
+    scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
+    sink, _, _ = trained(made(scheduler=scheduler, train={"steps": 4, "batch_size": 16}))
+    frame = sink.frame("metrics")
+    assert list(frame[frame.phase == "train"].lr) == [0.1, 0.05, 0.025, 0.0125]
+
+
+@pytest.mark.parametrize("length", [{"steps": 6}, {"epochs": 2}])
+def test_the_cosine_goes_down_to_nothing_over_the_whole_run(length: dict[str, int]) -> None:
+    scheduler = {"_target_": "instrument.training.schedulers.cosine"}
+    experiment = made(scheduler=scheduler, train={"batch_size": 16, **length})
+    sink, _, _ = trained(experiment)
+    rates = sink.frame("metrics").query("phase == 'train'").lr
+    assert len(rates) == 6
+    assert rates.iloc[0] == 0.1
+    assert rates.iloc[3] == pytest.approx(0.05)
+    assert experiment.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_gradients_norm_is_of_all_of_them_as_one_vector_before_any_clip() -> None:
+    hooks = {"tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01}}
+    sink, _, _ = trained(made(hooks=hooks))
+    effects, metrics = sink.frame("effects"), sink.frame("metrics").query("phase == 'train'")
+    norms = effects.groupby("step").norm_before.agg(lambda parts: (parts**2).sum() ** 0.5)
+    assert list(metrics.grad_norm) == pytest.approx(list(norms), rel=1e-5)
+    assert gradient_norm(nn.Linear(1, 1)) is None
+    half = nn.Linear(3000, 3, bias=False).to(torch.float16)
+    half.weight.grad = torch.full_like(half.weight, 1000.0)  # of a norm that float16 cannot hold
+    norm = gradient_norm(half)
+    assert norm is not None
+    assert norm.item() == pytest.approx(1000.0 * 9000**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradient_norm_takes_sparse_complex_and_double_gradients(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.words = nn.Embedding(5, 2, sparse=True, dtype=dtype)
+    model.wave = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    model.exact = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    model.words(torch.tensor([1, 1, 3])).sum().backward()  # gradients of 2 and 1 in two elements each
+    model.wave.grad, model.exact.grad = torch.full_like(model.wave, 3 + 4j), torch.full_like(model.exact, 1.0)
+    norm = gradient_norm(model)
+    assert norm is not None
+    assert norm.item() == pytest.approx((2 * 4 + 2 * 1 + 25 + 1) ** 0.5, rel=1e-6)
+
+
+def test_metrics_have_times_and_rates() -> None:
+    frame = trained(made())[0].frame("metrics")
+    assert (frame.seconds > 0).all()
+    rates = frame.samples_per_second * frame.seconds
+    assert list(rates) == pytest.approx([16, 16, 16, 50])
+    assert list(frame.epoch) == [0, 0, 0, 0]
+
+
+def test_a_task_without_accuracy_has_none_in_its_metrics() -> None:
+    task = {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": f"{__name__}.ToZero"}}
+    data = {"dataset": {"_target_": f"{__name__}.numbers"}}
+    frame = trained(made(task=task, data=data))[0].frame("metrics")
+    assert frame.accuracy.isna().all()
+    assert frame.loss.notna().all()
+
+
+class ToZero(nn.Module):
+    def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (output - targets).square().mean()
+
+
+def numbers(split: str) -> torch.utils.data.TensorDataset:
+    """Inputs and targets that are numbers."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(48, 64, generator=generator)
+    return torch.utils.data.TensorDataset(inputs, inputs[:, :10])

@@ -1,0 +1,396 @@
+"""What a run shows: on screens of several widths, in a pipe, in CI, when it is quiet, and at its end."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+import instrument
+from instrument.training import progress
+from instrument.training.loop import Progress
+from instrument.training.progress import Bar, Pace, Size, facts, metric_texts, shown_as_bar, shown_as_lines
+from instrument.training.terminal import Terminal
+
+Cli = Callable[..., Any]
+METRICS = {"loss": 0.25, "accuracy": 0.984, "seconds": 0.01, "samples_per_second": 6400.0}
+CONTROL = re.compile(r"\x1b")
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "hooks=activations", "train.steps=40")
+DRILL = '+hooks.drill={layers:layers,kind:forward,action:modify,fn:"nan",start:5}'
+
+
+class Screen(io.StringIO):
+    """A file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def console_of(width: int, *, screen: bool = True) -> Console:
+    file = Screen() if screen else io.StringIO()
+    return Console(file=file, force_terminal=screen, width=width, color_system="truecolor" if screen else None,
+                   legacy_windows=False, highlight=False)  # fmt: skip
+
+
+def written_to(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def progress_at(
+    step: int = 50, *, metrics: Mapping[str, float | None] | None = None, phase: str = "train", **more: Any
+) -> Progress:
+    return Progress(step, 100, METRICS if metrics is None else metrics, 1234, phase, **more)
+
+
+class Clock:
+    """Stands in for time, and moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def paced(clock: Clock, seconds: float = 0.02, steps: int = 50) -> Pace:
+    pace = Pace()
+    for _ in range(steps):
+        clock.now += seconds
+        pace.step()
+    return pace
+
+
+# ------------------------------------------------------------------------------------------------ what there is to say
+
+
+def test_everything_that_is_known_is_said(clock: Clock) -> None:
+    told = facts(progress_at(overhead=0.031), paced(clock), 1_234_567)
+    assert list(told.values()) == [
+        "step  50/100",
+        "loss 0.2500",
+        "accuracy 98.4%",
+        "3,200 samples/s",  # 64 samples in 20 ms: the pace of the clock, what is around a step included
+        "1,234 rows",
+        "1.23 MB",
+        "overhead +3.1%",
+        "0:01 left",
+    ]
+
+
+def test_what_is_not_known_is_left_out(clock: Clock) -> None:
+    nothing = dict.fromkeys(METRICS)
+    assert list(facts(progress_at(1, metrics=nothing), Pace(), 0)) == ["step", "rows", "size"]
+    assert "left" not in facts(progress_at(100), paced(clock), 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [(0.0, "0.0000"), (2.30259, "2.3026"), (1e-6, "1.000e-06"), (3.5e7, "3.500e+07"), (math.nan, "nan"),
+     (-math.inf, "-inf"), (-0.5, "-0.5000")],
+)  # fmt: skip
+def test_a_loss_of_any_size_can_be_read(loss: float, told: str) -> None:
+    assert metric_texts({"loss": loss}) == {"loss": f"loss {told}"}
+
+
+def test_the_pace_forgets_how_slow_it_was_and_leaves_evaluations_out(clock: Clock) -> None:
+    pace = paced(clock, seconds=10.0, steps=1)
+    assert pace.left(10) is None
+    for _ in range(600):
+        clock.now += 0.1
+        pace.step()
+    clock.now += 60.0
+    pace.pause()
+    clock.now += 0.1
+    pace.step()
+    assert pace.seconds == pytest.approx(0.1, rel=1e-3)
+    assert pace.left(602) == pytest.approx(60.2 + 60.0, rel=1e-2), "there will be evaluations again"
+
+
+def test_the_folder_is_not_looked_at_all_the_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Path] = []
+
+    def look(folder: Path) -> int:
+        looks.append(folder)
+        clock.now += 0.05
+        return 100 * len(looks)
+
+    monkeypatch.setattr(progress, "size_on_disk", look)
+    size = Size(Path("here"))
+    assert [size.bytes for _ in range(5)] == [100] * 5
+    clock.now += 4.0
+    assert size.bytes == 100, "a look that takes long is taken more seldom"
+    clock.now += 1.5
+    assert size.bytes == 200
+
+
+# ------------------------------------------------------------------------------------------------ on a screen
+
+
+def drawn(width: int, *, warning: str | None = None, **more: Any) -> list[str]:
+    """The lines of a bar, without colours."""
+    bar = Bar(100)
+    pace = Pace()
+    pace._steps, pace._seconds, pace._done = 50.0, 1.0, 50
+    bar.update(progress_at(overhead=0.031, **more), facts(progress_at(overhead=0.031, **more), pace, 1_234_567))
+    bar.warning = warning
+    console = console_of(width)
+    console.print(bar)
+    return re.sub(r"\x1b\[[0-9;]*m", "", written_to(console)).splitlines()
+
+
+@pytest.mark.parametrize("width", [*range(8, 160, 3), 300])
+def test_a_line_never_reaches_the_end_of_the_screen(width: int) -> None:
+    lines = drawn(width, warning="first recorded non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5)
+    assert len(lines) == 2
+    assert max(cell_len(line) for line in lines) < width
+
+
+@pytest.mark.parametrize(
+    ("width", "parts"),
+    [
+        (20, ["step"]),
+        (30, ["step", "loss"]),
+        (45, ["step", "loss", "accuracy"]),
+        (60, ["step", "loss", "accuracy", "left"]),
+        (72, ["step", "loss", "accuracy", "samples/s", "left"]),
+        (80, ["step", "━", "loss", "accuracy", "samples/s", "left"]),
+        (100, ["step", "━", "loss", "accuracy", "samples/s", "overhead", "left"]),
+        (110, ["step", "━", "loss", "accuracy", "samples/s", "rows", "overhead", "left"]),
+        (120, ["step", "━", "loss", "accuracy", "samples/s", "rows", "MB", "overhead", "left"]),
+    ],
+)
+def test_what_matters_least_is_left_out_first(width: int, parts: list[str]) -> None:
+    (line,) = drawn(width)
+    every = ["step", "━", "loss", "accuracy", "samples/s", "rows", "MB", "overhead", "left"]
+    assert [part for part in every if part in line] == parts
+    places = [line.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_the_bar_takes_what_room_there_is() -> None:
+    assert [drawn(width)[0].count("━") for width in (80, 84, 160, 300)] == [8, 12, 30, 30]
+
+
+def test_a_screen_without_colours_shows_how_far_it_is() -> None:
+    bar = Bar(100)
+    bar.update(progress_at(), {"step": "step 50/100"})
+    console = Console(file=Screen(), force_terminal=True, width=80, color_system=None, legacy_windows=False)
+    console.print(bar)
+    assert written_to(console).count("━") == 15
+
+
+def test_what_is_shown_does_not_move_to_and_fro() -> None:
+    bar = Bar(100)
+    lines = []
+    for accuracy in ("accuracy 98.4%", "accuracy 100.0%", "accuracy 98.4%"):
+        bar.update(progress_at(), {"step": "step 50/100", "accuracy": accuracy, "left": "0:01 left"})
+        console = console_of(60)
+        console.print(bar)
+        lines.append(re.sub(r"\x1b\[[0-9;]*m", "", written_to(console)))
+    assert lines[1].index("left") == lines[2].index("left")
+    assert lines[1].count("━") == lines[2].count("━")
+
+
+def test_the_screen_is_written_to_ten_times_a_second_at_most(clock: Clock, tmp_path: Path) -> None:
+    console = console_of(100)
+    with shown_as_bar(console, 100, tmp_path) as show:
+        counts = []
+        for step in range(1, 100):
+            clock.now += 0.005
+            show(progress_at(step))
+            counts.append(len(written_to(console)))
+    assert len(set(counts)) in range(4, 7)  # in half a second
+
+
+def test_evaluations_stay_above_the_bar_and_the_last_warning_below(clock: Clock, tmp_path: Path) -> None:
+    console = console_of(70)
+    with shown_as_bar(console, 100, tmp_path) as show:
+        show(progress_at(10, warnings=["one thing", "another thing"]))
+        show(progress_at(10, phase="eval"))
+    shown = written_to(console)
+    assert "step  10/100  evaluation  loss 0.2500  accuracy 98.4%" in shown
+    assert "another thing" in shown
+    assert "one thing" not in shown
+
+
+def test_a_loss_that_is_lost_is_seen() -> None:
+    bar = Bar(100)
+    bar.update(progress_at(), {"step": "step 50/100", "loss": "loss nan"})
+    console = console_of(60)
+    console.print(bar)
+    assert "\x1b[1;31mloss nan" in written_to(console)
+
+
+# ------------------------------------------------------------------------------------------------ in a pipe, in CI
+
+
+def lines_of(steps: int, tmp_path: Path, warned: list[str], **at: list[str]) -> list[str]:
+    console = console_of(40, screen=False)
+    show = shown_as_lines(console, steps, tmp_path, warned.append)
+    for step in range(1, steps + 1):
+        warnings = [message for key, messages in at.items() if step >= int(key[1:]) for message in messages]
+        show(Progress(step, steps, METRICS, 1234, "train", 0.031, warnings))
+    show(Progress(steps, steps, METRICS, 1234, "eval"))
+    return written_to(console).splitlines()
+
+
+@pytest.mark.parametrize(("steps", "count"), [(100, 10), (1000, 10), (7, 7), (105, 11)])
+def test_a_pipe_gets_about_ten_plain_lines(tmp_path: Path, steps: int, count: int) -> None:
+    *lines, last = lines_of(steps, tmp_path, [])
+    assert len(lines) == count
+    assert "evaluation" in last
+    for line in lines:
+        for word in ("step", "loss 0.2500", "accuracy 98.4%", "samples/s", "1,234 rows", "0 B", "overhead +3.1%"):
+            assert word in line
+        assert not CONTROL.search(line)
+        assert "━" not in line
+
+
+def test_a_warning_is_told_once_when_it_comes(tmp_path: Path) -> None:
+    warned: list[str] = []
+    lines_of(20, tmp_path, warned, s3=["a"], s9=["b", "c"])
+    assert warned == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "screen", "live"),
+    [
+        ({}, True, True),
+        ({"CI": "true"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+        ({}, False, False),
+        ({"FORCE_COLOR": "1"}, False, False),
+    ],
+)
+def test_a_bar_is_drawn_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], screen: bool, live: bool
+) -> None:
+    for name in ("CI", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    terminal.console = Console(file=Screen() if screen else io.StringIO(), width=100, highlight=False)
+    with terminal.progress_at(100) as show:
+        show(progress_at(100))
+    shown = written_to(terminal.console)
+    assert ("━" in shown) == live
+    assert ("\x1b[" in shown) == live
+
+
+# ------------------------------------------------------------------------------------------------ a whole run
+
+
+def test_a_run_that_goes_wrong_says_so_when_it_does_and_at_the_end(cli: Cli) -> None:
+    answer = cli(*TINY, DRILL, "hooks.activations.every=2", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    assert not CONTROL.search(answer.out)
+    lines = answer.out.splitlines()
+    alarm = [line for line in lines if line.startswith("warning first recorded non-finite value: at step 6 in layers")]
+    assert len(alarm) == 1
+    assert lines.index(alarm[0]) < next(i for i, line in enumerate(lines) if line.startswith("step  8/40"))
+    assert answer.out.count("the loss is nan at step 5") == 1
+    findings = answer.out.split("Findings", 1)[1]
+    assert re.search(r"loss not finite +training +5 +nan, \d", findings)
+    assert re.search(r"first recorded non-finite value +layers(\.0)? output \(activations\) +6 ", findings)
+    assert "firings (drill)" in findings
+    assert "in Python   instrument.load('out')" in findings
+    assert findings.splitlines()[-1] == "report      python -m instrument.report out"
+
+
+def test_overhead_is_shown_where_it_was_measured(cli: Cli) -> None:
+    measured = cli(*TINY, "hooks.activations.every=2", "hydra.run.dir=some").out
+    (shown,) = re.findall(r"step 40/40 .* overhead ([+-]\d+\.\d)%", measured)
+    assert float(shown) == pytest.approx(100 * instrument.load("some").info["overhead"], abs=0.051)
+    assert "overhead" not in cli(*TINY, "hooks.activations.every=1", "hydra.run.dir=all").out
+
+
+def test_hooks_that_did_not_fire_are_a_finding_and_not_a_warning_besides(cli: Cli) -> None:
+    answer = cli(*TINY, "+hooks.activations.start=999")
+    assert re.search(r"never fired +.*\(activations, +forward\)", answer.out)
+    assert "warning" not in answer.out
+
+
+def test_a_quiet_run_says_each_warning_once_and_nothing_else(cli: Cli) -> None:
+    answer = cli(*TINY, DRILL, "hooks.activations.every=2", "quiet=true")
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "warning the loss is nan at step 5",
+        "warning first recorded non-finite value",
+    ]
+
+
+def test_a_job_of_a_sweep_is_a_line_and_its_warnings(cli: Cli) -> None:
+    """Also one that another job has told: it is each job's own."""
+    answer = cli("-m", *TINY, DRILL, "hooks.drill.start=5,999,5", "train.steps=10", "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    jobs = [line for line in answer.out.splitlines() if line.startswith("out/")]
+    assert [line.split()[:3] for line in jobs] == [
+        ["out/0", "hooks.drill.start=5", "loss"],
+        ["out/1", "hooks.drill.start=999", "loss"],
+        ["out/2", "hooks.drill.start=5", "loss"],
+    ]
+    assert [line.split()[3] == "nan" for line in jobs] == [True, False, True]
+    assert "Findings" not in answer.out
+    assert answer.out.count("the loss is nan at step 5") == answer.out.count("the loss is nan") == 2
+
+
+def test_what_all_jobs_share_is_told_by_the_first_of_them(cli: Cli) -> None:
+    late = "+hooks.late={layers:layers.0,kind:forward,action:record,start:500}"
+    missing = ("data=mnist", "data.root=nowhere", "data.dataset.download=false", "data.fallback=digits")
+    job = ("model=mlp", "model.sizes=[784,10]", "train.steps=6", late)
+    answer = cli("-m", *job, *missing, "seed=1,2", "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    assert answer.out.count("stand in for it") == 1
+    assert answer.out.count("'late' (forward) did not fire") == 1
+    first, second = (line for line in answer.out.splitlines() if line.startswith("out/"))
+    assert "told before" not in first
+    assert second.endswith("  (2 of its warnings were told before)")
+    again = cli("-m", *job, *missing, "seed=1", "hydra.sweep.dir=other/out")
+    assert again.out.count("'late' (forward) did not fire") == 1
+
+
+def test_a_run_that_goes_on_tells_no_alarm_twice(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.training import loop
+
+    arguments = (*TINY, DRILL, "hooks.activations.every=2", "train.checkpoint.every=10", "hydra.run.dir=out")
+    make, calls = loop.make_step, [0]
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 13:
+            raise RuntimeError("stopped here")
+        return make(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_step", failing)
+        assert cli(*arguments).code == 1
+    answer = cli("resume=out")
+    assert answer.code == 0, answer.err
+    assert "warning" not in answer.out
+    assert re.search(r"first recorded non-finite value +layers", answer.out), "it is still found"
+    events = instrument.load("out").events
+    assert list(events[events.rule == "non_finite"].severity).count("warning") == 2
+
+
+def test_a_folder_with_a_blank_in_its_name_can_be_pasted(cli: Cli) -> None:
+    answer = cli(*TINY, "hydra.run.dir='my runs/one'")
+    assert answer.out.splitlines()[-1] == f"report      python -m instrument.report 'my runs{os.sep}one'"
