@@ -24,8 +24,8 @@ from ..stats.merge import (
     pack_units,
     sums,
 )
-from .cells import changes, fetched_statistics, identity
 from .reducer import Alone, Over, Piece, own_rank
+from .rows import changes, fetched_statistics, identity
 from .sink import Row
 
 _RANK_AT = 4  # the index of the rank among the identity columns

@@ -18,9 +18,9 @@ from ..kinds.attached import LiveSite
 from ..stats.distribution import cells
 from ..stats.measure import Values
 from ..stats.merge import Part
-from .cells import effect_cells, fetched_statistics, identity, statistics
 from .merging import MergedRows, distribution_piece, effect_piece, merge, statistics_piece
 from .reducer import Alone, Piece, Ranks
+from .rows import effect_cells, fetched_statistics, identity, statistics
 from .sink import Row, Sink
 from .transfer import Transfer
 

@@ -1,12 +1,71 @@
-"""The rows of the `layers` table."""
+"""The cells of rows: of measured values, of effects, and of the `layers` table."""
 
 from __future__ import annotations
 
-from torch import nn
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..actions.base import Context, Effect
 from ..plan.sites import HookPlan
+from ..sharded import module_type
+from ..spec.statistics import ALL, STATISTICS
+from ..stats.measure import positions
 from .sink import Row
+
+_COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
+
+
+def identity(context: Context) -> Row:
+    """Return the identity columns of a row: when and where it was recorded."""
+    return (
+        *context.moment,
+        context.rank,
+        context.hook,
+        context.layer,
+        module_type(context.module),
+        context.kind,
+        context.role,
+        context.path,
+        context.call,
+        context.backward,
+        context.recompute,
+        context.scope,
+    )
+
+
+def statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:
+    """Return all columns of the statistics. None for those that were not requested or have no value."""
+    row: list[float | None] = [None] * len(ALL)
+    for at, value in zip(positions(names), values, strict=True):
+        row[at] = value
+    return row
+
+
+def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:
+    """Convert numbers from a tensor, where all are floats and NaN means no value, to the columns of the statistics."""
+    row: list[float | None] = [None] * len(ALL)
+    for at, value in zip(positions(names), values, strict=True):
+        if not math.isnan(value):
+            row[at] = int(value) if at in _COUNTS else value
+    return row
+
+
+def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
+    """Return the columns of an intervention's effect. Numbers from a device come from `fetched`."""
+    measures = next(fetched) if isinstance(effect.measures, Tensor) else effect.measures
+    factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
+    changed, before, after = measures
+    assert changed is not None, "a count always has a value"
+    return changes(effect.numel, int(changed), before, after, factor)
+
+
+def changes(numel: int, changed: int, before: float | None, after: float | None, factor: float | None) -> Row:
+    """Return the columns of an effect. A NaN norm becomes None."""
+    norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
+    return (numel, changed, changed / numel if numel else 0.0, *norms, factor)
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:

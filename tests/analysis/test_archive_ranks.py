@@ -34,7 +34,7 @@ def context(rank: int = 0, **changed: Any) -> Context:
 
 def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
     """A run whose processes have each recorded a part of the batch; or the whole of it, where they all have the same."""
-    from instrument.capture.cells import identity
+    from instrument.capture.rows import identity
 
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"status": "done", "ranks": ranks, "config": {}}))
