@@ -1,28 +1,28 @@
-# Everything here makes its own environment in .venv where it is missing, and installs nothing twice.
+# All targets create the environment .venv if it is missing, and install each dependency once.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes that tests run in, at once; each has one thread, and takes up to two gigabytes.
+# Number of parallel test processes. Each uses one thread and up to two gigabytes of memory.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
 RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scale check format docs site clean
+.PHONY: help demo test test-all bench bench-peers bench-scale wheel check format docs site clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify, and make a page of what they saw
+demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale and modify, and create a report
 	$(BIN)/python -m instrument +exp=mnist_hooks report=true
 
-test: $(DEV_STAMP)  ## run the tests: every behaviour once
+test: $(DEV_STAMP)  ## run the tests, without slow ones
 	$(PYTEST) --dist loadscope --no-loadscope-reorder
 
-test-all: $(DEV_STAMP)  ## run the tests in their whole depth
+test-all: $(DEV_STAMP)  ## run all tests, including slow ones
 	$(PYTEST) --dist worksteal -m ""
 
-bench: $(DEV_STAMP)  ## measure what hooks cost a step, start-up, budgets, forecasts, tensors on disk, growth, and ranks
+bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storage, growth and distributed runs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -W ignore benchmarks/start.py
 	$(BIN)/python -W ignore benchmarks/steps.py
@@ -32,19 +32,26 @@ bench: $(DEV_STAMP)  ## measure what hooks cost a step, start-up, budgets, forec
 	$(BIN)/python -W ignore benchmarks/growth.py
 	$(BIN)/python benchmarks/ranks.py
 
-bench-peers: $(DEV_STAMP)  ## the same job through other tools, each in an environment of its own
+bench-peers: $(DEV_STAMP)  ## run the same job with other tools, each in its own environment
 	$(BIN)/python -W ignore benchmarks/peers/compare.py
 
-bench-scale: $(DEV_STAMP)  ## a hundred million rows of a thousand runs, asked four questions; 7 GB of disk for a while
+bench-scale: $(DEV_STAMP)  ## run four queries on 100 million rows of 1,000 runs; needs 7 GB of disk space
 	$(BIN)/python -W ignore benchmarks/scale.py
 
-check: $(DEV_STAMP)  ## check format, lint, words and types; change nothing
+wheel: $(DEV_STAMP)  ## build the wheel, install it in an empty environment, and run it there
+	rm -rf dist .wheel
+	$(BIN)/python -m build --wheel --outdir dist > /dev/null
+	$(PYTHON) -m venv .wheel
+	.wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd .wheel && bin/python -m instrument +exp=mnist_hooks train.steps=2
+
+check: $(DEV_STAMP)  ## check formatting, lint, wording and types, without changes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python docs/words.py
 	$(BIN)/mypy
 
-format: $(DEV_STAMP)  ## put the code into its format and mend what the linter can
+format: $(DEV_STAMP)  ## format the code and apply fixes of the linter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -55,12 +62,12 @@ site: docs  ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "site        site/index.html"
 
-clean:  ## remove the environment, caches and builds; runs are kept
-	rm -rf .venv .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove the environment, caches and builds, but not runs
+	rm -rf .venv .peers .wheel build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "instrument needs Python 3.11 or later; say which with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "instrument needs Python 3.11 or later; select it with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
 $(RUN_STAMP): pyproject.toml constraints.txt | .venv

@@ -16,7 +16,7 @@ from measure import keep_memory, machine, paired
 from workloads import WORKLOADS
 
 from instrument.capture.probe import Probe
-from instrument.dry_run.dry_run import rehearse
+from instrument.dry_run.dry_run import dry_run
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
 from instrument.training.device import process_state
@@ -123,7 +123,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for workload, what, hooks in CASES:
         with process_state(seed=0, deterministic=False):
-            predicted = rehearse(made(workload, hooks)).slowdown
+            predicted = dry_run(made(workload, hooks)).slowdown
             found = measured(workload, hooks)
         print(
             f"| {WORKLOADS[workload].name} | {what} | {predicted:.1%} | {found:.1%} | {predicted / found:.2f} |",

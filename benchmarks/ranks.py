@@ -98,7 +98,7 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Tensor]], place: Path
                 if number >= WARM:
                     times[reduce].append(spent)
         probe = ways["global"][2]
-        tensors = sum(live.fired for live in probe.lives) / probe.step
+        tensors = sum(attached.fired for attached in probe.attached_hooks) / probe.step
         sent = probe.ranks.bytes_sent / probe.step / tensors
         for stack, *_ in ways.values():
             stack.close()

@@ -14,31 +14,31 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import ConfigError
-from .folders.maintenance import each_run
-from .folders.run_folder import CHECKPOINTS
+from .folders.maintenance import for_each_run
+from .folders.run_record import CHECKPOINTS
 from .sinks.compaction import compact
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    return each_run(
+    return for_each_run(
         arguments,
         _compact,
         name="compact",
         description="Merge the small Parquet files of runs into large ones.",
         metavar="FOLDER",
-        reason="files are merged where they can be renamed",
+        reason="a remote folder cannot be compacted",
     )
 
 
 def _compact(folder: Path) -> tuple[str, Sequence[str]]:
-    found = compact(folder, _ends(folder))
-    merged = {name: count for name, count in found.before.items() if count != found.after[name]}
-    told = ", ".join(f"{count:,} of {name} are {found.after[name]:,} now" for name, count in merged.items())
-    return told or "nothing to merge", found.problems
+    result = compact(folder, _parts_at_checkpoint(folder))
+    merged = {name: count for name, count in result.before.items() if count != result.after[name]}
+    counts = (f"{name} from {count:,} to {result.after[name]:,}" for name, count in merged.items())
+    return f"files merged: {', '.join(counts)}" if merged else "nothing to merge", result.problems
 
 
-def _ends(folder: Path) -> list[dict[str, int]]:
+def _parts_at_checkpoint(folder: Path) -> list[dict[str, int]]:
     """Return how many parts of each table each process had written at the checkpoint used for resuming."""
     if not (folder / CHECKPOINTS).is_dir():
         return []

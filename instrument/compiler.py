@@ -16,7 +16,7 @@ def compiler_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def outside_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.
 
     If the compiler is imported, this is `torch.compiler.disable`, which would import it otherwise. If it is not
@@ -38,7 +38,7 @@ def _disabled_later(hook: Callable[..., Any]) -> Callable[..., Any]:
     disabled = _disable_dynamo(hook)  # imports the compiler when it is called, not here
 
     @wraps(hook)
-    def outside(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         return disabled(*args, **kwargs) if compiler_imported() else hook(*args, **kwargs)
 
-    return outside
+    return wrapper

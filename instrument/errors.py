@@ -28,82 +28,82 @@ __all__ = [
     "HookResultError",
     "InstrumentError",
     "InstrumentWarning",
-    "Mistake",
+    "Problem",
     "RankError",
     "SinkError",
-    "nearest",
-    "own_frame",
+    "similar_names",
+    "user_code_location",
 ]
 
 
-def nearest(word: str, options: Iterable[str], *, most: int = 3) -> list[str]:
+def similar_names(word: str, options: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return the options that are most similar to `word`, best first.
 
     Args:
         word: The word to look up.
         options: The allowed words.
-        most: The maximum number of results.
+        limit: The maximum number of results.
 
     Returns:
         Similar options; options that differ only in letter case come first.
     """
     names = list(dict.fromkeys(options))
     folded = [name for name in names if name.lower() == word.lower()]
-    close = difflib.get_close_matches(word, names, n=most, cutoff=0.5)
-    return list(dict.fromkeys([*folded, *close]))[:most]
+    close = difflib.get_close_matches(word, names, n=limit, cutoff=0.5)
+    return list(dict.fromkeys([*folded, *close]))[:limit]
 
 
 # Path prefixes of code that the user did not write: this package, the standard library, and code without a file.
-_NOBODYS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
+_NOT_USER_CODE = (os.path.dirname(os.path.abspath(__file__)) + os.sep, sysconfig.get_path("stdlib") + os.sep, "<")
 
 
-def own_frame(error: BaseException) -> str:
+def user_code_location(error: BaseException) -> str:
     """Return the location in the user's code where an error was raised.
 
     Returns:
         Text such as ` (in model.py:12, forward)`; empty if no frame of the traceback is in the user's code.
     """
-    frames = [
+    user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not (frame.filename.startswith(_NOBODYS) or re.search(r"[\\/](site|dist)-packages[\\/]", frame.filename))
+        if not (frame.filename.startswith(_NOT_USER_CODE) or re.search(r"[\\/](site|dist)-packages[\\/]", frame.filename))
     ]
-    return f" (in {frames[-1].filename}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    return f" (in {user_frames[-1].filename}:{user_frames[-1].lineno}, {user_frames[-1].name})" if user_frames else ""
 
 
 @dataclass(frozen=True)
-class Mistake:
+class Problem:
     """One problem in the configuration.
 
     Attributes:
         where: The configuration key or the argument, such as `hooks.tame.layers`.
-        problem: What is wrong.
-        written: The value that was given; None if there is no such value.
+        message: What is wrong.
+        given: The value that was given; None if there is no such value.
         allowed: The allowed values, or a description of them.
-        nearest: The allowed values that are most similar to the given one.
+        similar: The allowed values that are most similar to the given one.
     """
 
     where: str
-    problem: str
-    written: object = None
+    message: str
+    given: object = None
     allowed: Sequence[str] | str = ()
-    nearest: Sequence[str] = field(default=())
+    similar: Sequence[str] = field(default=())
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.problem}" if self.where else self.problem]
-        if self.written is not None:
-            lines.append(f"    written  {_short(self.written)}")
+        lines = [f"{self.where}: {self.message}" if self.where else self.message]
+        if self.given is not None:
+            lines.append(f"    given    {_short(self.given)}")
         if self.allowed:
             allowed = self.allowed if isinstance(self.allowed, str) else ", ".join(self.allowed)
             lines.append(f"    allowed  {allowed}")
-        if self.nearest:
-            lines.append(f"    nearest  {', '.join(self.nearest)}")
+        if self.similar:
+            lines.append(f"    similar  {', '.join(self.similar)}")
         return "\n".join(lines)
 
 
-def _short(value: object, most: int = 200) -> str:
+def _short(value: object, limit: int = 200) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class InstrumentError(Exception):
@@ -120,17 +120,17 @@ class ConfigError(InstrumentError):
     """The configuration is invalid. Raised before training starts.
 
     Attributes:
-        mistakes: The problems, each a `Mistake`.
+        problems: The problems, each a `Problem`.
     """
 
     exit_code = 2
 
-    def __init__(self, *mistakes: Mistake) -> None:
-        self.mistakes = mistakes
-        super().__init__("\n".join(str(mistake) for mistake in mistakes))
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[Mistake, ...]]:
-        return type(self), self.mistakes
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[Problem, ...]]:
+        return type(self), self.problems
 
 
 class HookError(InstrumentError):

@@ -1,4 +1,4 @@
-"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv|zarr [--out FOLDER]`: export a run to other tools.
+"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv [--out FOLDER]`: export a run to other tools.
 
 TensorBoard, Weights & Biases and MLflow receive the same data as from `sink.tensorboard=true` and its counterparts
 during training. Existing files are not overwritten.
@@ -20,30 +20,36 @@ from .analysis.folders import NoRunError
 from .analysis.load import load
 from .analysis.replay import replay
 from .analysis.run_files import RunFiles
-from .errors import ConfigError, InstrumentError, InstrumentWarning, Mistake
+from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 from .sinks.remote import refuse_address
-from .sinks.tracking import PLACES, Outcome, Tracked, open_tracker, require
+from .sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 from .spec.config import TRACKERS
 
-FOLDERS = {"tensorboard": PLACES["tensorboard"], "csv": "csv", "zarr": "tensors.zarr"}  # without --out
+FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
+NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
+LOCAL_ONLY = "required: exports are written to a local folder, not to a remote address"
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m instrument.export", description="A run's rows for other tools.")
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or one above several; or its address")
-    parser.add_argument("--to", required=True, choices=(*TRACKERS, "csv", "zarr"))
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where it goes; without it, into the run's folder")
-    asked = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m instrument.export", description="Export the recorded data of a run to other tools."
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
+    )
+    parser.add_argument("--to", required=True, choices=(*TRACKERS, "csv"), help="the format or tool to export to")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="the output folder (default: the folder of the run)")
+    args = parser.parse_args(arguments)
     try:
-        run = load(asked.run)
-        if asked.to != "csv":
-            require({asked.to: "--to"})
-        if asked.out is not None and asked.to == "mlflow":
-            raise ConfigError(Mistake("--out", "MLflow goes where its environment says", allowed="MLFLOW_TRACKING_URI"))
-        if asked.out is None and asked.to != "mlflow":
-            refuse_address(asked.run, "--out", "an export is written to this machine", allowed="--out FOLDER")
+        run = load(args.run)
+        if args.to != "csv":
+            require({args.to: "--to"})
+        if args.out is not None and args.to == "mlflow":
+            raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, allowed="MLFLOW_TRACKING_URI"))
+        if args.out is None and args.to != "mlflow":
+            refuse_address(args.run, "--out", LOCAL_ONLY, allowed="--out FOLDER")
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -53,87 +59,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     several = run.folders != [run.path]
     code = 0
     for folder in run.folders:
-        out = asked.out / str(folder.relative_to(run.path)) if several and asked.out is not None else asked.out
-        code = max(code, _export(folder, asked.to, out))
+        out = args.out / str(folder.relative_to(run.path)) if several and args.out is not None else args.out
+        code = max(code, _export(folder, args.to, out))
     return code
 
 
 def _export(folder: Path, to: str, out: Path | None) -> int:
-    place = out or folder / FOLDERS.get(to, ".")
+    output = out or folder / FOLDERS.get(to, ".")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # problems are printed below
         files = RunFiles(folder)
         try:
-            told = _WRITERS[to](files, place) if to in _WRITERS else _track(files, to, place)
+            summary = _WRITERS[to](files, output) if to in _WRITERS else _track(files, to, output)
         except (InstrumentError, OSError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             return error.exit_code if isinstance(error, InstrumentError) else 1
-    print(f"{folder}: {told}")
+    print(f"{folder}: {summary}")
     for problem in files.problems:
         print(f"{folder}: {problem}", file=sys.stderr)
     return 1 if files.problems else 0
 
 
-def _track(files: RunFiles, name: str, place: Path) -> str:
+def _track(files: RunFiles, name: str, output: Path) -> str:
     if name == "tensorboard":
-        _refuse_taken(place)
+        _check_empty(output)
     info = files.info()
-    sink = open_tracker(name, Tracked.of(files.folder, info.get("config") or {}), "--to", place)
+    sink = open_tracker(name, TrackedRun.of(files.folder, info.get("config") or {}), "--to", output)
     sink.outcome = OUTCOMES.get(info["status"], "done")
     try:
         replay(files, sink, tables=sink.tables)
     finally:
         sink.close()
-    return f"shown on {name}" + (f", in {place}" if name == "tensorboard" else "")
+    return f"exported to {name}" + (f" in {output}" if name == "tensorboard" else "")
 
 
-def _csv(files: RunFiles, place: Path) -> str:
+def _csv(files: RunFiles, output: Path) -> str:
     from .analysis.csv_export import write_csv
 
-    with _made(place) as aside:
-        aside.mkdir(parents=True)
-        write_csv(files, aside)
-    return f"tables as CSV in {place}; recorded tensors are not among them: --to zarr"
+    with _temporary_folder(output) as temporary:
+        temporary.mkdir(parents=True)
+        write_csv(files, temporary)
+    return f"tables exported as CSV to {output}; recorded tensors are not included: instrument.load(RUN).tensors() reads them"
 
 
-def _zarr(files: RunFiles, place: Path) -> str:
-    from .analysis.zarr_export import write_zarr
-
-    if not files.count("tensors"):
-        raise InstrumentError("this run kept no tensors: record with 'tensors: true'")
-    with _made(place) as aside:
-        arrays = write_zarr(files, aside)
-    return f"tensors as {arrays} Zarr arrays in {place}"
-
-
-_WRITERS: dict[str, Callable[[RunFiles, Path], str]] = {"csv": _csv, "zarr": _zarr}
+_WRITERS: dict[str, Callable[[RunFiles, Path], str]] = {"csv": _csv}
 
 
 @contextmanager
-def _made(place: Path) -> Iterator[Path]:
+def _temporary_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder.
 
-    When the block ends, the folder is renamed to `place`. If the block raises an error, the folder is deleted.
+    When the block ends, the folder is renamed to `output`. If the block raises an error, the folder is deleted.
     """
-    _refuse_taken(place)
-    aside = place.with_name(f".{place.name}.tmp")
-    rmtree(aside, ignore_errors=True)
+    _check_empty(output)
+    temporary = output.with_name(f".{output.name}.tmp")
+    rmtree(temporary, ignore_errors=True)
     try:
-        yield aside
-        if place.exists():
-            place.rmdir()
-        aside.rename(place)
+        yield temporary
+        if output.exists():
+            output.rmdir()
+        temporary.rename(output)
     except BaseException:
-        rmtree(aside, ignore_errors=True)
+        rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _refuse_taken(place: Path) -> None:
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        problem = "there is something already, and nothing is ever overwritten"
-        raise ConfigError(
-            Mistake("--out", problem, written=str(place), allowed="a folder that is empty, or is not there")
-        )
+def _check_empty(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        message = "already exists, and existing files are not overwritten"
+        raise ConfigError(Problem("--out", message, given=str(output), allowed="an empty or new folder"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .errors import ConfigError, Mistake
+from .errors import ConfigError, Problem
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -110,16 +110,16 @@ def number_of_samples(batch: Any) -> int:
     if len(counts) == 1:
         return counts.pop()
     if counts:
-        problem = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous"
-        written = ", ".join(place for place, _ in sizes)
+        message = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous"
+        given = ", ".join(description for description, _ in sizes)
     else:
-        problem = "a batch holds no tensor with a dimension 0, so its number of samples is unknown"
-        written = type(batch).__name__
+        message = "a batch contains no tensor with a dimension 0, so its number of samples is unknown"
+        given = type(batch).__name__
     raise ConfigError(
-        Mistake(
+        Problem(
             "data.dataset",
-            f"{problem}: {written}",
-            allowed="tensors [samples, ...] with the same number of samples; give what all samples share as numbers, "
+            f"{message}: {given}",
+            allowed="tensors [samples, ...] with the same number of samples; pass values that all samples share as numbers, "
             "zero-dimensional tensors, or arguments of the task",
         )
     )

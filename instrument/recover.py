@@ -12,29 +12,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folders.maintenance import each_run
-from .folders.run_folder import mark_killed
+from .folders.maintenance import for_each_run
+from .folders.run_record import mark_killed
 from .sinks.recovery import recover
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    return each_run(
+    return for_each_run(
         arguments,
         _recover,
         name="recover",
-        description="Turn the journals of runs that were killed into Parquet.",
+        description="Convert the journals of killed runs to Parquet.",
         metavar="RUN",
-        reason="journals are where the run was made",
+        reason="a remote folder has no journals",
     )
 
 
 def _recover(folder: Path) -> tuple[str, Sequence[str]]:
-    found = recover(folder)
+    recovered = recover(folder)
     mark_killed(folder)
-    rows = ", ".join(f"{count:,} of {table}" for table, count in found.rows.items())
-    torn = f"; the step that was being written is not among them ({', '.join(found.torn)})" if found.torn else ""
-    return f"{f'rows turned into Parquet: {rows}' if rows else 'all is Parquet already'}{torn}", found.problems
+    rows = ", ".join(f"{table} {count:,}" for table, count in recovered.rows.items())
+    torn = f"; the incomplete last step was discarded ({', '.join(recovered.torn)})" if recovered.torn else ""
+    return f"{f'rows converted to Parquet: {rows}' if rows else 'no journals to convert'}{torn}", recovered.problems
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor.
 
     For a sharded tensor this is a collective operation: all processes must call it.
@@ -47,20 +47,20 @@ def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def as_plain(value: Any) -> Any:
+def pack_shards(value: Any) -> Any:
     """Return a state dict in which each sharded tensor is replaced by a dictionary with the shard of this process."""
     if not (isinstance(value, Tensor) and is_sharded(value)):
-        return map_children(value, lambda _, child: as_plain(child))
+        return map_children(value, lambda _, child: pack_shards(child))
     from torch.distributed.tensor import Shard
 
-    placements = [place.dim if isinstance(place, Shard) else None for place in value.placements]
+    placements = [placement.dim if isinstance(placement, Shard) else None for placement in value.placements]
     return {_SHARD: value.to_local(), "placements": placements, "shape": [*value.shape], "stride": [*value.stride()]}
 
 
-def from_plain(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the value that was passed to `as_plain`, with its tensors on the devices of the mesh."""
+def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
+    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh."""
     if not (isinstance(value, Mapping) and _SHARD in value):
-        return map_children(value, lambda _, child: from_plain(child, mesh))
+        return map_children(value, lambda _, child: unpack_shards(child, mesh))
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]

@@ -15,37 +15,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cli.job import complain, refused
+from .cli.job import as_instrument_error, print_error
 from .errors import InstrumentError
 from .sinks.remote import refuse_address
-from .sweeps.jobs import DONE, Sweep, summary
+from .sweeps.jobs import DONE, Sweep, count_by_status
 from .sweeps.lookup import Runs, jobs_in
-from .sweeps.summary import outcome, tell_sweep, told_together
+from .sweeps.summary import grouped_lines, outcome, print_summary
 
-WIDTH_IN_A_PIPE = 160
+PIPE_WIDTH = 160
 COLOURS = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "missing": "yellow"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.sweep", description="The jobs of a sweep, and what became of each."
+        prog="python -m instrument.sweep", description="List the jobs of a sweep with their status."
     )
-    parser.add_argument("folder", metavar="FOLDER", help="the folder of a sweep, or its address")
-    parser.add_argument("--rerun", action="store_true", help="do the jobs that are not done, in the same folder")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
+    parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
+    args = parser.parse_args(arguments)
     try:
-        if asked.rerun:
-            _rerun(asked.folder)
-        return _show(asked.folder)
+        if args.rerun:
+            _rerun(args.folder)
+        return _show(args.folder)
     except InstrumentError as error:
-        return complain(error)
+        return print_error(error)
 
 
 def _rerun(written: str) -> None:
     from .cli.rerun import WHERE, rerun
 
-    refuse_address(written, WHERE, "jobs are done again where they were made", allowed="a folder of this machine")
+    refuse_address(written, WHERE, "jobs can only be rerun in a local folder", allowed="a local folder")
     folder = Path(written)
     sweep = Sweep(Path(os.path.abspath(folder)))
     try:
@@ -53,11 +53,11 @@ def _rerun(written: str) -> None:
     except InstrumentError:
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
-        tell_sweep(folder)
+        print_summary(folder)
         raise SystemExit(stop.code if isinstance(stop, SystemExit) else 130) from None
     except Exception as error:
-        raise refused(error, []) from error
-    print(f"\n{count} jobs tried again" if count else "nothing to do again")
+        raise as_instrument_error(error, []) from error
+    print(f"\n{count} jobs rerun" if count else "no jobs to rerun")
 
 
 def _show(folder: str) -> int:
@@ -71,15 +71,15 @@ def _show(folder: str) -> int:
         table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = WIDTH_IN_A_PIPE
+        console.width = PIPE_WIDTH
     console.print(table)
     left = [job for job in jobs if job.status != DONE]
     more = outcome(sweep, jobs) if isinstance(sweep, Sweep) else {}
-    print("", *told_together(left), f"{len(jobs)} jobs in {folder}: {summary(jobs)}", sep="\n")
+    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")
     for name, text in more.items():
         print(f"{name:<12}{text}")
     if isinstance(sweep, Runs):
-        print("there is no record of a sweep here: which jobs are missing is not known")
+        print("this folder has no record of a sweep: missing jobs are not listed")
     return 1 if left or not jobs else 0
 
 

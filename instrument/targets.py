@@ -10,7 +10,7 @@ from typing import Any
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from .errors import ConfigError, Mistake, nearest
+from .errors import ConfigError, Problem, similar_names
 from .spec.fields import Target
 
 
@@ -27,13 +27,13 @@ def locate(path: str, where: str) -> Any:
     try:
         found = get_object(path)
     except Exception as error:
-        raise ConfigError(_not_there(path, where, error)) from None
+        raise ConfigError(_import_problem(path, where, error)) from None
     if not callable(found):
-        raise ConfigError(Mistake(where, f"{path} is a {type(found).__name__}, not a class or function", written=path))
+        raise ConfigError(Problem(where, f"{path} is a {type(found).__name__}, not a class or function", given=path))
     return found
 
 
-def takes(path: str, where: str) -> frozenset[str]:
+def argument_names(path: str, where: str) -> frozenset[str]:
     """Return the parameter names of a target; empty for a built-in function without a signature.
 
     Args:
@@ -72,7 +72,7 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
     except InstantiationException as error:
         cause = error.__cause__
         raise ConfigError(
-            Mistake(where, f"{target.target} could not be built: {_reason(cause or error)}", written=_arguments(target))
+            Problem(where, f"{target.target} could not be built: {_reason(cause or error)}", given=_arguments(target))
         ) from error
 
 
@@ -97,12 +97,12 @@ def _reason(error: BaseException) -> str:
     return text if isinstance(error, InstantiationException) else f"{type(error).__name__}: {text}"
 
 
-def _not_there(path: str, where: str, error: BaseException) -> Mistake:
-    """Return the problem of a failed import: the part of the path that fails, and the nearest existing names."""
+def _import_problem(path: str, where: str, error: BaseException) -> Problem:
+    """Return the problem of a failed import: the part of the path that fails, and similar existing names."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InstantiationException) and "blocklisted" in str(cause):
-            return Mistake(where, "Hydra refuses to call this", written=path)
+            return Problem(where, "Hydra does not allow this target", given=path)
         cause = cause.__cause__
     parts = path.split(".")
     found: Any = None
@@ -115,26 +115,26 @@ def _not_there(path: str, where: str, error: BaseException) -> Mistake:
             )
         except ModuleNotFoundError as missing:
             if missing.name not in (".".join(parts[: i + 1]), part) and not (missing.name or "").startswith(parts[0]):
-                return Mistake(
+                return Problem(
                     where,
                     f"{'.'.join(parts[: i + 1])} needs the module {missing.name!r}, which is not installed",
-                    written=path,
+                    given=path,
                 )
-            place = ".".join(parts[:i])
+            parent = ".".join(parts[:i])
             known = dir(found) if i else [module.name for module in pkgutil.iter_modules()]
-            problem = (
-                f"{place} has no {part!r}"
+            message = (
+                f"{parent} has no {part!r}"
                 if i
-                else f"there is no module {part!r} here; Python looks in the working directory too"
+                else f"no module named {part!r}; Python also searches the working directory"
             )
-            return Mistake(
+            return Problem(
                 where,
-                problem,
-                written=path,
-                nearest=[f"{place}.{name}" if place else name for name in nearest(part, known)],
+                message,
+                given=path,
+                similar=[f"{parent}.{name}" if parent else name for name in similar_names(part, known)],
             )
         except Exception as failure:
-            return Mistake(
-                where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", written=path
+            return Problem(
+                where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", given=path
             )
-    return Mistake(where, f"cannot be imported: {error}", written=path)
+    return Problem(where, f"cannot be imported: {error}", given=path)

@@ -15,28 +15,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .analysis.folders import NoRunError, find_runs
-from .errors import ConfigError, InstrumentError, Mistake
-from .folders.maintenance import held
-from .folders.run_folder import mark_killed, read_record
+from .errors import ConfigError, InstrumentError, Problem
+from .folders.maintenance import locked
+from .folders.run_record import mark_killed, read_record
 from .formatting import human_bytes
-from .sinks.client_errors import told
+from .sinks.client_errors import safe_message
 from .sinks.lock import is_written
 from .sinks.recovery import recover
-from .sinks.remote import RemoteFolder, place_of, refuse_address
+from .sinks.remote import RemoteFolder, refuse_address, remote_address_of
 from .sinks.transfer import send_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m instrument.upload", description="Send runs to a remote folder.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or one above several")
+    parser = argparse.ArgumentParser(prog="python -m instrument.upload", description="Upload runs to a remote folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs")
     parser.add_argument(
-        "remote", metavar="REMOTE", nargs="?", help="such as s3://bucket/prefix; the run's own without it"
+        "remote", metavar="REMOTE", nargs="?", help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)"
     )
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        refuse_address(asked.run, "RUN", "runs are sent from where they were made", allowed="a folder of this machine")
-        places = [(folder, _remote(folder, asked.remote)) for folder in find_runs(asked.run)[1]]
+        refuse_address(args.run, "RUN", "must be a local folder", allowed="a local folder")
+        places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -45,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _remote(folder: Path, remote: str | None) -> RemoteFolder:
     if remote is not None:
-        return RemoteFolder(place_of(folder, remote), "REMOTE")
+        return RemoteFolder(remote_address_of(folder, remote), "REMOTE")
     address = read_record(folder, "RUN").get("remote")
     if not address:
         raise ConfigError(
-            Mistake(
+            Problem(
                 "REMOTE",
-                "the run has no remote folder of its own: it was started without",
-                written=str(folder),
+                "missing: the run was started without sink.remote",
+                given=str(folder),
                 allowed="python -m instrument.upload RUN s3://bucket/prefix",
             )
         )
@@ -63,7 +63,7 @@ def _send(folder: Path, remote: RemoteFolder) -> int:
     running = is_written(folder)
     try:
         if not running:
-            with held(folder):
+            with locked(folder):
                 recover(folder)
                 mark_killed(folder)
         sent = send_all(folder, remote)
@@ -71,15 +71,16 @@ def _send(folder: Path, remote: RemoteFolder) -> int:
         print(f"{folder}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:  # storage clients raise many types of errors
-        print(f"{folder}: {remote.address}: {told(error)}", file=sys.stderr)
+        print(f"{folder}: {remote.address}: {safe_message(error)}", file=sys.stderr)
         return 1
     print(
-        f"{folder}: {f'{sent.files} files sent' if sent.files else 'all is there already'}, {human_bytes(sent.bytes)}, to {remote.address}"
+        f"{folder}: {f'{sent.files} files' if sent.files else 'no new files'} uploaded to {remote.address}, "
+        f"{human_bytes(sent.bytes)}"
     )
     for name, problem in sent.missing.items():
-        print(f"{folder}: {name} is not there: {problem}", file=sys.stderr)
+        print(f"{folder}: {name} is missing: {problem}", file=sys.stderr)
     if running:
-        print(f"{folder}: still running; what is in its journals is left for later", file=sys.stderr)
+        print(f"{folder}: the run is in progress: its journals were not uploaded", file=sys.stderr)
     return 1 if sent.missing or running else 0
 
 

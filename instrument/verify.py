@@ -19,15 +19,15 @@ from omegaconf import DictConfig
 
 from .cli.command import command
 from .cli.fast_imports import importing
-from .cli.job import told
+from .cli.job import report_errors
 from .cli.reading import read_config
-from .distributed.torchrun import joined
-from .errors import ConfigError, Mistake
+from .distributed.torchrun import process_group
+from .errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from .verification import Certificate
+    from .verification.comparison import Certificate
 
-UNREPEATED = 3  # exit code if two trainings without hooks differ
+NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
 
 def main() -> None:
@@ -44,41 +44,41 @@ def certify(config: DictConfig) -> None:
     Raises:
         SystemExit: The trainings differ; the code is 1, or 3 if trainings without hooks differ as well.
     """
-    with told() as place:
+    with report_errors() as job:
         parsed, _ = read_config(config)
-        if joined() is not None:
+        if process_group() is not None:
             raise ConfigError(
-                Mistake("", "a proof is made by one process", allowed="the same command without torchrun")
+                Problem("", "verification needs a single process", allowed="the same command without torchrun")
             )
         with importing():
-            from .verification import verify
+            from .verification.comparison import verify
 
         certificate = verify(parsed)
-        path = Path(place.folder) / "certificate.json"
+        path = Path(job.folder) / "certificate.json"
         path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
-        print(_words(certificate, path))
+        print(_summary(certificate, path))
         if not certificate.holds:
-            raise SystemExit(1 if certificate.unrepeated is None else UNREPEATED)
+            raise SystemExit(1 if certificate.unrepeated is None else NOT_REPEATABLE)
 
 
-def _words(certificate: Certificate, path: Path) -> str:
+def _summary(certificate: Certificate, path: Path) -> str:
     lines = [
         f"{certificate.steps} steps and {certificate.evaluations} evaluations, without hooks and with "
-        f"{len(certificate.hooks)} record hooks at {certificate.sites} places "
+        f"{len(certificate.hooks)} record hooks at {certificate.sites} locations "
         f"({', '.join(certificate.hooks) or 'none'}), which recorded {certificate.rows:,} rows",
-        f"compared after each: metrics, {certificate.tensors} gradients, parameters, buffers and tensors of the optimizer, "
+        f"compared after each: metrics, {certificate.tensors} gradients, parameters, buffers and optimizer tensors, "
         "random states; and the outputs of evaluations",
     ]
     if certificate.left_out:
-        lines.append(f"left out, since they change values by design: {', '.join(certificate.left_out)}")
-    verdict = "EQUAL to the last bit"
+        lines.append(f"not verified, since they change values by design: {', '.join(certificate.left_out)}")
+    verdict = "EQUAL: all values are bit-identical"
     if certificate.difference is not None:
         verdict = f"NOT EQUAL: {certificate.difference}"
     elif certificate.unrepeated is not None:
         verdict = (
-            f"NOT REPEATABLE: two trainings without hooks differ at {certificate.unrepeated}. The model itself does not "
-            "repeat, so nothing can be proved about the hooks. Look for the time, os.urandom, a global counter, or an "
-            "operation without a deterministic algorithm (deterministic=true)"
+            f"NOT REPEATABLE: two trainings without hooks differ at {certificate.unrepeated}. The model is not "
+            "deterministic, so the hooks cannot be verified. Possible causes: the time, os.urandom, a global counter, "
+            "or an operation without a deterministic algorithm (set deterministic=true)"
         )
     return "\n".join([*lines, verdict, f"certificate  {path}"])
 

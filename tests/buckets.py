@@ -40,7 +40,7 @@ def s3(s3_server: str) -> Iterator[None]:
 @pytest.fixture
 def bucket(s3: None) -> Iterator[str]:
     """Address of an empty bucket, which is removed after the test."""
-    files = _make("bucket")
+    files = _create_bucket("bucket")
     yield "s3://bucket"
     files.invalidate_cache()
     files.rm("bucket", recursive=True)
@@ -50,7 +50,7 @@ def bucket(s3: None) -> Iterator[str]:
 def kept_bucket(s3_server: str) -> str:
     """Address of a bucket for folders that many tests read."""
     with connected(s3_server):
-        _make("kept")
+        _create_bucket("kept")
     return "s3://kept"
 
 
@@ -102,7 +102,7 @@ def _environment(**variables: str) -> Iterator[None]:
         yield
 
 
-def _make(bucket: str) -> Any:
+def _create_bucket(bucket: str) -> Any:
     from instrument.sinks.remote import filesystem
 
     files, _ = filesystem(f"s3://{bucket}", "")

@@ -27,7 +27,7 @@ settings.register_profile(
 )
 settings.load_profile("tests")
 
-pytest_plugins = ("reported", "buckets")
+pytest_plugins = ("report_fixtures", "buckets")
 
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
         if not torch.cuda.is_available():
             for item in missing:
-                item.add_marker(pytest.mark.skip(reason="there is no GPU on this machine"))
+                item.add_marker(pytest.mark.skip(reason="CUDA is not available"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,8 +72,8 @@ class Answer:
 @pytest.fixture(scope="session")
 def mnist_root() -> Path | None:
     """Folder with the MNIST files in the layout of torchvision; None if it is missing."""
-    found = [Path(folder) for folder in MNIST_FOLDERS if folder and (Path(folder) / "MNIST" / "raw").is_dir()]
-    return found[0].resolve() if found else None
+    folders = [Path(folder) for folder in MNIST_FOLDERS if folder and (Path(folder) / "MNIST" / "raw").is_dir()]
+    return folders[0].resolve() if folders else None
 
 
 @pytest.fixture
@@ -105,18 +105,18 @@ def fresh_workers() -> Iterator[None]:
 
 
 @pytest.fixture
-def few_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the dry run of a plan to the passes whose rows are kept, without the passes that only measure time."""
     from instrument.dry_run import profiling
 
-    monkeypatch.setattr(profiling, "LEAST", profiling.KEPT)
-    monkeypatch.setattr(profiling, "MOST", profiling.KEPT)
+    monkeypatch.setattr(profiling, "MIN_REPEATS", profiling.REPEATS_WITH_ROWS)
+    monkeypatch.setattr(profiling, "MAX_REPEATS", profiling.REPEATS_WITH_ROWS)
 
 
 @pytest.fixture
 def cli(
     workdir: Path,
-    few_visits: None,
+    few_repeats: None,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., Answer]:

@@ -134,14 +134,14 @@ def mutated(number: int) -> dict[str, Any]:
 
 
 def _change(config: dict[str, Any], draw: random.Random) -> None:
-    holder, key = draw.choice(list(_places(config)))
+    holder, key = draw.choice(list(_entries(config)))
     match draw.randrange(16):
         case 0:
             del holder[key]
         case 1 if isinstance(holder, dict):
             holder[draw.choice(KEYS)] = _value(draw, key)
         case 2:
-            other, there = draw.choice(list(_places(config)))
+            other, there = draw.choice(list(_entries(config)))
             holder[key] = copy.deepcopy(other[there])
         case 3:
             holder[key] = [holder[key]] * draw.choice([1, 2, 50])
@@ -178,12 +178,19 @@ def _value(draw: random.Random, key: Any, before: Any = None) -> Any:
     return copy.deepcopy(draw.choice(draw.choice([TEXTS, NUMBERS, OTHERS])))
 
 
-def _places(value: Any) -> Any:
+def _entries(value: Any) -> Any:
     """Yield every container in a nested value with each of its keys or indices, as (container, key)."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
-        yield from _places(value[key])
+        yield from _entries(value[key])
+
+
+VALID = (
+    *("seed=7", "train.steps=3", "train.batch_size=8", "optimizer.lr=0.01"),
+    *("hooks.activations.every=2", "hooks.activations.stats=[mean]", "+hooks.new={layers: '**', kind: tensor, action: record}"),
+)
+"""Overrides that are valid with the command of the fuzz tests, so that some command lines are accepted."""
 
 
 def mutated_arguments(number: int) -> list[str]:
@@ -196,6 +203,9 @@ def mutated_arguments(number: int) -> list[str]:
     paths = [".".join(map(str, path)) for path in _paths(CONFIG)]
     arguments = []
     for _ in range(draw.choice([1, 2, 3])):
+        if draw.random() < 0.35:
+            arguments.append(draw.choice(VALID))
+            continue
         key = draw.choice([*paths, *KEYS, "hooks.new", "hydra.run.dir", "exp"])
         value = draw.choice(
             [*TEXTS, *map(str, NUMBERS), "[1,2", "{a: 1}", "[]", "{", "a=b", "1,2", "range(1,3)", "glob(*)"]

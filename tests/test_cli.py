@@ -1,4 +1,4 @@
-"""The command line, end to end: what a run prints, what it leaves, and what it does not."""
+"""The command line, end to end: printed output, written files, plans, sweeps and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import polars
 import pytest
 from conftest import REPOSITORY
 from tiers import tiered
-from waiting import HANGS
+from waiting import TIMEOUT
 
 import instrument
 
@@ -25,7 +25,7 @@ TIMES = ["seconds", "samples_per_second"]
 SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 
-TAMED = (*TINY, "+hooks.tame={layers:layers.0,kind:parameter_grad,action:clip,norm:1}")
+CLIPPED = (*TINY, "+hooks.tame={layers:layers.0,kind:parameter_grad,action:clip,norm:1}")
 
 EXPERIMENT = """# @package _global_
 defaults:
@@ -38,7 +38,7 @@ hooks: {{seen: {{layers: "**", kind: forward, action: record}}}}
 """
 
 
-def only(folder: str | Path) -> Path:
+def only_entry(folder: str | Path) -> Path:
     (found,) = Path(folder).iterdir()
     return found
 
@@ -52,8 +52,8 @@ def write(path: str, text: str) -> None:
     Path(path).write_text(text)
 
 
-def same_rows(one: instrument.Run, other: instrument.Run) -> None:
-    """Equal to the last bit, but for what a clock says."""
+def assert_same_rows(one: instrument.Run, other: instrument.Run) -> None:
+    """Assert that two runs are bit-identical, except for measured times."""
     for table in ("stats", "effects", "metrics", "coverage", "layers"):
         left, right = (getattr(run, table).drop(columns=TIMES, errors="ignore") for run in (one, other))
         pd.testing.assert_frame_equal(left, right, check_exact=True)
@@ -64,7 +64,7 @@ def same_rows(one: instrument.Run, other: instrument.Run) -> None:
 
 @pytest.fixture
 def data(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The environment with real MNIST where there is one; the name of the dataset that will be used."""
+    """Name of the dataset to use: `mnist` if its files are available (with `INSTRUMENT_DATA` set), else `digits`."""
     if mnist_root is None:
         monkeypatch.setenv("INSTRUMENT_DATA", "nowhere")
         return "digits"
@@ -72,10 +72,10 @@ def data(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mnist"
 
 
-def test_the_main_job_prints_its_progress_and_leaves_all_that_it_promises(cli: Cli, data: str) -> None:
+def test_main_experiment_prints_progress_and_writes_all_tables(cli: Cli, data: str) -> None:
     answer = cli("+exp=mnist_hooks", "data.dataset.download=false")
     assert answer.code == 0, answer.err
-    folder = only("runs/mnist_hooks")
+    folder = only_entry("runs/mnist_hooks")
 
     assert f"data  {data}:" in answer.out
     steps = [line for line in answer.out.splitlines() if line.startswith("step") and "evaluation" not in line]
@@ -119,7 +119,7 @@ def test_the_main_job_prints_its_progress_and_leaves_all_that_it_promises(cli: C
     assert set(run.events.rule) == ({"fallback"} if data == "digits" else set())
 
 
-def test_pandas_polars_and_duckdb_read_every_table_with_no_help(cli: Cli) -> None:
+def test_every_table_is_readable_with_pandas_polars_and_duckdb(cli: Cli) -> None:
     assert cli(*TINY, "hooks=activations", "hydra.run.dir=out").code == 0
     expected = {
         "stats": 3,
@@ -139,42 +139,42 @@ def test_pandas_polars_and_duckdb_read_every_table_with_no_help(cli: Cli) -> Non
         assert count == [(rows,)]
 
 
-def test_the_plan_is_printed_and_nothing_is_run_or_left(cli: Cli) -> None:
+def test_plan_is_printed_and_writes_nothing(cli: Cli) -> None:
     answer = cli(*SHORT, "plan=true", "train.steps=100", "hooks.digit_maps.steps=[0,99]")
     assert answer.code == 0, answer.err
-    for told in (
+    for message in (
         "MnistCNN",
         "Conv2d  144 parameters  activations, gradients, updates",
         "Linear  650 parameters  gradients → tame, updates",
     ):
-        assert told in answer.out
+        assert message in answer.out
     rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}
-    assert rows["activations"][-5:-3] == ["22", "440"]  # rows a step, rows in all: statistics and histograms
+    assert rows["activations"][-5:-3] == ["22", "440"]  # rows per step and in total: statistics and histograms
     assert rows["tame"][-5:-3] == ["4", "400"]
-    assert rows["in"][-5:-3] == ["53", "1,400"]
-    assert rows["in"][-2] in ("kB", "MB")
-    assert rows["in"][-1].startswith(("+", "-"))
-    assert "ms on average" in answer.out
+    assert rows["total"][-5:-3] == ["53", "1,400"]
+    assert rows["total"][-2] in ("kB", "MB")
+    assert rows["total"][-1].startswith(("+", "-"))
+    assert "mean time per step" in answer.out
     assert "Not matched" in answer.out
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_the_plans_of_a_sweep_are_printed_and_nothing_is_left(cli: Cli) -> None:
-    answer = cli("-m", *TAMED, "plan=true", "hooks.tame.norm=1,2")
+def test_plans_of_a_sweep_are_printed_and_write_nothing(cli: Cli) -> None:
+    answer = cli("-m", *CLIPPED, "plan=true", "hooks.tame.norm=1,2")
     assert answer.code == 0, answer.err
     assert "clip norm 1" in answer.out
     assert "clip norm 2" in answer.out
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_run_goes_on_where_nobody_reads_what_it_prints(workdir: Path) -> None:
+def test_run_continues_after_stdout_is_closed(workdir: Path) -> None:
     command = [sys.executable, "-m", "instrument", *TINY, "train.steps=12", "hydra.run.dir=out"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"run")
         process.stdout.close()
-        assert process.wait(HANGS) == 0
+        assert process.wait(TIMEOUT) == 0
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()
     run = instrument.load("out")
@@ -182,16 +182,16 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints(workdir: Path) -> None:
     assert run.metrics.step.max() == 12
 
 
-def test_the_plan_foretells_the_rows_that_the_run_writes(cli: Cli) -> None:
+def test_plan_predicts_the_number_of_written_rows(cli: Cli) -> None:
     plan = cli(*SHORT, "plan=true")
     assert cli(*SHORT, "hydra.run.dir=out").code == 0
     run = instrument.load("out")
     wrote = len(run.stats) + len(run.distributions) + len(run.tensors()) + len(run.effects)
-    total = next(line.split() for line in plan.out.splitlines() if line.startswith("in all"))
+    total = next(line.split() for line in plan.out.splitlines() if line.startswith("total"))
     assert int(total[-4].replace(",", "")) == wrote
 
 
-def test_the_repository_root_is_a_working_directory_like_any_other(
+def test_run_works_in_the_repository_root(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
@@ -200,12 +200,12 @@ def test_the_repository_root_is_a_working_directory_like_any_other(
     assert instrument.load(tmp_path / "out").info["status"] == "done"
 
 
-def test_the_six_job_sweep_is_one_frame_with_typed_overrides_and_no_job_leaks_into_the_next(cli: Cli) -> None:
+def test_sweep_loads_as_one_frame_with_typed_overrides(cli: Cli) -> None:
     answer = cli("-m", *SHORT, "hooks.tame.norm=0.1,1,10", "seed=1,2")
     assert answer.code == 0, answer.err
     for norm, seed in ((0.1, 1), (0.1, 2), (1, 1), (1, 2), (10, 1), (10, 2)):
         assert f"  hooks.tame.norm={norm} seed={seed}  loss" in answer.out
-    folder = only("runs/mnist_hooks")
+    folder = only_entry("runs/mnist_hooks")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set("012345")
     assert "6 jobs in" in answer.out
 
@@ -220,54 +220,54 @@ def test_the_six_job_sweep_is_one_frame_with_typed_overrides_and_no_job_leaks_in
 
     assert cli(*SHORT, "hooks.tame.norm=10", "seed=2", "hydra.run.dir=alone").code == 0
     alone = instrument.load("alone")
-    same_rows(instrument.load(sweep.folders[5]), alone)
-    assert (instrument.load(sweep.folders[4]).metrics.loss != alone.metrics.loss).all()  # of another seed
+    assert_same_rows(instrument.load(sweep.folders[5]), alone)
+    assert (instrument.load(sweep.folders[4]).metrics.loss != alone.metrics.loss).all()  # a run with another seed
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_rows_and_another_seed_does_not(cli: Cli) -> None:
+def test_equal_seeds_give_equal_rows(cli: Cli) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         assert cli(*SHORT, f"seed={seed}", f"hydra.run.dir={name}").code == 0
     a, b, c = (instrument.load(name) for name in "abc")
-    same_rows(a, b)
+    assert_same_rows(a, b)
     assert (a.metrics.loss != c.metrics.loss).all()
 
 
 @pytest.mark.parametrize(
-    ("swept", "told", "left"),
+    ("values", "message", "statuses"),
     [
         ("hooks.tame.norm=1,-1,10", "hooks.tame.norm", ["done", "done"]),
         ("hooks.tame.layers=layers.**,layrs,layers.0", "hooks.tame.layers", ["done", "done"]),
     ],
 )
-def test_a_job_that_fails_lets_the_others_finish(cli: Cli, swept: str, told: str, left: list[str]) -> None:
-    answer = cli("-m", *TAMED, swept)
+def test_invalid_job_does_not_stop_the_sweep(cli: Cli, values: str, message: str, statuses: list[str]) -> None:
+    answer = cli("-m", *CLIPPED, values)
     assert answer.code == 2
     assert "Traceback" not in answer.err
-    assert f"\n{told}: " in answer.err
-    folder = only("runs/run")
+    assert f"\n{message}: " in answer.err
+    folder = only_entry("runs/run")
     assert f"the job in {folder}/1" in answer.err
-    assert list(instrument.load(folder).runs.status) == left
+    assert list(instrument.load(folder).runs.status) == statuses
 
 
-def test_a_failure_while_running_ends_a_sweep_with_exit_code_1(cli: Cli) -> None:
+def test_sweep_with_a_failed_job_exits_with_code_1(cli: Cli) -> None:
     write("sweep_mine.py", "def shrink(tensor, context, to):\n    return tensor[: to if context.step else 64]\n")
     fn = "{_target_: sweep_mine.shrink, to: 64}"
     hook = f"+hooks.mine={{layers: layers, kind: forward, action: modify, fn: {fn}}}"
     answer = cli("-m", *TINY, hook.replace(": ", ":"), "hooks.mine.fn.to=64,3,99", "train.batch_size=64")
     assert answer.code == 1
     assert "hook 'mine' (forward) on layer 'layers' at step 1" in answer.err
-    assert list(instrument.load(only("runs/run")).runs.status) == ["done", "failed", "done"]
+    assert list(instrument.load(only_entry("runs/run")).runs.status) == ["done", "failed", "done"]
 
 
-def test_a_sweep_without_jobs_is_a_mistake(cli: Cli) -> None:
+def test_sweep_without_jobs_is_refused(cli: Cli) -> None:
     answer = cli("-m", *TINY, "seed=range(3,3)")
     assert answer.code == 2
     assert "the sweep has no jobs" in answer.err
     assert "seed=range(3,3)" in answer.err
 
 
-def test_a_model_of_ones_own_is_three_lines_of_yaml_and_gets_no_argument_but_its_own(cli: Cli) -> None:
+def test_custom_model_gets_only_its_own_arguments(cli: Cli) -> None:
     write(
         "own_net.py",
         "import torch\n\nGIVEN = {}\n\n\nclass MyNet(torch.nn.Sequential):\n"
@@ -278,39 +278,39 @@ def test_a_model_of_ones_own_is_three_lines_of_yaml_and_gets_no_argument_but_its
     answer = cli("+exp=mine")
     assert (answer.code, answer.err) == (0, "")
     assert sys.modules["own_net"].GIVEN == {"width": 32}  # type: ignore[attr-defined]
-    run = instrument.load(only("runs/mine"))
+    run = instrument.load(only_entry("runs/mine"))
     assert list(run.layers.module_type) == ["MyNet", "Flatten", "Linear", "Linear"]
     assert set(run.stats.layer) == {"", "0", "1", "2"}
 
 
-def test_a_file_of_ones_own_that_the_package_has_too_is_warned_of_and_not_used(cli: Cli) -> None:
+def test_custom_file_with_a_builtin_name_is_ignored_with_a_warning(cli: Cli) -> None:
     write("conf/exp/mnist_hooks.yaml", "# @package _global_\nname: stolen\n")
     write("conf/hooks/mine.yaml", 'seen: {layers: "**", kind: forward, action: record}\n')
     answer = cli(*SHORT, "plan=true")
     assert answer.code == 0
-    assert "warning: conf/exp/mnist_hooks.yaml is not used" in answer.err
+    assert "warning: conf/exp/mnist_hooks.yaml is ignored" in answer.err
     assert "conf/hooks/mine.yaml" not in answer.err
     assert "tame" in answer.out
 
 
-def test_groups_of_ones_own_are_found_beside_those_of_the_package(cli: Cli) -> None:
+def test_custom_config_groups_are_found_next_to_builtin_groups(cli: Cli) -> None:
     write("conf/hooks/mine.yaml", 'seen: {layers: "**", kind: forward, action: record}\n')
     assert cli(*TINY, "hooks=[mine,gradients]", "hydra.run.dir=out").code == 0
     assert set(instrument.load("out").stats.hook) == {"seen", "output_gradients", "parameter_gradients"}
 
 
-READY_MADE = {
+PRESETS = {
     "activations": {"activations"},
     "gradients": {"output_gradients", "parameter_gradients"},
     "parameters": {"parameters", "updates"},
     "dead_relu": {"dead_relu"},
 }
-ALL_READY_MADE = f"[{','.join(READY_MADE)}]"
+ALL_PRESETS = f"[{','.join(PRESETS)}]"
 
 
-@pytest.mark.parametrize("preset", tiered([*READY_MADE, ALL_READY_MADE], [ALL_READY_MADE]))
-def test_ready_made_hooks_are_chosen_by_name(cli: Cli, preset: str) -> None:
-    hooks = READY_MADE.get(preset) or set.union(*READY_MADE.values())
+@pytest.mark.parametrize("preset", tiered([*PRESETS, ALL_PRESETS], [ALL_PRESETS]))
+def test_hook_presets_are_selected_by_name(cli: Cli, preset: str) -> None:
+    hooks = PRESETS.get(preset) or set.union(*PRESETS.values())
     answer = cli(
         "model=mnist_cnn",
         "data=digits",
@@ -325,7 +325,7 @@ def test_ready_made_hooks_are_chosen_by_name(cli: Cli, preset: str) -> None:
     assert (run.coverage.fired == run.coverage.expected).all()
 
 
-def test_hooks_are_added_changed_and_taken_away_on_the_command_line(cli: Cli) -> None:
+def test_hooks_are_added_changed_and_removed_by_overrides(cli: Cli) -> None:
     answer = cli(
         *SHORT,
         "~hooks.noisy",
@@ -341,7 +341,7 @@ def test_hooks_are_added_changed_and_taken_away_on_the_command_line(cli: Cli) ->
     assert set(run.stats[run.stats.hook == "mine"].layer) == {"decoder.1"}
 
 
-def test_hooks_may_be_written_as_a_list(cli: Cli) -> None:
+def test_hooks_can_be_a_list(cli: Cli) -> None:
     text = EXPERIMENT.format(target="instrument.training.models.MLP, sizes: [64, 10]").splitlines()[:-1]
     items = (
         "[{layers: ., kind: forward, action: record}, {name: last, layers: layers.0, kind: forward, action: record}]"
@@ -352,32 +352,32 @@ def test_hooks_may_be_written_as_a_list(cli: Cli) -> None:
     assert set(instrument.load("out").stats.hook) == {"hooks_0", "last"}
 
 
-def test_a_fallback_is_told_on_screen_in_run_json_and_in_the_events_even_when_quiet(cli: Cli) -> None:
+def test_fallback_is_reported_on_screen_in_run_json_and_events(cli: Cli) -> None:
     answer = cli("+exp=mnist_hooks", "data.root=nowhere", "data.dataset.download=false", "train.steps=1", "quiet=true",
                  "hooks.digit_maps.steps=[0]", "~hooks.noisy", "hydra.run.dir=out")  # fmt: skip
     assert answer.code == 0, answer.err
     assert "FALLBACK" in answer.out
     assert "digits" in answer.out
-    assert "stand in for it" in " ".join(answer.out.split())
+    assert "using the digits of scikit-learn instead" in " ".join(answer.out.split())
     run = instrument.load("out")
-    assert "stand in for it" in run.info["data"]["fallback"]
+    assert "using the digits of scikit-learn instead" in run.info["data"]["fallback"]
     assert list(run.events.rule) == ["fallback"]
-    assert "stand in for it" in run.events.message[0]
+    assert "using the digits of scikit-learn instead" in run.events.message[0]
 
 
-def test_the_summary_repeats_a_fallback(cli: Cli) -> None:
+def test_summary_repeats_the_fallback(cli: Cli) -> None:
     answer = cli("+exp=mnist_hooks", "data.root=nowhere", "data.dataset.download=false", *SHORT[3:])
     start, summary = answer.out.split("Recorded", 1)
     for part in (start, summary):
-        assert "stand in for it" in " ".join(part.split())
+        assert "using the digits of scikit-learn instead" in " ".join(part.split())
 
 
-def test_a_quiet_run_prints_nothing(cli: Cli) -> None:
+def test_quiet_run_prints_nothing(cli: Cli) -> None:
     answer = cli(*TINY, "hooks=activations", "quiet=true")
     assert (answer.code, answer.out, answer.err) == (0, "", "")
 
 
-def test_a_quiet_run_warns_of_a_module_that_pytorch_cannot_see(cli: Cli) -> None:
+def test_quiet_run_warns_about_an_unregistered_module(cli: Cli) -> None:
     write(
         "hiding_net.py",
         "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
@@ -395,27 +395,27 @@ def test_a_quiet_run_warns_of_a_module_that_pytorch_cannot_see(cli: Cli) -> None
     assert events.severity[0] == "warning"
 
 
-def test_a_quiet_run_warns_of_a_hook_that_did_not_fire(cli: Cli) -> None:
+def test_quiet_run_warns_about_a_hook_that_did_not_fire(cli: Cli) -> None:
     hook = "+hooks.late={layers:layers,kind:forward,action:record,start:50}"
     answer = cli(*TINY, hook, "quiet=true")
     assert answer.code == 0
     assert answer.out.startswith("warning hook 'late'")
-    assert "never due" in " ".join(answer.out.split())
+    assert "never scheduled" in " ".join(answer.out.split())
 
 
-def test_an_existing_run_is_never_overwritten(cli: Cli) -> None:
+def test_existing_run_is_not_overwritten(cli: Cli) -> None:
     assert cli(*TINY, "hydra.run.dir=out").code == 0
     before = files(Path("out"))
     answer = cli(*TINY, "seed=5", "hydra.run.dir=out")
     assert answer.code == 2
-    assert "hydra.run.dir: there is a run in this folder already" in answer.err
+    assert "hydra.run.dir: the folder already contains a run" in answer.err
     assert files(Path("out")) == before
 
 
-def test_an_existing_sweep_is_never_overwritten(cli: Cli) -> None:
+def test_existing_sweep_is_not_overwritten(cli: Cli) -> None:
     assert cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out").code == 0
     before = files(Path("out"))
     answer = cli("-m", *TINY, "seed=3,4", "hydra.sweep.dir=out")
     assert answer.code == 2
-    assert "hydra.sweep.dir: there is a sweep in this folder already" in answer.err
+    assert "hydra.sweep.dir: the folder already contains a sweep" in answer.err
     assert files(Path("out")) == before

@@ -1,5 +1,7 @@
-"""Every command of `--help`, the pages and the headers of configurations: it is run, or composed and checked where it needs
-more than this machine (torchrun, a cluster, a bucket)."""
+"""The commands in `--help`, the docs and the headers of configuration files.
+
+Each command is run. Commands that need torchrun, a cluster or a bucket are only composed and checked.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from instrument import compact, export, recover, sweep
 from instrument.configuration.search_path import config_loader
 from instrument.report.__main__ import main as report
 from instrument.spec.parse import parse_config
-from instrument.sweeps.jobs import BASIC, composed
+from instrument.sweeps.jobs import BASIC, expand_sweep
 from instrument.sweeps.objective import read_objective
 
 Cli = Callable[..., Any]
@@ -32,20 +34,20 @@ PAGES = [
 ]
 HELP = yaml.safe_load((REPOSITORY / "conf" / "config.yaml").read_text())["hydra"]["help"]["header"]
 COMMAND = re.compile(r"(?:python -m|-m) (instrument(?:\.\w+)?)(?=[ `\n])([^`\n#]*)")
-# On data that is always there, and no longer than a step; MNIST is not on every machine.
+# One step on data that is always available; MNIST is not on every machine.
 SHORT = ("data=digits", "data.slice.stop=64", "data.eval_slice.stop=32", "train.steps=1", "quiet=true")
 OF_MNIST = ("data.dataset.size=28", "hooks.digit_maps.steps=[0]")
 
 
 def commands_in(text: str) -> list[tuple[str, list[str]]]:
-    """Each command's module and arguments; what it does may stand behind it, two spaces away."""
+    """Return the module and arguments of each command. A description may follow after two spaces."""
     joined = re.sub(r" \\\n\s*", " ", text)
     found = [(name, re.split(r" \|\| |  ", line.strip())[0]) for name, line in COMMAND.findall(joined)]
     return [(name, shlex.split(line)) for name, line in found]
 
 
 def runs() -> list[list[str]]:
-    """The arguments of `python -m instrument` and `python -m instrument.verify`, each once."""
+    """Return the distinct arguments of `python -m instrument` and `python -m instrument.verify`."""
     found = [
         arguments
         for page in PAGES
@@ -55,22 +57,22 @@ def runs() -> list[list[str]]:
     return [list(arguments) for arguments in dict.fromkeys(map(tuple, found))]
 
 
-def in_short(commands: list[list[str]]) -> list[list[str]]:
-    """Every option and key of the commands, whatever its value: runs that begin alike are one, sweeps those with a new one."""
-    begun: dict[str, dict[str, str]] = {}
+def shortened(commands: list[list[str]]) -> list[list[str]]:
+    """Return fewer commands with every option and key: runs with the same first argument are merged."""
+    merged: dict[str, dict[str, str]] = {}
     sweeps: list[list[str]] = []
     seen: set[str] = set()
     for arguments in commands:
         named = {each if each.startswith("+") or "/" in each else each.partition("=")[0]: each for each in arguments}
         if "-m" not in arguments:
-            begun[arguments[0]] = {**named, **begun.get(arguments[0], {})}
+            merged[arguments[0]] = {**named, **merged.get(arguments[0], {})}
         elif named.keys() - seen:
             sweeps.append(arguments)
             seen |= named.keys()
-    return [*(list(named.values()) for named in begun.values()), *sweeps]
+    return [*(list(named.values()) for named in merged.values()), *sweeps]
 
 
-def test_commands_are_found() -> None:
+def test_commands_of_the_pages_are_found() -> None:
     assert len(runs()) > 25
     names = {name for page in PAGES for name, _ in commands_in(page.read_text())}
     assert names >= {
@@ -92,33 +94,33 @@ def checked(config: DictConfig) -> None:
 @pytest.mark.parametrize(
     "commands",
     [
-        pytest.param(in_short(runs()), id="in short"),
+        pytest.param(shortened(runs()), id="short"),
         pytest.param(runs(), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_every_run_of_the_pages_can_be_composed(workdir: Path, commands: list[list[str]]) -> None:
+def test_runs_of_the_pages_can_be_composed(workdir: Path, commands: list[list[str]]) -> None:
     setup_globals()
     loader = config_loader()
     for arguments in commands:
         overrides = [argument.replace("$norm", "0.1") for argument in arguments if argument != "-m"]
         if "+exp=mine" in overrides or any(override.startswith("resume=") for override in overrides):
-            continue  # a file that the README writes, and a run's own configuration
+            continue  # These need a file that the README writes, or an existing run.
         if "-m" not in arguments:
             checked(loader.load_configuration("config", overrides, RunMode.RUN))
             continue
         asked = loader.load_configuration("config", overrides, RunMode.MULTIRUN)
-        if asked.hydra.sweeper["_target_"] != BASIC:  # Optuna chooses the values: the first of each
+        if asked.hydra.sweeper["_target_"] != BASIC:  # Optuna chooses the values; use the first of each.
             values = [re.sub(r"=(?:tag\(log,)?(?:interval|choice)\(([^,]+),.*", r"=\1", each) for each in overrides]
             jobs = [tuple(value for value in values if not value.startswith("hydra"))]
         else:
-            jobs = composed(asked.hydra)
+            jobs = expand_sweep(asked.hydra)
         checked(loader.load_sweep_config(asked, list(jobs[-1])))
 
 
-def test_every_command_of_the_help_works(cli: Cli) -> None:
-    told = [arguments for _, arguments in commands_in(HELP)]
-    assert [words[-1].partition("=")[0] for words in told] == ["+exp", "plan", "hooks.tame.norm", "hooks", "resume"]
-    for words in told[:-1]:
+def test_commands_of_the_help_work(cli: Cli) -> None:
+    commands = [arguments for _, arguments in commands_in(HELP)]
+    assert [words[-1].partition("=")[0] for words in commands] == ["+exp", "plan", "hooks.tame.norm", "hooks", "resume"]
+    for words in commands[:-1]:
         more = [*SHORT, *OF_MNIST] if "+exp=mnist_hooks" in words else SHORT
         answer = cli(*words, *(override for override in more if override.partition("=")[0] not in str(words)))
         assert answer.code == 0, (words, answer.err)
@@ -135,7 +137,7 @@ def test_every_command_of_the_help_works(cli: Cli) -> None:
     assert cli("resume=out").code == 0
 
 
-def test_every_tool_works_on_a_sweep(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_tools_work_on_a_sweep(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     small = ("model=mlp", "hooks=activations", *SHORT)
     assert cli("-m", *small, "seed=1,2", "hydra.sweep.dir=out").code == 0
     assert sweep.main(["out"]) == 0

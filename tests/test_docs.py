@@ -78,7 +78,7 @@ def test_links_lead_to_files(name: str) -> None:
         assert (page.parent / link).exists(), link
 
 
-def test_the_house_in_the_docs_has_every_folder_of_the_package() -> None:
+def test_architecture_page_has_every_package_folder() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     folders = [folder.name for folder in (REPOSITORY / "instrument").iterdir() if (folder / "__init__.py").exists()]
     assert len(folders) >= 9
@@ -88,7 +88,7 @@ def test_the_house_in_the_docs_has_every_folder_of_the_package() -> None:
 HOOKS_PAGE = (REPOSITORY / "docs" / "hooks.md").read_text()
 
 
-def test_the_page_of_hooks_has_a_section_for_every_kind() -> None:
+def test_hooks_page_has_a_section_for_every_kind() -> None:
     sections = re.findall(r"^## `(\w+)`$", HOOKS_PAGE, re.M)
     assert sorted(sections) == sorted([*KINDS, "backward"])
 

@@ -1,4 +1,4 @@
-"""The errors: what they say, and what the process ends with."""
+"""Errors: their messages, suggestions, exit codes and locations in user code."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from instrument.errors import (
     HookError,
     HookResultError,
     InstrumentError,
-    Mistake,
-    nearest,
-    own_frame,
+    Problem,
+    similar_names,
+    user_code_location,
 )
 from instrument.sinks.remote import UploadError
 
 
-def test_all_four_parts_stand_on_lines_of_their_own() -> None:
-    mistake = Mistake(
-        "hooks.a", "unknown field 'evry'", written="evry: 2", allowed=["every", "start"], nearest=["every"]
+def test_all_four_parts_are_on_separate_lines() -> None:
+    problem = Problem(
+        "hooks.a", "unknown field 'evry'", given="evry: 2", allowed=["every", "start"], similar=["every"]
     )
-    assert str(mistake).splitlines() == [
+    assert str(problem).splitlines() == [
         "hooks.a: unknown field 'evry'",
-        "    written  evry: 2",
+        "    given    evry: 2",
         "    allowed  every, start",
-        "    nearest  every",
+        "    similar  every",
     ]
 
 
 @pytest.mark.parametrize(
-    ("mistake", "lines"),
+    ("problem", "lines"),
     [
-        (Mistake("", "nothing works"), ["nothing works"]),
-        (Mistake("seed", "is missing"), ["seed: is missing"]),
-        (Mistake("a", "b", written=0), ["a: b", "    written  0"]),
-        (Mistake("a", "b", written=False), ["a: b", "    written  False"]),
+        (Problem("", "nothing works"), ["nothing works"]),
+        (Problem("seed", "is missing"), ["seed: is missing"]),
+        (Problem("a", "b", given=0), ["a: b", "    given    0"]),
+        (Problem("a", "b", given=False), ["a: b", "    given    False"]),
         (
-            Mistake("a", "b", written=["x"], allowed="one of yours"),
-            ["a: b", "    written  ['x']", "    allowed  one of yours"],
+            Problem("a", "b", given=["x"], allowed="one of yours"),
+            ["a: b", "    given    ['x']", "    allowed  one of yours"],
         ),
-        (Mistake("a", "b", nearest=("x", "y")), ["a: b", "    nearest  x, y"]),
+        (Problem("a", "b", similar=("x", "y")), ["a: b", "    similar  x, y"]),
     ],
 )
-def test_parts_that_are_not_there_are_left_out(mistake: Mistake, lines: list[str]) -> None:
-    assert str(mistake).splitlines() == lines
+def test_missing_parts_are_omitted(problem: Problem, lines: list[str]) -> None:
+    assert str(problem).splitlines() == lines
 
 
-def test_what_was_written_is_cut_where_it_would_fill_the_screen() -> None:
-    line = str(Mistake("a", "b", written=list(range(1000)))).splitlines()[1]
+def test_long_given_value_is_truncated() -> None:
+    line = str(Problem("a", "b", given=list(range(1000)))).splitlines()[1]
     assert len(line) < 220
     assert line.endswith("...")
 
 
 @pytest.mark.parametrize(
-    ("word", "options", "found"),
+    ("word", "options", "expected"),
     [
         ("evry", ["start", "every", "stop"], ["every"]),
         ("RELU", ["ReLU6", "ReLU", "Linear"], ["ReLU"]),
@@ -78,25 +78,25 @@ def test_what_was_written_is_cut_where_it_would_fill_the_screen() -> None:
         ("every", ["every", "every"], ["every"]),
     ],
 )
-def test_the_nearest_options_come_best_first(word: str, options: list[str], found: list[str]) -> None:
-    assert nearest(word, options)[: len(found)] == found
-    assert bool(nearest(word, options)) == bool(found)
+def test_nearest_options_are_sorted_by_similarity(word: str, options: list[str], expected: list[str]) -> None:
+    assert similar_names(word, options)[: len(expected)] == expected
+    assert bool(similar_names(word, options)) == bool(expected)
 
 
 @given(st.lists(st.text("abcAB_", max_size=5), max_size=8), st.text("abcAB_", max_size=5), st.integers(1, 4))
-def test_the_nearest_are_options_once_each_and_an_exact_one_is_first(options: list[str], word: str, most: int) -> None:
-    found = nearest(word, options, most=most)
+def test_nearest_options_are_unique_with_exact_match_first(options: list[str], word: str, limit: int) -> None:
+    found = similar_names(word, options, limit=limit)
     assert set(found) <= set(options)
-    assert len(found) == len(set(found)) <= most
+    assert len(found) == len(set(found)) <= limit
     if word in options:
         assert word.lower() == found[0].lower()
 
 
-def test_a_config_error_says_every_mistake_and_survives_a_trip_to_another_process() -> None:
-    error = ConfigError(Mistake("a", "first", written=[1]), Mistake("b", "second", nearest=["c"]))
-    assert str(error) == "a: first\n    written  [1]\nb: second\n    nearest  c"
+def test_config_error_lists_all_problems_and_can_be_pickled() -> None:
+    error = ConfigError(Problem("a", "first", given=[1]), Problem("b", "second", similar=["c"]))
+    assert str(error) == "a: first\n    given    [1]\nb: second\n    similar  c"
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), again.mistakes, str(again)) == (ConfigError, error.mistakes, str(error))
+    assert (type(again), again.problems, str(again)) == (ConfigError, error.problems, str(error))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_config_error_says_every_mistake_and_survives_a_trip_to_another_proces
         (AlreadyAttachedError, InstrumentError, 1),
     ],
 )
-def test_each_error_has_its_place_in_the_tree_and_its_exit_code(
+def test_error_has_its_base_class_and_exit_code(
     error: type[InstrumentError], base: type[Exception], code: int
 ) -> None:
     assert error.__bases__ == (base,)
@@ -117,18 +117,18 @@ def test_each_error_has_its_place_in_the_tree_and_its_exit_code(
     assert getattr(instrument, error.__name__) is error
 
 
-def below(kind: type[InstrumentError], depth: int = 0) -> list[tuple[int, str]]:
+def class_tree(kind: type[InstrumentError], depth: int = 0) -> list[tuple[int, str]]:
     own = [child for child in kind.__subclasses__() if child.__module__.startswith("instrument.")]
-    return [(depth, kind.__name__), *(found for child in own for found in below(child, depth + 1))]
+    return [(depth, kind.__name__), *(entry for child in own for entry in class_tree(child, depth + 1))]
 
 
-def test_the_tree_in_the_docstring_is_the_tree_there_is() -> None:
-    assert instrument.NoRunError.__base__ is UploadError.__base__ is InstrumentError  # both in modules of their own
+def test_error_tree_in_the_docstring_is_current() -> None:
+    assert instrument.NoRunError.__base__ is UploadError.__base__ is InstrumentError  # defined in other modules
     written = re.findall(r"^([│├└─ ]*)(\w+Error)\b", errors.__doc__ or "", re.MULTILINE)
-    assert sorted((len(lead) // 4, name) for lead, name in written) == sorted(below(InstrumentError))
+    assert sorted((len(lead) // 4, name) for lead, name in written) == sorted(class_tree(InstrumentError))
 
 
-def test_what_the_module_gives_away_is_what_it_has() -> None:
+def test_all_of_the_module_lists_every_public_name() -> None:
     tree = ast.parse(Path(errors.__file__).read_text())
     public = {
         node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) if node.name[0] != "_"
@@ -136,9 +136,9 @@ def test_what_the_module_gives_away_is_what_it_has() -> None:
     assert set(errors.__all__) == public
 
 
-# ------------------------------------------------------------------------------------------------ the user's own frame
+# ------------------------------------------------------------------------------------------------ frames of user code
 
-OWN = """
+MODULE = """
 def outer():
     return inner()
 
@@ -150,7 +150,7 @@ def inner():
 
 def own_module(file: Path) -> ModuleType:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(OWN)
+    file.write_text(MODULE)
     spec = importlib.util.spec_from_file_location("own_module", file)
     assert spec is not None
     assert spec.loader is not None
@@ -160,17 +160,17 @@ def own_module(file: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("folder", ["project", "instrument", "instrument/conf", "lib/python"])
-def test_an_error_is_placed_at_the_last_line_of_the_users_own_code(tmp_path: Path, folder: str) -> None:
+def test_error_location_is_the_last_line_of_user_code(tmp_path: Path, folder: str) -> None:
     file = tmp_path / folder / "mine.py"
     with pytest.raises(ValueError, match="Expecting") as caught:
         own_module(file).outer()
     caught.value.__traceback__ = caught.value.__traceback__.tb_next if caught.value.__traceback__ else None
-    assert own_frame(caught.value) == f" (in {file}:7, inner)"
+    assert user_code_location(caught.value) == f" (in {file}:7, inner)"
 
 
-def test_an_error_in_nobodys_own_code_has_no_place() -> None:
-    code = "import instrument.spec.parse as p\nfrom instrument.errors import own_frame\n" + (
-        "try:\n    p.parse_hooks(3)\nexcept Exception as error:\n    print(repr(own_frame(error)))"
+def test_error_outside_user_code_has_no_location() -> None:
+    code = "import instrument.spec.parse as p\nfrom instrument.errors import user_code_location\n" + (
+        "try:\n    p.parse_hooks(3)\nexcept Exception as error:\n    print(repr(user_code_location(error)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "''"

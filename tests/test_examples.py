@@ -1,4 +1,4 @@
-"""Every example is run as its first line says, and what it prints or leaves is held against plain PyTorch."""
+"""The examples: each runs with the command in its first line, and its results match plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Experiment = Callable[..., instrument.Run]
 
 @pytest.fixture
 def folder(cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the folder to work in, as its README says."""
+    """Working directory with a copy of the examples."""
     shutil.copytree(EXAMPLES, workdir, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     monkeypatch.setattr(sys, "path", [str(workdir), *sys.path])
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
@@ -37,7 +37,7 @@ def folder(cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def script(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Script:
-    """The lines that a script prints."""
+    """Function that runs a script and returns the printed lines."""
 
     def run(name: str, *arguments: str) -> list[str]:
         assert (folder / name).read_text().splitlines()[0] == f"# python {name}"
@@ -51,7 +51,7 @@ def script(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 @pytest.fixture
 def experiment(folder: Path, cli: Callable[..., Answer]) -> Experiment:
-    """What an experiment left."""
+    """Function that runs an experiment and loads the run."""
 
     def run(name: str, *overrides: str) -> instrument.Run:
         lines = (folder / "conf" / "exp" / f"{name}.yaml").read_text().splitlines()
@@ -63,7 +63,7 @@ def experiment(folder: Path, cli: Callable[..., Answer]) -> Experiment:
     return run
 
 
-def test_the_list_has_every_example_with_its_command() -> None:
+def test_readme_lists_every_example_with_its_command() -> None:
     rows = re.findall(r"^\| .+ \| \[(\S+)\]\((\S+)\) \| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.M)
     files = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("conf/exp/*.yaml")]
     assert sorted(path for _, path, _ in rows) == sorted(
@@ -76,22 +76,22 @@ def test_the_list_has_every_example_with_its_command() -> None:
     assert [name for name, _, _ in rows if f'("{name.removesuffix(".yaml")}"' not in tested] == []
 
 
-def test_shapes_are_printed_as_the_forward_pass_goes(script: Script) -> None:
+def test_shapes_are_printed_in_forward_order(script: Script) -> None:
     from torchvision.models import squeezenet1_1
 
     lines = script("shapes.py")
-    wanted: list[str] = []
+    expected: list[str] = []
     model = squeezenet1_1(weights=None).eval()
     for name, module in model.named_modules():
         label = f"{name or 'the model'}: {type(module).__name__}"
-        module.register_forward_pre_hook(lambda m, args, at=label: wanted.append(f"{at} {list(args[0].shape)}"))
-        module.register_forward_hook(lambda m, args, out, at=label: wanted.append(f"-> {at} {list(out.shape)}"))
+        module.register_forward_pre_hook(lambda m, args, at=label: expected.append(f"{at} {list(args[0].shape)}"))
+        module.register_forward_hook(lambda m, args, out, at=label: expected.append(f"-> {at} {list(out.shape)}"))
     model(torch.zeros(1, 3, 224, 224))
-    assert [line.strip() for line in lines] == wanted
+    assert [line.strip() for line in lines] == expected
     assert len(lines) == 2 * len(list(model.modules()))
 
 
-def test_features_are_what_the_layers_give(script: Script) -> None:
+def test_features_equal_the_layer_outputs(script: Script) -> None:
     from torchvision.models import resnet50
     from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -101,11 +101,11 @@ def test_features_are_what_the_layers_give(script: Script) -> None:
     model = resnet50(weights=None).eval()
     images = torch.randn(4, 3, 224, 224)
     with torch.no_grad():
-        wanted = create_feature_extractor(model, ["layer4", "avgpool"])(images)
+        expected = create_feature_extractor(model, ["layer4", "avgpool"])(images)
     for layer, shape in (("layer4", (4, 2048, 7, 7)), ("avgpool", (4, 2048, 1, 1))):
         values = run.tensors(layer=layer)["values"][0]
         assert values.shape == shape
-        assert np.array_equal(values, wanted[layer].numpy())
+        assert np.array_equal(values, expected[layer].numpy())
         zeros = (values == 0).mean()
         assert f"{layer}: {shape}, mean {values.mean():.4f}, {zeros:.0%} zeros" in lines
 
@@ -117,7 +117,7 @@ def with_mnist(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> bool
     return mnist_root is not None
 
 
-def test_maps_of_the_first_digit(folder: Path, with_mnist: bool, experiment: Experiment) -> None:
+def test_feature_maps_of_the_first_digit(folder: Path, with_mnist: bool, experiment: Experiment) -> None:
     run = experiment("digit_maps", *([] if with_mnist else ["data.dataset.download=false"]))
     maps = {row.hook: row["values"] for _, row in run.tensors().iterrows()}
     assert {name: value.shape for name, value in maps.items()} == {
@@ -125,14 +125,14 @@ def test_maps_of_the_first_digit(folder: Path, with_mnist: bool, experiment: Exp
         "output": (1, 32, 7, 7),
         "gradient": (1, 32, 7, 7),
     }
-    assert (maps["output"] >= 0).all()  # the block ends in a ReLU and a maximum
+    assert (maps["output"] >= 0).all()  # the block ends in ReLU and max pooling
     assert np.abs(maps["gradient"]).sum() > 0
     if with_mnist:
         assert run.info["data"]["dataset"].endswith("mnist")
         assert run.info["data"]["train_samples"] == 1
 
 
-def test_hooks_of_all_kinds_in_their_order(script: Script) -> None:
+def test_hooks_of_all_kinds_fire_in_order(script: Script) -> None:
     lines = script("order.py")
     fired = [line.split() for line in lines]
     assert [int(number) for number, *_ in fired] == list(range(1, len(fired) + 1))
@@ -158,7 +158,7 @@ def test_hooks_of_all_kinds_in_their_order(script: Script) -> None:
     assert backward == ["2", "1", "0"]
 
 
-def test_a_tensor_hook_doubles_a_gradient_and_all_that_comes_before_it(script: Script) -> None:
+def test_tensor_hook_doubles_upstream_gradients(script: Script) -> None:
     rows = [line.split() for line in script("double_gradient.py")[1:]]
     assert [(row[0], row[-1]) for row in rows] == [("0.weight", "2"), ("2.weight", "2"), ("4.weight", "1")]
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_a_tensor_hook_doubles_a_gradient_and_all_that_comes_before_it(script: S
     assert [row[1] for row in rows] == norms
 
 
-def test_no_gradient_is_larger_than_a_hundredth(experiment: Experiment) -> None:
+def test_gradients_are_clipped_to_a_hundredth(experiment: Experiment) -> None:
     stats = experiment("clip_gradients").stats
     before, after = (stats[stats.hook == hook].abs_max for hook in ("before", "after"))
     assert len(before) == len(after) == 20 * 4
@@ -177,14 +177,14 @@ def test_no_gradient_is_larger_than_a_hundredth(experiment: Experiment) -> None:
     assert (after.to_numpy() == np.minimum(before.to_numpy(), np.float32(0.01))).all()
 
 
-def test_l2_by_hook_is_weight_decay(script: Script) -> None:
+def test_l2_hook_equals_weight_decay(script: Script) -> None:
     lines = script("weight_decay.py")
     assert lines[0] == "L2 by hook and weight_decay: equal to the last bit"
     assert float(lines[1].split()[-1]) < 1e-6
     assert float(lines[2].split()[-1]) > 1e-3
 
 
-def test_weights_filled_with_one(experiment: Experiment) -> None:
+def test_weights_are_filled_with_ones(experiment: Experiment) -> None:
     stats = experiment("ones").stats
     first = stats[stats.step == 0]
     assert len(first) == 2
@@ -193,7 +193,7 @@ def test_weights_filled_with_one(experiment: Experiment) -> None:
     assert (stats[stats.step == 2]["std"] > 0).all()
 
 
-def test_functions_made_linear_with_a_bias_that_trains(experiment: Experiment) -> None:
+def test_linear_functions_have_a_trained_bias(experiment: Experiment) -> None:
     run = experiment("linear_functions")
     tensors = run.tensors()
     before, after = (tensors[tensors.hook == hook]["values"].iloc[0] for hook in ("before", "after"))
@@ -204,7 +204,7 @@ def test_functions_made_linear_with_a_bias_that_trains(experiment: Experiment) -
     assert 0.5 not in biases
 
 
-def test_parameter_buffer_and_plain_tensor(script: Script) -> None:
+def test_hooks_of_parameter_buffer_and_plain_tensor(script: Script) -> None:
     assert [re.split(r"\s{2,}", line) for line in script("tensors.py")] == [
         ["weight", "parameter", "trains: True", "hooks: gradient, param, saved"],
         ["offset", "buffer", "trains: False", "hooks: buffer, saved"],
@@ -212,7 +212,7 @@ def test_parameter_buffer_and_plain_tensor(script: Script) -> None:
     ]
 
 
-def test_custom_gradients(script: Script) -> None:
+def test_custom_gradients_match_their_formulas(script: Script) -> None:
     found = {}
     for line in script("custom_gradient.py"):
         name, output, gradient = re.fullmatch(r"(.+?)\s+output (\[.*\])\s+gradient (\[.*\])", line).groups()
@@ -226,7 +226,7 @@ def test_custom_gradients(script: Script) -> None:
     assert found["reversal"][1] == (-0.5 * weight).tolist()
 
 
-def test_hooks_around_the_optimizers_step(script: Script) -> None:
+def test_hooks_before_and_after_the_optimizer_step(script: Script) -> None:
     _, _, *lines = script("optimizer_steps.py")
     torch.manual_seed(0)
     model = nn.Linear(4, 1, bias=False)
@@ -238,12 +238,12 @@ def test_hooks_around_the_optimizers_step(script: Script) -> None:
         optimizer.step()
         state = optimizer.state[model.weight]
         after = model.weight.detach()
-        seen = [before, model.weight.grad, after - before, after, state["exp_avg"], state["exp_avg_sq"]]
-        assert [float(cell) for cell in line.split()] == [step, *(round(tensor.norm().item(), 4) for tensor in seen)]
+        tensors = [before, model.weight.grad, after - before, after, state["exp_avg"], state["exp_avg_sq"]]
+        assert [float(cell) for cell in line.split()] == [step, *(round(tensor.norm().item(), 4) for tensor in tensors)]
     assert len(lines) == 4
 
 
-def test_what_is_saved_and_loaded_is_changed_and_nothing_that_lives(script: Script) -> None:
+def test_state_dict_hooks_change_files_but_not_the_model(script: Script) -> None:
     answers = dict(line.split(": ") for line in script("state_dict.py"))
     assert [answer for answer in answers.values() if answer in ("True", "False")] == ["True"] * 3
     kept, all_of_them = map(int, answers["different values in the file"].split(" of "))
@@ -253,7 +253,7 @@ def test_what_is_saved_and_loaded_is_changed_and_nothing_that_lives(script: Scri
     assert 0 < float(answers["largest rounding"]) <= round(largest / 127 / 2, 4)
 
 
-def test_a_module_inside_another_one(experiment: Experiment) -> None:
+def test_wrapped_module_is_recorded(experiment: Experiment) -> None:
     run = experiment("wrapped")
     stats = run.stats
     inner, outer = (stats[(stats.hook == hook) & (stats.step == 0)] for hook in ("inner", "outer"))
@@ -265,7 +265,7 @@ def test_a_module_inside_another_one(experiment: Experiment) -> None:
     assert shares[0] != 0.0
 
 
-def test_the_penalty_of_wgan_gp_is_swept(script: Script) -> None:
+def test_wgan_penalty_sweep(script: Script) -> None:
     lines = script("wgan_penalty.py", "train.steps=6")
     run = instrument.load("runs/wgan_penalty")
     rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines[-3:]}
@@ -279,7 +279,7 @@ def test_the_penalty_of_wgan_gp_is_swept(script: Script) -> None:
     assert not run.events.severity.isin(["warning", "error"]).any()
 
 
-def test_patching_tells_the_effect_of_each_layer(script: Script) -> None:
+def test_patching_reports_the_effect_of_each_layer(script: Script) -> None:
     first, *lines = script("patching.py")
     clean, damaged = (float(number) for number in re.findall(r"[\d.]+", first))
     assert clean < 0.1
@@ -288,7 +288,7 @@ def test_patching_tells_the_effect_of_each_layer(script: Script) -> None:
     assert list(mended) == [0, 1, 2, 3, 4]
     losses = {layer: float(re.search(r"loss ([\d.]+)", line).group(1)) for layer, line in mended.items()}
     assert all(clean < loss < damaged for loss in losses.values())
-    assert losses[0] == losses[1]  # half of the units patched before the ReLU or after it is the same
+    assert losses[0] == losses[1]  # patching half of the units before or after the ReLU is equivalent
     assert losses[2] == losses[3]
     table = dict(line.split() for line in lines[lines.index("run") + 1 :])
     assert {int(layer): float(loss) for layer, loss in table.items()} == losses

@@ -1,4 +1,4 @@
-"""What is said where a package is missing installs that package, and nothing of another name."""
+"""The `pip install` commands that errors about missing packages suggest."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["
 
 
 @pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in ("bench", "dev")])
-def test_the_command_installs_what_the_extra_needs(extra: str) -> None:
-    *start, told = extras.pip_command(extra).split(maxsplit=2)
+def test_pip_command_installs_the_packages_of_the_extra(extra: str) -> None:
+    *start, packages = extras.pip_command(extra).split(maxsplit=2)
     assert start == ["pip", "install"]
-    names = {Requirement(each.strip("'")).name for each in told.split("' '")}
+    names = {Requirement(each.strip("'")).name for each in packages.split("' '")}
     wanted = {Requirement(line).name for line in EXTRAS[extra]}
     if "instrument" in wanted:
         wanted = (wanted - {"instrument"}) | {Requirement(line).name for line in EXTRAS["remote"]}
     assert names == wanted
 
 
-def test_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(name: str) -> list[str]:
+def test_pip_command_without_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "requires", nothing)
+    monkeypatch.setattr(extras, "requires", not_installed)
     assert extras.pip_command("sql") == "pip install -e '.[sql]'"

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Human-readable byte counts and durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from instrument.formatting import human_bytes, human_seconds
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "expected"),
     [
         (0, "0 B"),
         (999, "999 B"),
@@ -21,10 +21,10 @@ from instrument.formatting import human_bytes, human_seconds
         (5e15, "5,000 TB"),
     ],
 )
-def test_bytes_for_people(count: float, told: str) -> None:
-    assert human_bytes(count) == told
+def test_human_bytes(count: float, expected: str) -> None:
+    assert human_bytes(count) == expected
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.0253, "25.3 ms"), (0.9996, "1 s"), (1234.0, "1.23e+03 s")])
-def test_seconds_for_people(seconds: float, told: str) -> None:
-    assert human_seconds(seconds) == told
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0253, "25.3 ms"), (0.9996, "1 s"), (1234.0, "1.23e+03 s")])
+def test_human_seconds(seconds: float, expected: str) -> None:
+    assert human_seconds(seconds) == expected

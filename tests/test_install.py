@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where there is no checkout."""
+"""The wheel: its contents, and its use without a checkout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy, so that nothing is left in the checkout."""
+    """Path of the wheel, built from a copy of the sources, so that the checkout stays unchanged."""
     folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
     source.mkdir()
@@ -60,26 +60,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts of an environment of its own with the wheel in it, which borrows what the wheel depends on."""
+    """Scripts folder of a new environment with the wheel. The dependencies come from the current environment."""
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=False, symlinks=True)
     paths = sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
     packages = Path(paths["purelib"])
-    packages.joinpath("borrowed.pth").write_text(
+    packages.joinpath("dependencies.pth").write_text(
         sysconfig.get_path("purelib")
-    )  # read as a path: its .pth files are not
+    )  # added to the path; .pth files in it are not read
     python = home / "bin" / "python"
     call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "-q", wheel, cwd=home)
     return home / "bin"
 
 
-def test_the_wheel_holds_every_module_every_configuration_and_the_mark_of_types(wheel: Path) -> None:
+def test_wheel_contains_all_modules_configurations_and_py_typed(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(file.relative_to(REPOSITORY)) for file in REPOSITORY.glob("instrument/**/*.py")}
     yaml = {f"instrument/{file.relative_to(REPOSITORY)}" for file in REPOSITORY.glob("conf/**/*.yaml")}
     assert len(yaml) > 20
-    wanted = modules | yaml | {"instrument/py.typed", "instrument/conf/schema.json"}
-    assert wanted - names == set()
+    expected = modules | yaml | {"instrument/py.typed", "instrument/conf/schema.json"}
+    assert expected - names == set()
     assert {name.split("/")[0] for name in names} == {
         "instrument",
         next(n for n in names if "dist-info" in n).split("/")[0],
@@ -89,7 +89,7 @@ def test_the_wheel_holds_every_module_every_configuration_and_the_mark_of_types(
 @pytest.mark.parametrize(
     "command", [["instrument"], pytest.param(["python", "-m", "instrument"], marks=pytest.mark.slow)], ids=" ".join
 )
-def test_the_command_and_the_module_run_where_there_is_no_checkout_with_a_model_that_lies_there(
+def test_installed_command_runs_with_a_local_model(
     installed: Path, tmp_path: Path, command: list[str]
 ) -> None:
     where = call(installed / "python", "-c", "import instrument; print(instrument.__file__)", cwd=tmp_path).stdout
@@ -110,7 +110,7 @@ def test_the_command_and_the_module_run_where_there_is_no_checkout_with_a_model_
     assert (tmp_path / "out" / "stats").is_dir()
 
 
-def test_inside_a_checkout_the_installed_command_uses_its_own_configurations(installed: Path, tmp_path: Path) -> None:
+def test_installed_command_uses_its_own_configurations(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     done = call(installed / "instrument", *TINY, "hydra.run.dir=out", cwd=tmp_path)
     assert "step 1/1" in done.stdout
@@ -119,4 +119,4 @@ def test_inside_a_checkout_the_installed_command_uses_its_own_configurations(ins
     done = call(installed / "python", "-m", "instrument", "+exp=mnist_hooks", "--cfg", "job", cwd=tmp_path)
     assert "name: mnist_hooks" in done.stdout
     assert done.stderr.count("warning") == 1
-    assert "conf/exp/mnist_hooks.yaml is not used" in done.stderr
+    assert "conf/exp/mnist_hooks.yaml is ignored" in done.stderr

@@ -1,4 +1,4 @@
-"""Tensors inside nested values: their paths, and the same value with some of them changed."""
+"""Tensors in nested values: their paths, mapping, device transfer and number of samples."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Slotted:
 
 
 @dataclasses.dataclass
-class Late:
+class UnsetField:
     logits: Any
-    cache: Any = dataclasses.field(init=False)  # set by nobody
+    cache: Any = dataclasses.field(init=False)  # never set
 
 
 @dataclasses.dataclass
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """What transformers' models return: a dataclass that is a dict too, its keys and attributes in step."""
+    """Like the outputs of transformers models: a dataclass that is also a dict with the same entries."""
 
     logits: Any = None
     hidden_states: Any = None
@@ -68,7 +68,7 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
         super().__setattr__(key, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("a model output is no place to update")
+        raise TypeError("a model output does not support update")
 
     def __reduce__(self) -> Any:
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "list": ([T[0], None, T[1]], ["0", "2"]),
     "dict": ({"a": T[0], "b": {"c": T[1]}}, ["a", "b.c"]),
     "integer keys": ({0: T[0], 1: T[1]}, ["0", "1"]),
-    "keys of the same spelling": ({1: T[0], "1": T[1]}, ["1", "1"]),
+    "equal keys as text": ({1: T[0], "1": T[1]}, ["1", "1"]),
     "ordered dict": (OrderedDict(z=T[0], a=T[1]), ["z", "a"]),
     "default dict": (defaultdict(list, a=[T[0]]), ["a.0"]),
     "read-only mapping": (MappingProxyType({"a": T[0]}), ["a"]),
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "dataclass": (Output(T[0], extra=[T[1]]), ["logits", "extra.0"]),
     "frozen dataclass": (Frozen(T[0], extra={"a": T[1]}), ["logits", "extra.a"]),
     "frozen dataclass with slots": (Slotted(T[0], extra=(T[1],)), ["logits", "extra.0"]),
-    "dataclass with an unset field": (Late(T[0]), ["logits"]),
+    "dataclass with an unset field": (UnsetField(T[0]), ["logits"]),
     "model output": (
         ModelOutput(logits=T[0], hidden_states=(T[1], T[2])),
         ["logits", "hidden_states.0", "hidden_states.1"],
@@ -108,26 +108,26 @@ NO_TENSORS = {"none": None, "number": 3.0, "words": "abc", "empty": (), "class":
 
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
-def test_every_tensor_has_its_path_in_the_order_in_which_they_stand(value: Any, paths: list[str]) -> None:
+def test_leaves_yields_every_tensor_with_its_path_in_order(value: Any, paths: list[str]) -> None:
     found = list(leaves(value))
     assert [path for path, _ in found] == paths
     assert all(tensor is expected for (_, tensor), expected in zip(found, T, strict=False))
 
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
-def test_the_identity_gives_the_very_same_object(value: Any, paths: list[str]) -> None:
+def test_identity_map_returns_the_same_object(value: Any, paths: list[str]) -> None:
     seen: list[str] = []
 
-    def look(path: str, tensor: Tensor) -> Tensor:
+    def visit(path: str, tensor: Tensor) -> Tensor:
         seen.append(path)
         return tensor
 
-    assert map_leaves(value, look) is value
+    assert map_leaves(value, visit) is value
     assert seen == paths
 
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
-def test_a_change_gives_the_same_structure_and_leaves_the_original_alone(value: Any, paths: list[str]) -> None:
+def test_map_keeps_the_structure_and_the_original(value: Any, paths: list[str]) -> None:
     new = map_leaves(value, lambda path, tensor: tensor + 10)
     assert type(new) is type(value)
     assert [path for path, _ in leaves(new)] == paths
@@ -136,7 +136,7 @@ def test_a_change_gives_the_same_structure_and_leaves_the_original_alone(value: 
 
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
-def test_what_is_not_changed_is_shared_and_not_copied(value: Any, paths: list[str]) -> None:
+def test_map_shares_unchanged_tensors(value: Any, paths: list[str]) -> None:
     last = len(paths) - 1
     counted = iter(range(len(paths)))
     new = map_leaves(value, lambda path, tensor: tensor * 2 if next(counted) == last else tensor)
@@ -146,12 +146,12 @@ def test_what_is_not_changed_is_shared_and_not_copied(value: Any, paths: list[st
 
 
 @pytest.mark.parametrize("value", NO_TENSORS.values(), ids=NO_TENSORS)
-def test_a_value_without_tensors_is_passed_through(value: Any) -> None:
+def test_map_returns_a_value_without_tensors_unchanged(value: Any) -> None:
     assert list(leaves(value)) == []
     assert map_leaves(value, lambda path, tensor: tensor + 1) is value
 
 
-def test_a_model_outputs_attributes_and_entries_stay_in_step() -> None:
+def test_model_output_keeps_attributes_and_entries_equal() -> None:
     old = ModelOutput(logits=T[1], hidden_states=(T[2],))
     new = map_leaves(old, lambda path, tensor: tensor + 1 if path == "logits" else tensor)
     assert new.logits is new["logits"]
@@ -160,12 +160,12 @@ def test_a_model_outputs_attributes_and_entries_stay_in_step() -> None:
     assert old.logits is old["logits"] is T[1]
 
 
-def test_a_default_dict_keeps_its_factory() -> None:
+def test_default_dict_keeps_its_factory() -> None:
     new = map_leaves(CASES["default dict"][0], lambda path, tensor: tensor + 1)
     assert new["not there yet"] == []
 
 
-def test_a_packed_sequence_stays_one_that_can_be_unpacked() -> None:
+def test_mapped_packed_sequence_can_be_unpacked() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
     assert [path for path, _ in leaves(packed)] == ["data", "batch_sizes"]
     assert map_leaves(packed, lambda path, tensor: tensor) is packed
@@ -177,7 +177,7 @@ def test_a_packed_sequence_stays_one_that_can_be_unpacked() -> None:
     assert packed.data.sum().item() == 6
 
 
-def test_what_torch_returns_in_pairs_keeps_its_type() -> None:
+def test_torch_return_types_keep_their_type() -> None:
     pair = torch.tensor([[1.0, 3.0, 2.0]]).max(dim=1)
     assert map_leaves(pair, lambda path, tensor: tensor) is pair
     new = map_leaves(pair, lambda path, tensor: tensor * 2 if path == "0" else tensor)
@@ -205,7 +205,7 @@ nested = st.recursive(
 
 
 def flat(value: Any) -> Any:
-    """The value with each tensor as a number, to be compared with ==; types, keys and order of dicts are kept."""
+    """Return a comparable form of a value: tensors as numbers, with the types, keys and order of dicts."""
     if isinstance(value, Tensor):
         return ("tensor", value.item())
     if isinstance(value, dict):
@@ -218,12 +218,12 @@ def flat(value: Any) -> Any:
 
 
 @given(nested)
-def test_identity_law(value: Any) -> None:
+def test_identity_map_of_random_values_returns_the_same_object(value: Any) -> None:
     assert map_leaves(value, lambda path, tensor: tensor) is value
 
 
 @given(nested)
-def test_a_map_changes_every_tensor_once_and_nothing_else(value: Any) -> None:
+def test_map_changes_every_tensor_once_and_nothing_else(value: Any) -> None:
     before = copy.deepcopy(value)
     new = map_leaves(value, lambda path, tensor: tensor + 100)
     assert flat(value) == flat(before)
@@ -235,18 +235,18 @@ def test_a_map_changes_every_tensor_once_and_nothing_else(value: Any) -> None:
 def test_leaves_and_map_leaves_agree_on_paths(value: Any) -> None:
     seen: list[tuple[str, Tensor]] = []
 
-    def look(path: str, tensor: Tensor) -> Tensor:
+    def visit(path: str, tensor: Tensor) -> Tensor:
         seen.append((path, tensor))
         return tensor
 
-    map_leaves(value, look)
+    map_leaves(value, visit)
     found = list(leaves(value))
     assert [path for path, _ in seen] == [path for path, _ in found]
     assert all(one is other for (_, one), (_, other) in zip(seen, found, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [
         (torch.zeros(2, 3), "[2, 3]"),
         ((torch.zeros(2), {"a": torch.zeros(())}), "[2], []"),
@@ -254,17 +254,17 @@ def test_leaves_and_map_leaves_agree_on_paths(value: Any) -> None:
         ([], "list"),
     ],
 )
-def test_shapes_are_told_for_messages(value: Any, told: str) -> None:
-    assert shapes(value) == told
+def test_shapes_are_formatted_for_messages(value: Any, expected: str) -> None:
+    assert shapes(value) == expected
 
 
-def test_a_value_goes_to_a_device_whole() -> None:
+def test_to_device_moves_all_tensors() -> None:
     moved = to_device([T[1], {"a": T[2], "n": 1}], torch.device("meta"))
     assert [tensor.device.type for _, tensor in leaves(moved)] == ["meta", "meta"]
     assert moved[1]["n"] == 1
 
 
-def test_a_packed_sequence_goes_to_a_device_with_its_lengths_left_behind() -> None:
+def test_packed_sequence_keeps_its_lengths_on_the_cpu() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
     moved = to_device({"words": packed}, torch.device("meta"))["words"]
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
@@ -291,7 +291,7 @@ def test_number_of_samples_is_dimension_0_of_the_tensors(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_number_of_samples_of_a_nested_tensor_is_that_of_its_parts(layout: torch.layout) -> None:
+def test_number_of_samples_of_a_nested_tensor(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(size, 3) for size in (2, 5, 1, 1)], layout=layout)
     assert number_of_samples([nested, ROWS]) == 4
     assert shapes(nested) == "[4, 5, 3]"
@@ -300,18 +300,18 @@ def test_number_of_samples_of_a_nested_tensor_is_that_of_its_parts(layout: torch
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         ({"x": ROWS, "y": (torch.zeros(3),)}, r"ambiguous: x \[4, 2\], y\.0 \[3\]"),
         ({"x": torch.tensor(1.0), "names": ["a", "b"]}, "no tensor with a dimension 0.*unknown: dict"),
     ],
 )
-def test_number_of_samples_refuses_what_it_cannot_count(batch: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_number_of_samples_refuses_ambiguous_batches(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         number_of_samples(batch)
 
 
-def test_a_user_dict_goes_to_a_device_and_the_original_stays() -> None:
+def test_to_device_copies_a_user_dict() -> None:
     batch = UserDict(x=T[1], n=1)
     moved = to_device(batch, torch.device("meta"))
     assert (type(moved), moved["x"].device.type, moved["n"]) == (UserDict, "meta", 1)

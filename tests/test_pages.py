@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.M)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's, with this version of PyTorch
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_blocks_of_a_page_run(
     page: Path, cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch
@@ -42,7 +42,7 @@ def test_blocks_of_a_page_run(
                     assert answer.code == 0, (line, answer.err)
 
 
-def test_code_of_the_pages_is_found() -> None:
+def test_code_blocks_of_the_pages_are_found() -> None:
     languages = [language for page in PAGES for _, language, _ in BLOCK.findall(page.read_text())]
     assert languages.count("python") > 20
     assert languages.count("sh") > 5

@@ -1,4 +1,4 @@
-"""The README, followed: every block of it is run or held against what it shows."""
+"""The README: its code blocks run, and its shown output matches the real output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^`
 EXAMPLE_RUN = "runs/mnist_hooks/2026-11-21_09-00-00-000000"
 
 
-BRIEF = [
+SHORT = [
     "train.steps=2",
     "data.slice.stop=128",
     "++data.eval_slice.stop=64",
@@ -41,7 +41,7 @@ def instrument_commands() -> list[str]:
 def follow(
     cli: Callable[..., Answer], mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Answer]:
-    """Run one of the README's commands, on MNIST where it is there; nothing is downloaded where it is not."""
+    """Function that runs a command of the README, on MNIST if its files are available, without downloading."""
     if mnist_root is not None:
         monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
 
@@ -59,7 +59,7 @@ def follow(
     return run
 
 
-def test_every_make_command_of_the_readme_is_a_target() -> None:
+def test_make_commands_of_the_readme_are_targets() -> None:
     commands = [line for text in blocks("sh") for line in text.splitlines() if line.startswith("make")]
     assert commands == ["make demo", "make test"]
     for command in commands:
@@ -69,17 +69,17 @@ def test_every_make_command_of_the_readme_is_a_target() -> None:
 
 
 @pytest.mark.parametrize(
-    "over", [pytest.param(BRIEF, id="brief"), pytest.param([], id="as it is", marks=pytest.mark.slow)]
+    "overrides", [pytest.param(SHORT, id="short"), pytest.param([], id="unchanged", marks=pytest.mark.slow)]
 )
-def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_files(
-    follow: Callable[[str], Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch, over: list[str]
+def test_commands_and_code_of_the_readme_run(
+    follow: Callable[[str], Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ) -> None:
     done = []
     for language, text in BLOCKS:
         if language == "sh":
             for line in [line for line in text.splitlines() if line.startswith("python -m instrument")]:
-                brief = line.replace("=0.1,1,10 seed=1,2", "=0.1,10 seed=1") if over else line  # two of the six jobs
-                answer = follow(with_newest(" ".join([brief, *over]) if "+exp=mnist_hooks" in line else line))
+                brief = line.replace("=0.1,1,10 seed=1,2", "=0.1,10 seed=1") if overrides else line  # two of six jobs
+                answer = follow(with_newest(" ".join([brief, *overrides]) if "+exp=mnist_hooks" in line else line))
                 assert answer.code == 0, (line, answer.out, answer.err)
                 done.append(line)
         elif named := re.search(r"^# (mymodule\.py|conf/exp/mine\.yaml)$", text, re.M):
@@ -98,22 +98,22 @@ def test_every_command_of_the_readme_works_and_so_does_what_it_does_with_the_fil
 
 
 def with_newest(text: str) -> str:
-    """A text of the docs with the newest run in the place of the one that it names."""
+    """Replace the run that a text names by the newest run."""
     if EXAMPLE_RUN not in text:
         return text
     return text.replace(EXAMPLE_RUN, str(max(Path("runs/mnist_hooks").glob("2*/run.json")).parent))
 
 
-def test_the_mistake_that_the_readme_shows_is_told_in_these_words(follow: Callable[[str], Answer]) -> None:
+def test_error_message_shown_in_the_readme_is_current(follow: Callable[[str], Answer]) -> None:
     (shown,) = blocks("text")
     answer = follow("python -m instrument +exp=mnist_hooks hooks.tame.layers=decodr.**")
     assert answer.code == 2
-    told = {line.split("...")[0].strip() for line in answer.err.splitlines()}
+    printed = {line.split("...")[0].strip() for line in answer.err.splitlines()}
     for line in shown.splitlines():
-        assert any(part.startswith(line.split("...")[0].strip()) for part in told), (line, answer.err)
+        assert any(part.startswith(line.split("...")[0].strip()) for part in printed), (line, answer.err)
 
 
-def test_the_overrides_that_the_readme_names_are_taken(follow: Callable[[str], Answer]) -> None:
+def test_overrides_named_in_the_readme_are_accepted(follow: Callable[[str], Answer]) -> None:
     named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
     assert len(named) >= 6
     for override in named:

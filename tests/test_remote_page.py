@@ -1,4 +1,4 @@
-"""The page of remote folders, followed on a local S3 server."""
+"""docs/remote.md: its commands and code run on a local S3 server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
 STAMP = "2026-11-21_09-00-00-000000"
 
 
-def test_every_command_of_the_page_does_what_it_says(cli: Callable[..., Any], bucket: str) -> None:
+def test_commands_of_the_page_run(cli: Callable[..., Any], bucket: str) -> None:
     done = []
     for language, text in BLOCKS:
         newest = (
@@ -37,6 +37,6 @@ def test_every_command_of_the_page_does_what_it_says(cli: Callable[..., Any], bu
     assert done == ["sh", "sh", "sh", "python"]
 
 
-def test_the_page_knows_the_pauses() -> None:
+def test_page_has_the_retry_intervals() -> None:
     pauses = [f"{pause:.0f}" for pause in transfer.PAUSES]
     assert f"{', '.join(pauses[:-1])} and then every {pauses[-1]} seconds" in PAGE

@@ -1,4 +1,4 @@
-"""docs/scale.md: its Python is run on a sweep, and the numbers that it takes from the code are the code's."""
+"""docs/scale.md: its code runs on a sweep, and its numbers match the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = (REPOSITORY / "docs" / "scale.md").read_text()
 SWEEP = "runs/mnist_hooks/sweep_..."
 
 
-def test_its_python_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for job in range(18):
         folder = tmp_path / SWEEP / str(job)
         folder.mkdir(parents=True)
@@ -47,7 +47,7 @@ def test_its_python_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert compact.main([str(Path(SWEEP).parent)]) == 0
 
 
-def test_its_numbers_are_those_of_the_code() -> None:
+def test_numbers_of_the_page_match_the_code() -> None:
     assert f"row groups of {parts.ROW_GROUP_ROWS:,} rows ({compaction.ROW_GROUP_ROWS:,} when merged)" in " ".join(
         PAGE.split()
     )

@@ -1,4 +1,4 @@
-"""What a reader copies into a shell: bash hands on each word of it as it stands there."""
+"""Shell commands in docs and docstrings: bash splits them into the same words as they are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from waiting import HANGS
+from waiting import TIMEOUT
 
 FILES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
@@ -22,7 +22,7 @@ START = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:python -m |torchrun |ray |pip |mak
 LINE = re.compile(rf"^(?:#\s+| {{4,}})?({START}.*)$", re.MULTILINE)
 IN_TEXT = re.compile(rf"`((?:[+~]{{0,2}}'?[a-z_][\w./]*=\S[^`\s]*)|~[\w.]+|{START}[^`\n]+)`")
 VARIABLE = re.compile(r"\$(?=\w)")
-SYNOPSIS = ("[", "...", "|")  # stands in a line that says what may be written, as in `[--out FOLDER]`
+SYNOPSIS = ("[", "...", "|")  # marks a usage line, such as `[--out FOLDER]`
 
 
 def lines_of(file: Path) -> Iterator[str]:
@@ -36,9 +36,9 @@ def lines_of(file: Path) -> Iterator[str]:
 
 
 def words_in_bash(line: str, folder: Path) -> list[str] | str:
-    """The words that a command would get; what bash has against it where it refuses the line."""
+    """Return the words that bash passes to a command, or the error text if bash refuses the line."""
     answer = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {line}"], cwd=folder, capture_output=True, text=True, timeout=HANGS, check=False
+        ["bash", "-c", f"printf '%s\\0' {line}"], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     return answer.stderr if answer.returncode else answer.stdout.split("\0")[:-1]
 
@@ -46,7 +46,7 @@ def words_in_bash(line: str, folder: Path) -> list[str] | str:
 @pytest.mark.parametrize(
     "file", [file for file in FILES if any(lines_of(file))], ids=lambda file: str(file.relative_to(REPOSITORY))
 )
-def test_every_command_gets_the_words_that_are_written(file: Path, tmp_path: Path) -> None:
+def test_bash_passes_command_words_unchanged(file: Path, tmp_path: Path) -> None:
     for line in lines_of(file):
         command = VARIABLE.sub(r"\\$", re.split(r" \|\| | && | # ?", line)[0].strip())
         if file.suffix == ".py" and any(sign in command for sign in SYNOPSIS):
@@ -54,11 +54,11 @@ def test_every_command_gets_the_words_that_are_written(file: Path, tmp_path: Pat
         assert words_in_bash(command, tmp_path) == shlex.split(command), line
 
 
-def test_the_pages_have_commands() -> None:
+def test_commands_of_the_pages_are_found() -> None:
     assert sum(len(list(lines_of(file))) for file in FILES if file.suffix == ".md") > 80
 
 
 @pytest.mark.parametrize("line", ["make seed=range(0,8)", "make hooks.a={x:1,y:2}", "make 'seed=1"])
-def test_what_has_no_quotes_is_seen(line: str, tmp_path: Path) -> None:
+def test_missing_quotes_are_detected(line: str, tmp_path: Path) -> None:
     words = words_in_bash(line, tmp_path)
     assert isinstance(words, str) or words != line.split()

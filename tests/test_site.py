@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import REPOSITORY
-from waiting import HANGS
+from waiting import TIMEOUT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -25,7 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=HANGS,
+        timeout=TIMEOUT,
         check=False,
     )
     assert built.returncode == 0, built.stderr

@@ -1,4 +1,4 @@
-"""`python -m instrument.sweep`: what became of a sweep's jobs, and doing again those that are not done."""
+"""`python -m instrument.sweep`: the list of jobs of a sweep, and `--rerun` of unfinished jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from conftest import run_in
-from swept import job as made
+from run_folders import write_run
 from tiers import tiered
 
 import instrument
@@ -21,7 +21,7 @@ from instrument.sinks import lock as lock_module
 from instrument.sinks.lock import FolderLock
 from instrument.sweep import main
 from instrument.sweeps.jobs import Sweep, SweepJob
-from instrument.sweeps.summary import tell_sweep, told_together
+from instrument.sweeps.summary import grouped_lines, print_summary
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu")
@@ -37,8 +37,8 @@ HOOK = "+hooks.mine={layers:layers.0,kind:forward,action:modify,fn:{_target_:tou
 TIMES = ["seconds", "samples_per_second"]
 
 
-def listed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The exit code of the command, what it printed, and its errors."""
+def run_command(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command; return its exit code, stdout and stderr."""
     capfd.readouterr()
     code = main(list(arguments))
     out, err = capfd.readouterr()
@@ -52,22 +52,24 @@ def rows_of(out: str, begins: str = r"\d") -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of a sweep: one job failed at its second step, one at its third, behind a checkpoint, one is
-    done, and the last was never begun."""
-    place = tmp_path_factory.mktemp("swept")
-    (place / "touchy.py").write_text(TOUCHY)
-    (place / "broken").touch()
+    """Working directory of a sweep of four jobs.
+
+    Job 0 failed at its second step, job 1 at its third (after a checkpoint), job 2 is done, and job 3 is missing.
+    """
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "touchy.py").write_text(TOUCHY)
+    (folder / "broken").touch()
     steps = ("train.steps=4", "train.checkpoint.every=2", "seed=${hydra:job.num}")
     jobs = ("hooks=activations", "hooks.mine.fn.at=1,2,99,100", "hydra.sweep.dir=out")
-    assert run_in(place, "-m", *TINY, HOOK, *steps, *jobs).code == 1
-    shutil.rmtree(place / "out" / "3")
-    (place / "broken").unlink()
-    return place
+    assert run_in(folder, "-m", *TINY, HOOK, *steps, *jobs).code == 1
+    shutil.rmtree(folder / "out" / "3")
+    (folder / "broken").unlink()
+    return folder
 
 
 @pytest.fixture
 def swept(broken: Path, workdir: Path) -> Path:
-    """A copy of that sweep in the working directory, as if it had been begun there."""
+    """Copy of the fixture `broken` in the working directory, with all paths changed to it."""
     shutil.copytree(broken, workdir, dirs_exist_ok=True)
     for file in workdir.rglob("*"):
         if file.suffix in (".yaml", ".json"):
@@ -77,32 +79,32 @@ def swept(broken: Path, workdir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def refusing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of two jobs, of which the second was refused."""
-    place = tmp_path_factory.mktemp("refusing")
-    assert run_in(place, "-m", *TINY, "train.steps=1", "seed=1,-2", "hydra.sweep.dir=out").code == 2
-    return place / "out"
+    """Folder of a sweep of two jobs; the second was refused."""
+    folder = tmp_path_factory.mktemp("refusing")
+    assert run_in(folder, "-m", *TINY, "train.steps=1", "seed=1,-2", "hydra.sweep.dir=out").code == 2
+    return folder / "out"
 
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of three jobs that are done, in the folder `out`, sent to the folder `there/out`."""
-    place = tmp_path_factory.mktemp("seeds")
-    sent = f"sink.remote=file://{place}/there"
-    answer = run_in(place, "-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out")
+    """Working directory of a finished sweep of three jobs, in `out` with a remote copy in `there/out`."""
+    folder = tmp_path_factory.mktemp("seeds")
+    sent = f"sink.remote=file://{folder}/there"
+    answer = run_in(folder, "-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out")
     assert answer.code == 0, answer.err
-    assert f"remote      file://{place}/there/out\n" in answer.out
-    return place
+    assert f"remote      file://{folder}/there/out\n" in answer.out
+    return folder
 
 
 def rewrite(record: Path, values: str, others: str) -> None:
-    """Let the record of a sweep say that it was begun with other values."""
+    """Replace the values of an override in the record of a sweep."""
     text = record.read_text()
     assert values in text
     record.write_text(text.replace(values, others))
 
 
-def test_jobs_are_listed_with_what_became_of_them(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = listed(capfd, "out")
+def test_jobs_are_listed_with_their_status(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_command(capfd, "out")
     assert code == 1
     assert [row[:3] for row in rows_of(out)] == [
         ["0", "failed", "hooks.mine.fn.at=1"],
@@ -115,7 +117,7 @@ def test_jobs_are_listed_with_what_became_of_them(swept: Path, capfd: pytest.Cap
 
 
 @pytest.mark.parametrize("elsewhere", tiered([False, True], [True]))
-def test_those_not_done_are_done_again_under_their_numbers(
+def test_rerun_keeps_the_numbers_of_unfinished_jobs(
     swept: Path, cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     before = (swept / "2" / "run.json").read_bytes()
@@ -123,16 +125,16 @@ def test_those_not_done_are_done_again_under_their_numbers(
     if elsewhere:
         (here / "elsewhere").mkdir()
         monkeypatch.chdir(here / "elsewhere")
-    code, out, err = listed(capfd, str(Path(os.path.relpath(here)) / "out"), "--rerun")
+    code, out, err = run_command(capfd, str(Path(os.path.relpath(here)) / "out"), "--rerun")
     monkeypatch.chdir(here)
     assert code == 0, err
     assert "warning" not in err
-    assert "3 jobs tried again" in out
+    assert "3 jobs rerun" in out
     assert [f"hooks.mine.fn.at={step}  loss" in out for step in (1, 2, 99, 100)] == [True, True, False, True]
     assert out.splitlines()[-1].endswith("out: 4 done")
     sweep = instrument.load("out")
     assert sweep.runs.run.tolist() == ["0", "1", "2", "3"]
-    assert [info["config"]["seed"] for info in sweep.infos] == [0, 1, 2, 3]  # the number of each, as it was
+    assert [info["config"]["seed"] for info in sweep.infos] == [0, 1, 2, 3]  # each job keeps its number
     assert sweep.runs["hooks.mine.fn.at"].tolist() == [1, 2, 99, 100]
     assert (swept / "2" / "run.json").read_bytes() == before
     assert "resumed" in sweep.infos[1]  # from its checkpoint
@@ -148,12 +150,12 @@ def test_those_not_done_are_done_again_under_their_numbers(
             pd.testing.assert_frame_equal(left, right, check_exact=True)
 
 
-def test_what_fails_again_is_put_aside_again_and_the_others_go_on(
+def test_rerun_continues_after_a_job_fails_again(
     swept: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("broken").touch()
     for attempt in (1, 2):
-        code, out, err = listed(capfd, "out", "--rerun")
+        code, out, err = run_command(capfd, "out", "--rerun")
         assert code == 1
         assert "broken at 1" in err
         assert out.splitlines()[-1] == "4 jobs in out: 2 done, 2 failed"
@@ -161,34 +163,34 @@ def test_what_fails_again_is_put_aside_again_and_the_others_go_on(
     assert len(instrument.load("out").folders) == 4
 
 
-def test_a_sweep_that_is_done_is_left_alone(seeds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rerun_does_not_change_a_finished_sweep(seeds: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()}
-    code, out, _ = listed(capfd, str(seeds / "out"), "--rerun")
+    code, out, _ = run_command(capfd, str(seeds / "out"), "--rerun")
     assert code == 0
-    assert "nothing to do again" in out
+    assert "no jobs to rerun" in out
     assert {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()} == before
 
 
-def test_the_launcher_of_the_sweep_does_what_is_not_done_again(
+def test_rerun_uses_the_launcher_of_the_sweep(
     cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one job at once, joblib starts no process."""
+    """With `n_jobs=1`, joblib starts no process."""
     launcher = ("hydra/launcher=processes", "hydra.launcher.n_jobs=1")
     assert cli("-m", *TINY, "train.steps=1", "seed=1,2", "hydra.sweep.dir=out", *launcher).code == 0
     record = Path("out/1/run.json")
-    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))  # as if it had been killed
-    assert [row[:2] for row in rows_of(listed(capfd, "out")[1])] == [["0", "done"], ["1", "killed"]]
-    # Hydra imports its plugins once more when it looks for them, so that the class is known only now.
+    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))  # simulates a killed job
+    assert [row[:2] for row in rows_of(run_command(capfd, "out")[1])] == [["0", "done"], ["1", "killed"]]
+    # Hydra imports its plugins again when it searches for them, so the class is only available now.
     from hydra_plugins.hydra_joblib_launcher.joblib_launcher import JoblibLauncher
 
     launched, launch = [], JoblibLauncher.launch
 
-    def noted(self: JoblibLauncher, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+    def record_launch(self: JoblibLauncher, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
         launched.append([list(job)[-1] for job in jobs])
         return launch(self, jobs, initial_job_idx)
 
-    monkeypatch.setattr(JoblibLauncher, "launch", noted)
-    code, out, err = listed(capfd, "out", "--rerun")
+    monkeypatch.setattr(JoblibLauncher, "launch", record_launch)
+    code, out, err = run_command(capfd, "out", "--rerun")
     assert code == 0, err
     assert launched == [["hydra.sweep.subdir=1"]]
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["1", "done"]]
@@ -197,7 +199,7 @@ def test_the_launcher_of_the_sweep_does_what_is_not_done_again(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_workers")
-def test_those_not_done_are_done_again_by_the_launcher_of_the_sweep(
+def test_rerun_of_a_sweep_with_a_killed_worker(
     cli: Cli, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("killing.py").write_text(
@@ -211,29 +213,29 @@ def test_those_not_done_are_done_again_by_the_launcher_of_the_sweep(
     assert answer.code == 1
     assert "hydra_joblib_launcher failed: TerminatedWorkerError" in answer.err
     assert "Traceback" not in answer.err
-    code, out, _ = listed(capfd, "out")
+    code, out, _ = run_command(capfd, "out")
     assert code == 1
     assert rows_of(out)[0][:2] == ["0", "killed"]
     Path("mended").touch()
-    code, out, err = listed(capfd, "out", "--rerun")
+    code, out, err = run_command(capfd, "out", "--rerun")
     assert code == 0, err
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["1", "done"], ["2", "done"]]
     assert len(instrument.load("out").folders) == 3
 
 
-def test_a_job_that_was_refused_says_why(refusing: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = listed(capfd, str(refusing))
+def test_refused_job_is_listed_with_its_error(refusing: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run_command(capfd, str(refusing))
     assert "seed: Input should be greater than or equal to 0" in out
     assert rows_of(out)[1][:3] == ["1", "failed", "seed=-2"]
 
 
-def test_values_in_a_random_order_that_are_left_go_to_the_numbers_that_are_left(seeds: Path, tmp_path: Path) -> None:
+def test_missing_shuffled_values_get_the_missing_numbers(seeds: Path, tmp_path: Path) -> None:
     shutil.copy(seeds / "out" / "multirun.yaml", tmp_path)
     rewrite(tmp_path / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(0,12))")
     planned = [job.overrides for job in Sweep(tmp_path).jobs()]
     left = {2, 5, 7}
     for job in set(range(12)) - left:
-        made(tmp_path / str(job))
+        write_run(tmp_path / str(job))
         (tmp_path / str(job) / ".hydra").mkdir()
         (tmp_path / str(job) / ".hydra" / "overrides.yaml").write_text(json.dumps(planned[job]))
     jobs = Sweep(tmp_path).jobs()
@@ -244,13 +246,13 @@ def test_values_in_a_random_order_that_are_left_go_to_the_numbers_that_are_left(
 
 
 @pytest.mark.slow
-def test_values_in_a_random_order_keep_their_numbers(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rerun_keeps_the_numbers_of_shuffled_values(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     values = range(12)
     assert cli("-m", *TINY, "train.steps=1", "seed=shuffle(range(0,12))", "hydra.sweep.dir=out").code == 0
     seeds = {path.parent.name: json.loads(path.read_text())["seed"] for path in Path("out").glob("*/run.json")}
     for job in ("2", "5", "7"):
         shutil.rmtree(f"out/{job}")
-    assert listed(capfd, "out", "--rerun")[0] == 0
+    assert run_command(capfd, "out", "--rerun")[0] == 0
     again = {path.parent.name: json.loads(path.read_text())["seed"] for path in Path("out").glob("*/run.json")}
     assert sorted(again.values()) == list(values)
     assert {job: again[job] for job in again if job not in ("2", "5", "7")} == {
@@ -258,7 +260,7 @@ def test_values_in_a_random_order_keep_their_numbers(cli: Cli, capfd: pytest.Cap
     }
 
 
-def test_jobs_of_a_glob_that_are_missing_are_known(seeds: Path, tmp_path: Path) -> None:
+def test_missing_jobs_of_a_glob_are_listed(seeds: Path, tmp_path: Path) -> None:
     shutil.copy(seeds / "out" / "multirun.yaml", tmp_path)
     rewrite(tmp_path / "multirun.yaml", "seed=1,2,3", "scheduler=glob(*)")
     jobs = Sweep(tmp_path).jobs()
@@ -266,7 +268,7 @@ def test_jobs_of_a_glob_that_are_missing_are_known(seeds: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_jobs_of_a_glob_are_known(cli: Cli) -> None:
+def test_jobs_of_a_glob_are_listed(cli: Cli) -> None:
     assert (
         cli("-m", *TINY, "train.steps=1", "scheduler=glob(*)", "hydra.sweep.dir=out", "hydra.job.chdir=false").code == 0
     )
@@ -274,88 +276,88 @@ def test_jobs_of_a_glob_are_known(cli: Cli) -> None:
     assert labels == ["scheduler=cosine", "scheduler=none", "scheduler=step"]
 
 
-def test_jobs_that_are_swept_in_a_file_are_known(cli: Cli) -> None:
+def test_jobs_of_sweep_values_in_a_file_are_listed(cli: Cli) -> None:
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
     assert cli("-m", "+exp=mine", *TINY, "train.steps=1", "hydra.sweep.dir=out").code == 0
     assert [Sweep(Path("out")).label(job) for job in Sweep(Path("out")).jobs()] == ["seed=1", "seed=2"]
 
 
-def test_a_sweep_that_still_goes_on_is_not_done_again(
+def test_rerun_of_a_running_sweep_is_refused(
     swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(lock_module, "LOCK_TIMEOUT", 0.0)
     lock = FolderLock(swept.resolve())
     assert lock.acquire()
     try:
-        code, _, err = listed(capfd, "out", "--rerun")
+        code, _, err = run_command(capfd, "out", "--rerun")
     finally:
         lock.release()
     assert code == 2
-    assert "this sweep still goes on, in another process" in err
+    assert "the sweep is still running in another process" in err
     assert not (swept / ".aside").exists()
 
 
-def test_trials_are_listed_and_not_done_again(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_trials_of_a_search_are_listed_and_cannot_be_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     search = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=out")
     assert cli("-m", *TINY, "train.steps=1", "optimizer.lr=interval(0.1,1)", *search).code == 0
-    code, out, _ = listed(capfd, "out")
+    code, out, _ = run_command(capfd, "out")
     assert code == 0
     assert [row[1] for row in rows_of(out)] == ["done"]
     assert all(row[2].startswith("optimizer.lr=0.") for row in rows_of(out))
-    code, _, err = listed(capfd, "out", "--rerun")
+    code, _, err = run_command(capfd, "out", "--rerun")
     assert code == 2
     assert "OptunaSweeper" in err
     assert "hydra.sweeper.storage=sqlite:///" in err
 
 
 @pytest.mark.slow
-def test_jobs_in_folders_of_other_names_are_listed_and_not_done_again(
+def test_jobs_in_renamed_folders_are_listed_without_rerun(
     cli: Cli, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    place = ("hydra.sweep.dir=out", "hydra.sweep.subdir=job_${hydra.job.num}")
-    assert cli("-m", *TINY, "train.steps=1", "seed=1,2", *place).code == 0
+    folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=job_${hydra.job.num}")
+    assert cli("-m", *TINY, "train.steps=1", "seed=1,2", *folder).code == 0
     assert [job.name for job in Sweep(Path("out")).jobs()] == ["job_0", "job_1"]
-    code, _, err = listed(capfd, "out", "--rerun")
+    code, _, err = run_command(capfd, "out", "--rerun")
     assert code == 2
     assert "hydra.sweep.subdir" in err
 
 
-def test_jobs_in_folders_below_folders_are_listed_and_not_done_again(
+def test_jobs_in_nested_folders_are_listed_without_rerun(
     cli: Cli, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    place = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
-    assert cli("-m", *TINY, "train.steps=1", "name=a,b", "seed=1,-2", *place).code == 2
-    code, out, _ = listed(capfd, "out")
+    folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
+    assert cli("-m", *TINY, "train.steps=1", "name=a,b", "seed=1,-2", *folder).code == 2
+    code, out, _ = run_command(capfd, "out")
     assert code == 1
     assert [row[:2] for row in rows_of(out, "[ab]/")] == [
         ["a/seed_1", "done"], ["a/seed_-2", "failed"], ["b/seed_1", "done"], ["b/seed_-2", "failed"],
     ]  # fmt: skip
-    code, _, err = listed(capfd, "out", "--rerun")
+    code, _, err = run_command(capfd, "out", "--rerun")
     assert code == 2
     assert "hydra.sweep.subdir" in err
 
 
-def test_a_change_since_the_others_were_done_is_told(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rerun_warns_about_a_changed_configuration(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.1}\n")
     arguments = ("+exp=mine", *TINY, "train.steps=1", "seed=${hydra:job.num}", "deterministic=true,false")
     assert cli("-m", *arguments, "hydra.sweep.dir=out").code == 0
     shutil.rmtree("out/1")
     Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.2}\nname: other\n")
-    code, _, err = listed(capfd, "out", "--rerun")
+    code, _, err = run_command(capfd, "out", "--rerun")
     assert code == 0
     assert err.splitlines() == [
-        "warning: what these jobs are composed of has changed since others were done: optimizer.lr: 0.1, now 0.2"
+        "warning: the configuration of these jobs has changed since other jobs were done: optimizer.lr: 0.1, now 0.2"
     ]
     assert [info["config"]["optimizer"]["lr"] for info in instrument.load("out").infos] == [0.1, 0.2]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(130)])
-def test_an_interrupt_while_jobs_are_done_again_says_what_is_left(
+def test_interrupted_rerun_lists_the_remaining_jobs(
     swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stop: BaseException
 ) -> None:
-    """Raised by a launcher, or by a job that told of it."""
+    """The exception is raised by a launcher or by a job."""
 
     def interrupted(sweep: Sweep) -> int:
         raise stop
@@ -367,20 +369,20 @@ def test_an_interrupt_while_jobs_are_done_again_says_what_is_left(
     assert ended.value.code == 130
     err = capfd.readouterr().err
     assert "4 jobs in out: 1 done, 2 failed, 1 missing" in err
-    assert err.splitlines()[-1] == "the rest     python -m instrument.sweep out --rerun"
+    assert err.splitlines()[-1] == "rerun        python -m instrument.sweep out --rerun"
 
 
-def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
+def test_runs_without_a_sweep_are_listed_locally_and_remotely(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, norm, status in (("10", 10, "failed"), ("9", 0.1, "done"), ("a/b", None, "interrupted")):
         overrides = {"hooks.tame.norm": norm, "model": "mlp"}
         config = {"sink": {"keep_local": False}}
-        told = {"failed": "HookError: broken\nat step 3", "interrupted": "KeyboardInterrupt: "}.get(status)
-        used = {"error": told, "remote": "memory://there"}
-        made(tmp_path / "by_hand" / name, overrides=overrides, config=config, status=status, used=used)
+        error = {"failed": "HookError: broken\nat step 3", "interrupted": "KeyboardInterrupt: "}.get(status)
+        used = {"error": error, "remote": "memory://there"}
+        write_run(tmp_path / "by_hand" / name, overrides=overrides, config=config, status=status, used=used)
     for folder in (str(tmp_path / "by_hand"), f"file://{tmp_path}/by_hand"):
-        code, out, err = listed(capfd, folder)
+        code, out, err = run_command(capfd, folder)
         assert (code, err) == (1, "")
         assert rows_of(out, "[0-9a]") == [
             ["9", "done", "hooks.tame.norm=0.1"],
@@ -389,48 +391,48 @@ def test_runs_that_no_sweep_made_are_listed_here_and_behind_an_address(
         ]
         assert out.splitlines()[-2:] == [
             f"3 jobs in {folder}: 1 done, 1 failed, 1 interrupted",
-            "there is no record of a sweep here: which jobs are missing is not known",
+            "this folder has no record of a sweep: missing jobs are not listed",
         ]
-        code, _, err = listed(capfd, folder, "--rerun")
+        code, _, err = run_command(capfd, folder, "--rerun")
         assert code == 2
         assert ("multirun.yaml" in err) == ("://" not in folder)
 
 
-def test_a_sweep_behind_an_address_knows_its_missing_jobs(
+def test_remote_sweep_lists_its_missing_jobs(
     seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
-    assert (there / "multirun.yaml").read_text() == (seeds / "out" / "multirun.yaml").read_text()
-    shutil.rmtree(there / "1")
-    code, out, err = listed(capfd, f"file://{there}")
+    remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
+    assert (remote / "multirun.yaml").read_text() == (seeds / "out" / "multirun.yaml").read_text()
+    shutil.rmtree(remote / "1")
+    code, out, err = run_command(capfd, f"file://{remote}")
     assert (code, err) == (1, "")
     assert rows_of(out) == [["0", "done", "seed=1"], ["1", "missing", "seed=2"], ["2", "done", "seed=3"]]
-    assert out.splitlines()[-1] == f"3 jobs in file://{there}: 2 done, 1 missing"
-    assert listed(capfd, f"file://{there}", "--rerun")[0] == 2
+    assert out.splitlines()[-1] == f"3 jobs in file://{remote}: 2 done, 1 missing"
+    assert run_command(capfd, f"file://{remote}", "--rerun")[0] == 2
 
 
-def test_values_in_a_random_order_behind_an_address_are_those_that_are_there(
+def test_remote_sweep_of_shuffled_values_lists_existing_jobs(
     seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
-    rewrite(there / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(1,4))")
-    shutil.rmtree(there / "1")
-    _, out, _ = listed(capfd, f"file://{there}")
+    remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
+    rewrite(remote / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(1,4))")
+    shutil.rmtree(remote / "1")
+    _, out, _ = run_command(capfd, f"file://{remote}")
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["2", "done"]]
 
 
-def test_a_sweep_that_is_there_is_not_written_over(seeds: Path, cli: Cli) -> None:
-    there = shutil.copytree(seeds / "there", Path("there").resolve())
-    before = (there / "out" / "multirun.yaml").read_text()
-    swept = ("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{there}")
+def test_existing_remote_sweep_is_not_overwritten(seeds: Path, cli: Cli) -> None:
+    remote = shutil.copytree(seeds / "there", Path("there").resolve())
+    before = (remote / "out" / "multirun.yaml").read_text()
+    swept = ("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{remote}")
     answer = cli(*swept, "hydra.sweep.dir=elsewhere/out")
     assert answer.code == 2
-    assert answer.err.count("sink.remote: there is a sweep in this folder already") == 1
-    assert (there / "out" / "multirun.yaml").read_text() == before
+    assert answer.err.count("sink.remote: the folder already contains a sweep") == 1
+    assert (remote / "out" / "multirun.yaml").read_text() == before
     assert not Path("elsewhere", "out").exists()
 
 
-def test_jobs_that_each_say_where_they_are_sent_have_no_place_in_common(cli: Cli) -> None:
+def test_jobs_with_different_addresses_have_no_common_remote(cli: Cli) -> None:
     swept = f"sink.remote=file://{Path('one').resolve()},file://{Path('two').resolve()}"
     answer = cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out")
     assert answer.code == 0, answer.err
@@ -439,45 +441,45 @@ def test_jobs_that_each_say_where_they_are_sent_have_no_place_in_common(cli: Cli
     assert not Path("two/out/multirun.yaml").exists()
 
 
-def test_where_the_record_cannot_be_sent_the_jobs_are_done(cli: Cli) -> None:
+def test_sweep_runs_if_its_record_cannot_be_sent(cli: Cli) -> None:
     Path("there").write_text("a file, no folder")
     answer = cli("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{Path('there').resolve()}/x")
-    assert "warning: multirun.yaml is not in file://" in answer.err
+    assert "warning: multirun.yaml was not uploaded to file://" in answer.err
     assert "1 jobs in" in answer.out + answer.err
 
 
-def test_a_run_is_told_from_a_sweep(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = listed(capfd, "out/2")
+def test_single_run_is_refused(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_command(capfd, "out/2")
     assert code == 2
-    assert "this is one run, and no sweep" in err
-    assert "nearest  out\n" in err
+    assert "this is the folder of a single run, not of a sweep" in err
+    assert "similar  out\n" in err
 
 
-def test_what_ended_alike_is_told_of_together() -> None:
+def test_jobs_with_equal_results_are_grouped() -> None:
     errors = {3: "HookError: a", 7: "HookError: a", 8: "HookError: a", 9: "HookError: b", 20: "HookError: a"}
     left = [
         SweepJob(str(number), Path(str(number)), (), "failed" if number in errors else "missing", errors.get(number))
         for number in (*errors, *range(100, 120))
     ]
-    assert told_together(left) == [
+    assert grouped_lines(left) == [
         "20 missing  100-119",
         "4 failed  3, 7-8, 20  HookError: a",
         "1 failed  9  HookError: b",
     ]
-    assert told_together(left[:20]) == []
+    assert grouped_lines(left[:20]) == []
     scattered = [SweepJob(f"job_{number}", Path(), (), "killed", None) for number in range(30)]
-    assert told_together(scattered) == [f"30 killed  {', '.join(f'job_{number}' for number in range(8))}, ..."]
+    assert grouped_lines(scattered) == [f"30 killed  {', '.join(f'job_{number}' for number in range(8))}, ..."]
     unlike = [SweepJob(str(number), Path(), (), "failed", str(number)) for number in range(30)]
-    assert told_together(unlike)[-1] == "and 10 more"
-    assert len(told_together(unlike)) == 21
+    assert grouped_lines(unlike)[-1] == "and 10 more"
+    assert len(grouped_lines(unlike)) == 21
 
 
-def test_of_many_jobs_the_list_ends_with_what_is_left_in_a_few_lines(
+def test_long_job_list_ends_with_a_short_summary(
     refusing: Path, workdir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(refusing, "out")
     rewrite(Path("out/multirun.yaml"), "seed=1,-2", "seed=range(1,61)")
-    code, out, _ = listed(capfd, "out")
+    code, out, _ = run_command(capfd, "out")
     assert code == 1
     assert len(rows_of(out)) == 60
     assert out.splitlines()[-4:] == [
@@ -486,40 +488,40 @@ def test_of_many_jobs_the_list_ends_with_what_is_left_in_a_few_lines(
         "1 failed  1  seed: Input should be greater than or equal to 0",
         "60 jobs in out: 1 done, 1 failed, 58 missing",
     ]
-    tell_sweep(Path("out"))
+    print_summary(Path("out"))
     err = capfd.readouterr().err
     assert "58 missing  2-59" in err
     assert "out/2  missing" not in err
 
 
-def test_a_record_that_cannot_be_read_is_told_as_the_jobs_error(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_run_json_is_listed_as_the_error_of_the_job(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (swept / "2" / "run.json").write_text("{")
-    _, out, err = listed(capfd, "out")
+    _, out, err = run_command(capfd, "out")
     assert rows_of(out)[2][:4] == ["2", "unknown", "hooks.mine.fn.at=99", "run.json:"]
     assert err == ""
 
 
 @pytest.mark.parametrize("text", ["", "[", "name: run\n", "hydra: 3\n", b"\xff\xfe\x00"])
-def test_a_record_of_no_sweep_is_told_of(workdir: Path, capfd: pytest.CaptureFixture[str], text: str | bytes) -> None:
+def test_invalid_sweep_record_is_reported(workdir: Path, capfd: pytest.CaptureFixture[str], text: str | bytes) -> None:
     Path("out").mkdir()
     Path("out/multirun.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    code, _, err = listed(capfd, "out")
+    code, _, err = run_command(capfd, "out")
     assert code == 2
-    assert "multirun.yaml of this folder cannot be read" in err
+    assert "cannot read multirun.yaml in this folder" in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("folder", "told"),
+    ("folder", "error"),
     [
-        ("out", "no run.json in out or below it"),
-        ("file", "there is no folder file"),
-        ("away", "there is no folder away"),
+        ("out", "no run.json in or below out"),
+        ("file", "folder not found: file"),
+        ("away", "folder not found: away"),
     ],
 )
-def test_what_is_no_sweep_is_told_of(workdir: Path, capfd: pytest.CaptureFixture[str], folder: str, told: str) -> None:
+def test_folder_without_a_sweep_is_reported(workdir: Path, capfd: pytest.CaptureFixture[str], folder: str, error: str) -> None:
     Path("out").mkdir()
     Path("file").touch()
-    code, _, err = listed(capfd, folder)
+    code, _, err = run_command(capfd, folder)
     assert code == 2
-    assert f"there is no sweep: {told}" in err
+    assert f"no sweep found: {error}" in err

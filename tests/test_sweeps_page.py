@@ -1,4 +1,4 @@
-"""The page of sweeps: every objective, preset and status has its place there. Its commands are in test_commands.py."""
+"""docs/sweeps.md has every objective, preset and status. Its commands are tested in test_commands.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PAGE = (REPOSITORY / "docs" / "sweeps.md").read_text()
 
 
 @pytest.mark.parametrize("written", re.findall(r'^\| `"(.+)"` \|', PAGE, re.M))
-def test_every_objective_is_understood(written: str) -> None:
+def test_objectives_of_the_page_are_valid(written: str) -> None:
     assert read_objective(written).query is not None
 
 
-def test_every_preset_aggregate_metric_and_status_is_told_of() -> None:
+def test_page_has_every_preset_aggregate_metric_and_status() -> None:
     presets = [file.stem for file in (REPOSITORY / "conf" / "hydra").rglob("*.yaml")]
     statuses = ["done", "failed", "interrupted", "killed", "running", "missing"]
     assert len(presets) == 6

@@ -1,4 +1,4 @@
-"""`python -m instrument.upload`: runs that are over, killed or still running, sent to a remote folder."""
+"""`python -m instrument.upload`: uploads of finished, killed and running runs to a remote folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOOKS = {"out": {"layers": "**", "kind": "forward", "action": "record"}}
 
 
 def train(out: Path, copy: Path | None = None) -> None:
-    """A run; what there was of it before its end is copied, as a kill would leave it."""
+    """Record a run. With `copy`, also copy the unfinished run, as a kill would leave it."""
     model = torch.nn.Linear(3, 2)
     with instrument.attach(model, HOOKS, out=out) as probe:
         for _ in range(3):
@@ -24,16 +24,16 @@ def train(out: Path, copy: Path | None = None) -> None:
             shutil.copytree(out, copy, ignore=shutil.ignore_patterns(".lock*"))
 
 
-def test_a_folder_of_runs_is_sent_as_it_lies_below_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upload_keeps_the_folder_layout_below_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         train(tmp_path / "runs" / "sweep" / name)
     address = f"memory://{tmp_path}/there"
     assert main([str(tmp_path / "runs"), address]) == 0
-    assert capsys.readouterr().out.count("files sent") == 2
+    assert capsys.readouterr().out.count("files uploaded") == 2
     assert instrument.load(f"{address}/sweep").runs["run"].tolist() == ["a", "b"]
 
 
-def test_a_run_that_was_killed_is_put_in_order_and_sent(tmp_path: Path) -> None:
+def test_upload_recovers_and_sends_a_killed_run(tmp_path: Path) -> None:
     train(tmp_path / "whole", tmp_path / "killed")
     assert list((tmp_path / "killed" / "journal").glob("*.arrows"))
     assert main([str(tmp_path / "killed"), f"memory://{tmp_path}/there"]) == 0
@@ -41,7 +41,7 @@ def test_a_run_that_was_killed_is_put_in_order_and_sent(tmp_path: Path) -> None:
     assert (run.info["status"], len(run.stats)) == ("killed", 3)
 
 
-def test_of_a_run_that_goes_on_parts_are_sent_and_the_rest_is_told(
+def test_upload_of_a_running_run_sends_only_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Linear(3, 2)
@@ -49,31 +49,31 @@ def test_of_a_run_that_goes_on_parts_are_sent_and_the_rest_is_told(
     with instrument.attach(model, HOOKS, out=tmp_path / "going") as probe:
         probe.end_step(loss=model(torch.randn(4, 3)).sum())
         assert main([str(tmp_path / "going"), address]) == 1
-        assert "still running; what is in its journals is left for later" in capsys.readouterr().err
+        assert "the run is in progress: its journals were not uploaded" in capsys.readouterr().err
         assert instrument.load(f"{address}/going").info["status"] == "running"
     assert main([str(tmp_path / "going"), address]) == 0
     assert len(instrument.load(f"{address}/going").stats) == 1
 
 
-def test_a_mistake_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upload_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "mine")
-    for arguments, told in (
-        ([str(tmp_path / "mine")], "the run has no remote folder of its own"),
-        ([str(tmp_path / "nothing"), "memory://x"], "there is no folder"),
-        ([str(tmp_path / "mine"), "s3://key:hushhush@bucket"], "may hold no password"),
-        (["s3://bucket/mine"], "runs are sent from where they were made"),
+    for arguments, message in (
+        ([str(tmp_path / "mine")], "the run was started without sink.remote"),
+        ([str(tmp_path / "nothing"), "memory://x"], "folder not found"),
+        ([str(tmp_path / "mine"), "s3://key:hushhush@bucket"], "must not contain a password"),
+        (["s3://bucket/mine"], "RUN: must be a local folder"),
     ):
         assert main(arguments) == 2
         err = capsys.readouterr().err
-        assert told in err
+        assert message in err
         assert "hushhush" not in err
 
 
-def test_another_run_s_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upload_to_the_address_of_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"memory://{tmp_path}/there"
     for name, code in (("a/mine", 0), ("b/mine", 1)):
         train(tmp_path / name)
         path = tmp_path / name / "run.json"
         path.write_text(path.read_text().replace('"started": "', f'"started": "{name} '))
         assert main([str(tmp_path / name), address]) == code
-    assert "holds another run already" in capsys.readouterr().err
+    assert "already contains another run" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import instrument
 
-HANGS = 1200.0
+TIMEOUT = 1200.0
 """Timeout of all waiting in tests, in seconds; long enough for a slow machine."""
 
 
@@ -19,29 +19,29 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
 
-def until(holds: Callable[[], object], process: Process | None = None) -> None:
+def wait_until(condition: Callable[[], object], process: Process | None = None) -> None:
     """Wait until a condition holds.
 
     Args:
-        holds: Condition, evaluated every 10 ms.
+        condition: Function, called every 10 ms.
         process: Process that makes the condition true. Default: None.
 
     Raises:
-        AssertionError: The process ended first, or the condition does not hold after `HANGS` seconds.
+        AssertionError: The process ended first, or the condition does not hold after `TIMEOUT` seconds.
     """
-    deadline = time.monotonic() + HANGS
-    while not holds():
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
         if process is not None:
             assert process.poll() is None, "the process has ended"
-        assert time.monotonic() < deadline, "it did not come to hold"
+        assert time.monotonic() < deadline, "timeout: the condition is still false"
         time.sleep(0.01)
 
 
-def until_it_trains(process: Process, folder: Path = Path("out")) -> None:
+def wait_until_training(process: Process, folder: Path = Path("out")) -> None:
     """Wait until a run has recorded the metrics of a step.
 
     Args:
         process: Process of the run.
         folder: Folder of the run. Default: `out`.
     """
-    until(lambda: list(folder.glob("journal/metrics-*")) and len(instrument.load(folder).metrics), process)
+    wait_until(lambda: list(folder.glob("journal/metrics-*")) and len(instrument.load(folder).metrics), process)

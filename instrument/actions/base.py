@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 from ..stats.measure import Values
-from ..stats.merge import Part
+from ..stats.merge import PartialStatistics
 
 UNKNOWN_CALL = -1
 """The `call` of a recomputed forward pass if the index of the call is unknown."""
 
 
-class Moment(NamedTuple):
+class StepContext(NamedTuple):
     """The time at which a hook runs.
 
     Attributes:
@@ -66,7 +66,7 @@ class Context:
     layer: str
     module: nn.Module
     path: str
-    moment: Moment
+    moment: StepContext
     call: int = 0
     backward: int = 0
     recompute: bool = False
@@ -99,10 +99,14 @@ class Context:
         """
         if self.call == UNKNOWN_CALL:
             raise LookupError(
-                "the forward pass is computed again by other means than torch.utils.checkpoint, and the module was called "
-                "several times: which of the calls this is cannot be told, nor which random numbers it had"
+                "the forward pass is recomputed, but not by torch.utils.checkpoint, and the module was called several "
+                "times: the index of this call is unknown, and so are its random numbers"
             )
-        key = repr((self.seed, self.hook, self.layer, self.role, self.path, self.moment, self.call, self.backward))
+        step, micro_step, epoch, phase = self.moment
+        # This text determines the random numbers of existing runs. It does not change with the names of classes.
+        moment = f"Moment(step={step!r}, micro_step={micro_step!r}, epoch={epoch!r}, phase={phase!r})"
+        before = ", ".join(map(repr, (self.seed, self.hook, self.layer, self.role, self.path)))
+        key = f"({before}, {moment}, {self.call!r}, {self.backward!r})"
         if self.rank and self.scope == "local":
             key += f" of rank {self.rank}"
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
@@ -142,13 +146,13 @@ class Rows(Effects, Protocol):
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
 
-    def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
+    def add_part(self, context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> None:
         """Add this process's part of the statistics of such a tensor.
 
         Args:
             context: The call.
             names: The statistics to compute from all parts; see `instrument.stats.merge`.
-            part: The result of `part_of`.
+            part: The result of `partial_statistics`.
             dead: Which units are dead, bool [units]; None if not requested or not applicable.
         """
 
@@ -211,7 +215,7 @@ class NoArchive:
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(Mistake(f"{where}.run", "this loop has no archive of other runs", written=run))
+        raise ConfigError(Problem(f"{where}.run", "this probe was created without an archive of other runs", given=run))
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
         """Find nothing.
@@ -219,7 +223,7 @@ class NoArchive:
         Raises:
             LookupError: Always.
         """
-        raise LookupError(f"no archive of other runs holds {run}, step {step}, hook {hook}, layer {context.layer}")
+        raise LookupError(f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}")
 
 
 class Action(Protocol):

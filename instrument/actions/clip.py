@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from ..sharded import whole
+from ..sharded import full_tensor
 from ..spec.interventions import ClipSpec
 from ..stats.rounding import round_down, round_up, toward_zero
 from .base import Context
@@ -17,7 +17,7 @@ from .base import Context
 EPSILON = 1e-6  # As in `torch.nn.utils.clip_grad_norm_`: added to the norm, which may be zero.
 MIN_WEIGHT_NORM = 1e-3  # The value of Brock et al. 2021.
 # Compensates rounding: 0.07 as a float is slightly more than 0.07, but 0.07 of 100 elements has to be 7 elements.
-WRITTEN = 1.0 - 2.0**-50
+ROUNDING_MARGIN = 1.0 - 2.0**-50
 
 
 def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -69,10 +69,10 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
         samples = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)  # [samples, elements]
         norm = torch.linalg.vector_norm(samples, ord, dim=1, dtype=wide)
         factor = clip_coefficient(norm, bound)
-        each = factor.view(-1, *[1] * (tensor.dim() - 1))  # [samples, 1, ...]
+        factors = factor.view(-1, *[1] * (tensor.dim() - 1))  # [samples, 1, ...]
     else:
-        factor = each = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)
-    return toward_zero(tensor.to(wide) * each, tensor.dtype), factor
+        factor = factors = clip_coefficient(torch.linalg.vector_norm(tensor, ord, dtype=wide), bound)
+    return toward_zero(tensor.to(wide) * factors, tensor.dtype), factor
 
 
 def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:
@@ -81,7 +81,7 @@ def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2
     Bit-identical to the factor of `torch.nn.utils.clip_grad_norm_`. For sharded tensors, the norm is that of all
     shards; all processes must call this function.
     """
-    return clip_coefficient(whole(get_total_norm(tensors, ord)), bound)
+    return clip_coefficient(full_tensor(get_total_norm(tensors, ord)), bound)
 
 
 def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
@@ -99,10 +99,10 @@ def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
     magnitudes = tensor.detach().flatten().abs()
     if not magnitudes.numel():
         return tensor.clone()
-    there = ~magnitudes.isnan()
+    valid = ~magnitudes.isnan()
     # NaN is sorted last, and the index is a tensor: this code never waits for the device.
-    ordered = torch.where(there, magnitudes, torch.inf).sort().values
-    rank = (there.sum(dtype=torch.float64) * (quantile * WRITTEN)).ceil().long().sub(1).clamp(min=0)
+    ordered = torch.where(valid, magnitudes, torch.inf).sort().values
+    rank = (valid.sum(dtype=torch.float64) * (quantile * ROUNDING_MARGIN)).ceil().long().sub(1).clamp(min=0)
     bound = ordered.gather(0, rank.view(1)).view(())
     return tensor.clamp(-bound, bound)
 
@@ -158,14 +158,14 @@ class Clip:
         if spec.quantile is not None:
             return clip_quantile(tensor, spec.quantile), None
         if spec.ratio is not None:
-            assert context.value is not None, "kinds whose gradients are clipped by ratio hand over the weight"
+            assert context.value is not None, "clipping by ratio requires the weight"
             return clip_ratio(tensor, context.value, spec.ratio), None
         low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
         return clip_values(tensor, low, high), None
 
     def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
         if self.spec.norm_scope == "all":
-            assert self.total_factor is not None, "kinds whose norm is of all tensors call prepare first"
+            assert self.total_factor is not None, "scope all requires a call of prepare first"
             return tensor * self.total_factor.to(tensor.device, tensor.dtype), self.total_factor
         clipped, factor = clip_norm(tensor, bound, ord=self.spec.ord, per_sample=self.spec.norm_scope == "sample")
         return clipped, factor if factor.dim() == 0 else None

@@ -78,11 +78,11 @@ def sign(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), tensor, tensor.sign())
 
 
-def put(tensor: Tensor, value: float, count: int, generator: torch.Generator) -> Tensor:
+def insert_value(tensor: Tensor, value: float, count: int, generator: torch.Generator) -> Tensor:
     """Set `count` elements, drawn without replacement, to `value`. All elements if there are fewer."""
-    places = torch.randperm(tensor.numel(), generator=generator, device=tensor.device)[:count]
+    indices = torch.randperm(tensor.numel(), generator=generator, device=tensor.device)[:count]
     mask = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
-    mask[places] = True
+    mask[indices] = True
     return tensor.masked_fill(mask.view(tensor.shape), value)
 
 
@@ -99,7 +99,7 @@ def l2(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
     return gradient.add(value.to(gradient.dtype), alpha=coefficient)
 
 
-def penalise(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, norm: Literal["l1", "l2"]) -> Tensor:
+def add_penalty(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, norm: Literal["l1", "l2"]) -> Tensor:
     """Return loss + coefficient * sum(|p|) for l1, or loss + coefficient / 2 * sum(p^2) for l2, over all parameters."""
     for parameter in parameters:
         loss = loss + (
@@ -124,10 +124,10 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
     where[index] = True
     if recorded.shape != tensor.shape:
         if recorded.shape != where[index].shape:
-            raise ValueError(f"the recorded tensor is {list(recorded.shape)}, here are {list(tensor.shape)}")
-        whole = torch.zeros_like(tensor)
-        whole[index] = recorded.to(tensor.device, tensor.dtype)
-        recorded = whole
+            raise ValueError(f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}")
+        full = torch.zeros_like(tensor)
+        full[index] = recorded.to(tensor.device, tensor.dtype)
+        recorded = full
     return torch.where(where, recorded.to(tensor.device, tensor.dtype), tensor)
 
 

@@ -56,8 +56,8 @@ class Intervention:
             return self._change(tensor, context, tensor.numel())
         if not self.change.entrywise:
             raise HookError(
-                f"{describe(context)} needs a dense tensor, and this one is sparse: make the layer with sparse=False, or "
-                "clip it by value or norm, scale it by a number, or take its sign"
+                f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
+                "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
             )
         entries = tensor.coalesce()
         changed = self._change(entries.values(), context, tensor.numel())
@@ -70,7 +70,7 @@ class Intervention:
         version = given._version
         new, factor = self.change(given, context)
         if given._version != version:
-            raise HookResultError(f"{describe(context)} wrote to its tensor in place; return a new tensor instead")
+            raise HookResultError(f"{describe(context)} modified its tensor in place; return a new tensor instead")
         new = tensor if new is given else new
         check_result(tensor, new, context)
         if not (context.recompute and KINDS[context.kind].repeats):
@@ -109,8 +109,8 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
             raise HookResultError(f"{describe(context)} returned {what} {is_now} where {was} was expected")
     if old.requires_grad and torch.is_grad_enabled() and not new.requires_grad:
         raise HookResultError(
-            f"{describe(context)} returned a tensor that is cut off from the graph (detach, no_grad, .data or NumPy "
-            "inside?): nothing before this layer would be trained"
+            f"{describe(context)} returned a tensor that is detached from the graph (by detach, no_grad, .data or "
+            "NumPy): the layers before this one would not be trained"
         )
 
 

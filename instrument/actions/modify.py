@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
 from ..spec.fields import Target
 from ..spec.functions import (
@@ -47,7 +47,7 @@ class Modify:
         self.straight_through = spec.straight_through
         self.entrywise = isinstance(spec, ZeroSpec | SignSpec | QuantizeSpec)
         if isinstance(spec, FunctionSpec):
-            self.function = _own_function(spec.fn, f"hooks.{spec.name}.fn")
+            self.function = _custom_function(spec.fn, f"hooks.{spec.name}.fn")
         elif isinstance(spec, RecordedSpec):
             self.function = _recorded(spec, archive)
         else:
@@ -94,12 +94,12 @@ def _sign(spec: SignSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: 
 
 
 def _nan(spec: NanSpec, tensor: Tensor, context: Context) -> Tensor:
-    return functions.put(tensor, float(spec.value), spec.count, context.generator(tensor.device))
+    return functions.insert_value(tensor, float(spec.value), spec.count, context.generator(tensor.device))
 
 
 def _penalty(spec: PenaltySpec, tensor: Tensor, context: Context) -> Tensor:
     if spec.kind == "loss":
-        return functions.penalise(tensor, context.parameters, spec.coefficient, spec.fn)
+        return functions.add_penalty(tensor, context.parameters, spec.coefficient, spec.fn)
     assert context.value is not None, "kinds that carry penalties hand over the value"
     formula = {"l1": functions.l1, "l2": functions.l2}[spec.fn]
     return formula(tensor, context.value.detach(), spec.coefficient)
@@ -129,7 +129,7 @@ def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
     return replace
 
 
-def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Tensor]:
+def _custom_function(target: Target, where: str) -> Callable[[Tensor, Context], Tensor]:
     """Import a custom function and bind its further arguments.
 
     A class is instantiated once, and the instance is called.
@@ -139,42 +139,42 @@ def _own_function(target: Target, where: str) -> Callable[[Tensor, Context], Ten
     bound = {} if inspect.isclass(found) else arguments
     try:
         function: Any = found(**arguments) if inspect.isclass(found) else found
-        _refuse_arguments(function, bound)
+        _check_arguments(function, bound)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            Mistake(
+            Problem(
                 where,
                 f"{target.target} cannot be called as fn(tensor, context): {str(error).partition(chr(10))[0]}",
-                written=arguments or target.target,
+                given=arguments or target.target,
             )
         ) from None
-    return keeps_random_state(partial(function, **bound))
+    return check_random_state(partial(function, **bound))
 
 
-def keeps_random_state(function: Function) -> Function:
+def check_random_state(function: Function) -> Function:
     """Wrap a function so that it fails if it changes PyTorch's global random state.
 
     A change would alter the rest of the run.
     """
 
-    def guarded(tensor: Tensor, context: Context) -> Tensor:
+    def checked(tensor: Tensor, context: Context) -> Tensor:
         before = _random_state(tensor)
         new = function(tensor, context)
         if not torch.equal(before, _random_state(tensor)):
             raise RuntimeError(
-                "it draws from the global random state, which changes the rest of the run; "
-                "draw with generator=context.generator(tensor.device)"
+                "the function changes the global random state, which affects the rest of the run; "
+                "pass generator=context.generator(tensor.device)"
             )
         return new
 
-    return guarded
+    return checked
 
 
 def _random_state(tensor: Tensor) -> Tensor:
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
-def _refuse_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> None:
+def _check_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> None:
     """Raise a TypeError if the function cannot be called with a tensor, a context and the bound arguments."""
     try:
         signature = inspect.signature(function)

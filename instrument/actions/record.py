@@ -14,16 +14,16 @@ from ..errors import HookError
 from ..spec.base import parse_slice
 from ..spec.kinds import KINDS
 from ..spec.record import RecordSpec
-from ..spec.statistics import COUNTS, OF_VALUES
+from ..spec.statistics import COUNTS, VALUE_STATISTICS
 from ..stats.distribution import distribution
 from ..stats.measure import Values, measure
-from ..stats.merge import MEASURED, Part, part_of, sketch
-from ..stats.units import dead_fraction, dead_units, range_of, ratio_of_norms, saturated_fraction, unit_dim
+from ..stats.merge import MEASURED, PartialStatistics, partial_statistics, sketch
+from ..stats.units import dead_fraction, dead_units, saturation_limits, ratio_of_norms, saturated_fraction, unit_dim
 from .base import Context, Rows
 from .intervention import describe
 
 
-def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
+def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
     """Return the part of a tensor that a spec keeps, as a view.
 
     `samples` is applied first, then `slice`, then `max_elements` (to the flattened tensor).
@@ -38,7 +38,7 @@ def cut(tensor: Tensor, spec: RecordSpec) -> Tensor:
     return part
 
 
-def as_plain(tensor: Tensor) -> Tensor:
+def to_dense(tensor: Tensor) -> Tensor:
     """Return a strided tensor. Sparse tensors become dense; nested tensors are padded with NaN (integers with 0)."""
     if tensor.is_nested:
         padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
@@ -46,7 +46,7 @@ def as_plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
+def derived_statistic(name: str, tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
     """Compute a statistic that depends on more than the tensor's values.
 
     Args:
@@ -63,16 +63,16 @@ def more_of(name: str, tensor: Tensor, context: Context, dim: int | None) -> flo
         HookError: The tensor has no such dimension.
     """
     if name == "update_ratio":
-        assert context.value is not None, "an update is handed on with its parameter"
+        assert context.value is not None, "an update requires its parameter"
         return ratio_of_norms(tensor, context.value)
     if name == "saturated_fraction":
-        ends = range_of(context.module)
-        return None if ends is None or not tensor.is_floating_point() else saturated_fraction(as_plain(tensor), ends)
-    along = _along(tensor, context, dim)
-    return None if along is None else dead_fraction(as_plain(tensor.detach()), along)
+        ends = saturation_limits(context.module)
+        return None if ends is None or not tensor.is_floating_point() else saturated_fraction(to_dense(tensor), ends)
+    along = _resolve_unit_dim(tensor, context, dim)
+    return None if along is None else dead_fraction(to_dense(tensor.detach()), along)
 
 
-def _along(tensor: Tensor, context: Context, dim: int | None) -> int | None:
+def _resolve_unit_dim(tensor: Tensor, context: Context, dim: int | None) -> int | None:
     """Return the dimension of a tensor's units; None if it has no units.
 
     Raises:
@@ -83,7 +83,7 @@ def _along(tensor: Tensor, context: Context, dim: int | None) -> int | None:
     of_parameter = KINDS[context.kind].family != "module"
     along = unit_dim(tensor, context.module, of_parameter=of_parameter) if dim is None else dim
     if along is not None and not -tensor.dim() <= along < tensor.dim():
-        raise HookError(f"{describe(context)}: unit_dim {along} is not in shape {list(tensor.shape)}")
+        raise HookError(f"{describe(context)}: unit_dim {along} does not exist in shape {list(tensor.shape)}")
     return along
 
 
@@ -92,7 +92,7 @@ class Record:
 
     Attributes:
         statistics: The names of the recorded statistics.
-        more: Those of `statistics` that depend on more than the tensor's values.
+        derived: Those of `statistics` that depend on more than the tensor's values.
         levels: The levels of the quantiles; empty if none are recorded.
         bins: The number of histogram bins; 0 if no histogram is recorded.
         keeps_tensors: Whether tensors are recorded.
@@ -102,34 +102,34 @@ class Record:
         self.spec = spec
         self.rows = rows
         self.statistics = spec.statistics
-        self.more = tuple(name for name in spec.statistics if name not in OF_VALUES)
+        self.derived = tuple(name for name in spec.statistics if name not in VALUE_STATISTICS)
         self.levels = spec.quantiles or ()
         self.bins = spec.histogram or 0
         self.keeps_tensors = spec.tensors
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
 
-    def without_the_dearest(self) -> tuple[Record, str] | None:
+    def without_most_expensive(self) -> tuple[Record, str] | None:
         """Return a copy of this action without its most expensive part.
 
         Returns:
             The copy and the name of the part; None if no expensive part is left.
         """
-        lighter = copy(self)
+        reduced = copy(self)
         if self.keeps_tensors:
-            lighter.keeps_tensors = False
-            return lighter, "tensors"
+            reduced.keeps_tensors = False
+            return reduced, "tensors"
         if self.bins:
-            lighter.bins = 0
-            return lighter, "histogram"
+            reduced.bins = 0
+            return reduced, "histogram"
         if self.levels:
-            lighter.levels = ()
-            return lighter, "quantiles"
-        for dear in (*self.more, *(name for name in self.statistics if name == "l1")):
-            lighter.statistics = tuple(name for name in self.statistics if name != dear)
-            if set(lighter.statistics) <= set(COUNTS):
+            reduced.levels = ()
+            return reduced, "quantiles"
+        for expensive in (*self.derived, *(name for name in self.statistics if name == "l1")):
+            reduced.statistics = tuple(name for name in self.statistics if name != expensive)
+            if set(reduced.statistics) <= set(COUNTS):
                 break  # nothing of what was asked for would be left
-            lighter.more = tuple(name for name in self.more if name != dear)
-            return lighter, dear
+            reduced.derived = tuple(name for name in self.derived if name != expensive)
+            return reduced, expensive
         return None
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
@@ -144,40 +144,40 @@ class Record:
         if (self.levels or self.bins) and merges:
             self.rows.add_sketch(context, self.levels, self.bins, sketch(tensor, bool(self.levels), self.bins))
         elif self.levels or self.bins:
-            found = distribution(tensor, self.levels, self.bins)
-            self.rows.add_distribution(context, self.levels, self.bins, found)
+            values = distribution(tensor, self.levels, self.bins)
+            self.rows.add_distribution(context, self.levels, self.bins, values)
         if self.keeps_tensors:
-            plain = as_plain(tensor.detach())
+            plain = to_dense(tensor.detach())
             try:
-                kept = cut(plain, self.spec)
+                selected = select_part(plain, self.spec)
             except IndexError as error:
                 shape = list(plain.shape)
-                raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is not in shape {shape}") from error
+                raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}") from error
             # Converting a complex tensor to another dtype would keep only the real part.
-            self.rows.add_tensor(context, plain.shape, kept, None if kept.is_complex() else self.dtype)
+            self.rows.add_tensor(context, plain.shape, selected, None if selected.is_complex() else self.dtype)
 
-    def _measure_part(self, tensor: Tensor, context: Context) -> tuple[Part, Tensor | None]:
+    def _measure_part(self, tensor: Tensor, context: Context) -> tuple[PartialStatistics, Tensor | None]:
         """Measure this process's part of a tensor.
 
         Returns:
             The part to merge with those of other processes, and which units are dead, bool [units], if requested.
         """
-        saturated = more_of("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.more else None
+        saturated = derived_statistic("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.derived else None
         weight: float | Tensor | None = None
-        if "update_ratio" in self.more and context.value is not None:
+        if "update_ratio" in self.derived and context.value is not None:
             weight = measure(context.value, ("l2",))[0]
         names = (*MEASURED, "l1") if "l1" in self.statistics else MEASURED
-        along = _along(tensor, context, self.spec.unit_dim) if "dead_fraction" in self.more else None
-        dead = None if along is None else dead_units(as_plain(tensor.detach()), along)
+        along = _resolve_unit_dim(tensor, context, self.spec.unit_dim) if "dead_fraction" in self.derived else None
+        dead = None if along is None else dead_units(to_dense(tensor.detach()), along)
         # `fully_shard` shards along dimension 0: each process then has different units.
-        apart = dead if context.scope == "shard" and along == 0 else None
-        return part_of(measure(tensor, names), saturated, weight, apart), None if apart is not None else dead
+        distinct_dead = dead if context.scope == "shard" and along == 0 else None
+        return partial_statistics(measure(tensor, names), saturated, weight, distinct_dead), None if distinct_dead is not None else dead
 
     def _measure(self, tensor: Tensor, context: Context) -> Values:
-        if not self.more:
+        if not self.derived:
             return measure(tensor, self.statistics)
-        values = measure(tensor, self.statistics[: -len(self.more)])
-        others = [more_of(name, tensor, context, self.spec.unit_dim) for name in self.more]
+        values = measure(tensor, self.statistics[: -len(self.derived)])
+        others = [derived_statistic(name, tensor, context, self.spec.unit_dim) for name in self.derived]
         if not isinstance(values, Tensor):
             return [*values, *cast(list[float | None], others)]  # on the CPU these are numbers too
         none = torch.full((), math.nan, dtype=torch.float64, device=values.device)

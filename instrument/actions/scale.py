@@ -25,7 +25,7 @@ def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor
         ValueError: The tensor has no such dimension, or its size differs from the number of factors.
     """
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != len(factors):
-        raise ValueError(f"{len(factors)} factors do not run along dimension {dim} of shape {list(tensor.shape)}")
+        raise ValueError(f"{len(factors)} factors do not fit dimension {dim} of shape {list(tensor.shape)}")
     shape = [1] * tensor.dim()
     shape[dim] = len(factors)
     wide = torch.promote_types(tensor.dtype, torch.float32)  # half precision would round the factors

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context
-from ..errors import ConfigError, Mistake, nearest
+from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
 from .folders import NoRunError
-from .load import Run, load
+from .load import load
+from .run_tables import RunTables
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
 _INDEX = ("step", "micro_step", "rank", "hook", *_LIKE, "scope", "shape", "source_shape")
@@ -25,13 +26,13 @@ class RunArchive:
 
     Args:
         ranks: Number of processes of the current run.
-        share: Maps the samples of a batch to those of this process; None if this is unknown.
+        shard: Maps the samples of a batch to those of this process; None if this is unknown.
     """
 
-    def __init__(self, ranks: int = 1, share: Callable[[range], range] | None = None) -> None:
+    def __init__(self, ranks: int = 1, shard: Callable[[range], range] | None = None) -> None:
         self.ranks = ranks
-        self.share = share
-        self._runs: dict[str, Run] = {}
+        self.shard = shard
+        self._runs: dict[str, RunTables] = {}
         self._steps: dict[str, tuple[int, pd.DataFrame]] = {}
 
     def open(self, run: str, hook: str | None, where: str) -> None:
@@ -49,13 +50,13 @@ class RunArchive:
             try:
                 self._runs[run] = load(Path(run))
             except NoRunError as error:
-                raise ConfigError(Mistake(f"{where}.run", str(error), run, "the folder of a run")) from None
+                raise ConfigError(Problem(f"{where}.run", str(error), run, "the folder of a run")) from None
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
-            raise ConfigError(Mistake(f"{where}.run", "this run kept no tensors: record with 'tensors: true'", run))
+            raise ConfigError(Problem(f"{where}.run", "this run has no recorded tensors: set 'tensors: true' in a record hook", run))
         if hook is not None and hook not in hooks:
-            problem = "this run kept no tensors of such a hook"
-            raise ConfigError(Mistake(f"{where}.hook", problem, hook, hooks, nearest(hook, hooks)))
+            message = "this run has no tensors recorded by this hook"
+            raise ConfigError(Problem(f"{where}.hook", message, hook, hooks, similar_names(hook, hooks)))
 
     def index(self, run: str) -> pd.DataFrame:
         """Return the index of an opened run's tensors: step, micro_step, rank, hook, location, scope and shapes."""
@@ -85,7 +86,7 @@ class RunArchive:
         wanted = context.step if step is None else step
         kept = self._at_step(run, wanted)
         like = {column: getattr(context, column) for column in _LIKE}
-        if KINDS[context.kind].rhythm == "micro_step":
+        if KINDS[context.kind].frequency == "micro_step":
             like = {"micro_step": context.moment.micro_step, **like}
         for column, value in like.items():
             kept = kept[kept[column] == value]
@@ -96,19 +97,18 @@ class RunArchive:
         are_shards = len(kept) > 0 and kept["scope"].eq("shard").all()  # interventions operate on the full tensor
         if ranks > 1 and not are_shards and (one_stands_for_all or ranks == self.ranks):
             kept = kept[kept["rank"] == (0 if one_stands_for_all else context.rank)]
-        place = ", ".join(f"{column} {value!r}" for column, value in like.items() if value or column != "backward")
+        location = ", ".join(f"{column} {value!r}" for column, value in like.items() if value or column != "backward")
         if kept.empty or kept["rank"].duplicated().any():
-            what = (
-                "no tensor" if kept.empty else f"{len(kept)} tensors, by the hooks {', '.join(sorted(set(kept.hook)))}"
-            )
-            raise LookupError(f"{run} holds {what} of step {wanted} at {place}")
+            hooks = ", ".join(sorted(set(kept["hook"])))
+            count = "no tensor" if kept.empty else f"{len(kept)} tensors (hooks {hooks})"
+            raise LookupError(f"{run} has {count} of step {wanted} at {location}")
         of_samples = KINDS[context.kind].family == "module"
         if len(kept) > 1 and not are_shards and (self.ranks > 1 or not of_samples):
-            several = f"{ranks} processes recorded tensors of step {wanted} at {place}, and here are {self.ranks}"
-            raise LookupError(f"{several}: {run} has no whole one")
+            counts = f"recorded by {ranks} processes, and this run has {self.ranks}"
+            raise LookupError(f"{run} has no full tensor of step {wanted} at {location}: {counts}")
         values = np.concatenate([*kept.sort_values("rank")["values"]])
-        if ranks == 1 and of_samples and self.share is not None and values.ndim:
-            samples = self.share(range(len(values)))
+        if ranks == 1 and of_samples and self.shard is not None and values.ndim:
+            samples = self.shard(range(len(values)))
             values = values[samples.start : samples.stop]
         return torch.from_numpy(values)
 

@@ -47,13 +47,13 @@ def _from_bytes(data: Any, dtype: str) -> _Array:
     if dtype == "complex32":
         return np.frombuffer(data, np.float16).astype(np.float32).view(np.complex64)
     if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
-        found: _Array = _numbers_of(dtype)[np.frombuffer(data, np.uint8)]
+        found: _Array = _float8_values(dtype)[np.frombuffer(data, np.uint8)]
         return found
     return np.frombuffer(data, np.dtype(dtype))
 
 
 @cache
-def _numbers_of(dtype: str) -> _Array:
+def _float8_values(dtype: str) -> _Array:
     """Return the 256 values of an 8-bit type as float32.
 
     The formats are defined in the "OCP 8-bit Floating Point Specification"; the fnuz variants are those of Graphcore

@@ -21,18 +21,18 @@ def write_csv(files: RunFiles, folder: Path) -> None:
     for name, table in TABLES.items():
         if name == "tensors":
             continue
-        schema = pa.schema([pa.field(field.name, _text_or(field.type)) for field in table.schema])
+        schema = pa.schema([pa.field(field.name, _csv_type(field.type)) for field in table.schema])
         with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
             for batch in files.scan(name, table.schema.names):
-                columns = [_readable(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
+                columns = [_csv_column(column, field.type) for column, field in zip(batch.columns, schema, strict=True)]
                 writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
-def _text_or(kind: pa.DataType) -> pa.DataType:
+def _csv_type(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_list(kind) or pa.types.is_dictionary(kind) else kind
 
 
-def _readable(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def _csv_column(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_list(column.type):
         return pa.array([None if cell is None else json.dumps(cell) for cell in column.to_pylist()], pa.string())
     return column.cast(kind)

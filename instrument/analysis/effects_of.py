@@ -11,38 +11,38 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..errors import InstrumentError, InstrumentWarning, Mistake
+from ..errors import InstrumentError, InstrumentWarning, Problem
 from .confidence_interval import half_width
-from .load import Run
 from .matching import Matching, match, run_name
-from .means import MEASURED, NUMBERS, PLACE, Means, Steps, keys_of, means_of
+from .means import LOCATION_COLUMNS, MEASURED_TABLES, NUMERIC_COLUMNS, Means, Steps, keys_of, means_of
+from .run_tables import RunTables
 
 MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 
 
 def effects_of(
-    run: Run, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
+    run: RunTables, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
 ) -> pd.DataFrame:
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
-        raise InstrumentError(str(Mistake("confidence", "has to lie between 0 and 1", confidence)))
-    _refuse_no_steps(steps)
+        raise InstrumentError(str(Problem("confidence", "must be between 0 and 1", confidence)))
+    _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     matching = match(run, key, baseline, others)
-    _warn_of(run, matching)
-    differences = {table: _Differences(table) for table in MEASURED}
+    _warn_unpaired(run, matching)
+    differences = {table: _Differences(table) for table in MEASURED_TABLES}
     for seed in matching.by_seed():
         for control, matches in seed.items():
-            means = _means_at(run, control, steps)
+            means = _means_of_run(run, control, steps)
             for found in matches:
-                after = _means_at(run, found.place, steps)
-                for table in MEASURED:
+                after = _means_of_run(run, found.index, steps)
+                for table in MEASURED_TABLES:
                     differences[table].add(found.comparison, means[table], after[table])
-        for table in MEASURED:
+        for table in MEASURED_TABLES:
             differences[table].end_seed()
     comparisons = {found.comparison: found for found in matching.matches}
     parts = [
-        (found, table.frame(word, confidence)) for word, found in comparisons.items() for table in differences.values()
+        (found, table.frame(name, confidence)) for name, found in comparisons.items() for table in differences.values()
     ]
     frame = pd.concat([part for _, part in parts], ignore_index=True)
     rows = [found for found, part in parts for _ in range(len(part))]
@@ -51,13 +51,13 @@ def effects_of(
     for i, name in enumerate(others):
         frame.insert(2 + i, name, _cells([found.by[i] for found in rows]))
     frame.attrs = {
-        "pairs": [(one.value, run_name(run, one.place), run_name(run, one.baseline)) for one in matching.matches],
-        "left_out": {run_name(run, place): why for place, why in matching.left_out.items()},
+        "pairs": [(one.value, run_name(run, one.index), run_name(run, one.baseline)) for one in matching.matches],
+        "left_out": {run_name(run, index): reason for index, reason in matching.left_out.items()},
     }
     return frame
 
 
-def _refuse_no_steps(steps: Any) -> None:
+def _check_steps(steps: Any) -> None:
     """Check that the range of steps is valid and not empty."""
     is_pair = isinstance(steps, tuple | list) and len(steps) == 2
     if is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps):
@@ -65,25 +65,27 @@ def _refuse_no_steps(steps: Any) -> None:
         if stop is None or (start or 0) < stop:
             return
     allowed = "(start, stop), half-open, such as (50, None)"
-    raise InstrumentError(str(Mistake("steps", "there are no steps between these", steps, allowed)))
+    raise InstrumentError(str(Problem("steps", "the range contains no steps", steps, allowed)))
 
 
-def _means_at(run: Run, place: int, steps: Steps) -> dict[str, Means]:
+def _means_of_run(run: RunTables, index: int, steps: Steps) -> dict[str, Means]:
     """Return the means of one run, by table."""
-    folder = run.folders[place]
-    one = Run(folder, [folder])
-    return {table: means_of(one, table, steps) for table in MEASURED}
+    folder = run.folders[index]
+    one = RunTables(folder, [folder])
+    return {table: means_of(one, table, steps) for table in MEASURED_TABLES}
 
 
-def _warn_of(run: Run, matching: Matching) -> None:
+def _warn_unpaired(run: RunTables, matching: Matching) -> None:
     """Warn about the number of unpaired runs, with some of the reasons."""
     if not matching.left_out:
         return
-    whys = Counter(matching.left_out.values())
-    told = "; ".join(f"{why} ({count})" for why, count in list(whys.items())[:MOST_REASONS])
-    more = "; ..." if len(whys) > MOST_REASONS else ""
-    count = f"{len(matching.left_out)} of {len(run.folders)} runs are in no pair"
-    warnings.warn(f"{count}: {told}{more}. attrs['left_out'] has them all", InstrumentWarning, stacklevel=4)
+    counts = Counter(matching.left_out.values())
+    reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MOST_REASONS])
+    more = "; ..." if len(counts) > MOST_REASONS else ""
+    unpaired = f"{len(matching.left_out)} of {len(run.folders)} runs are not in any pair"
+    warnings.warn(
+        f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4
+    )
 
 
 def _cells(values: list[Any]) -> pd.Series:
@@ -96,15 +98,15 @@ class _Differences:
 
     def __init__(self, table: str) -> None:
         self.table = table
-        self.places: dict[tuple[str, ...], int] = {}
+        self.locations: dict[tuple[str, ...], int] = {}
         self.sums: dict[str, _Sums] = {}
 
     def add(self, comparison: str, before: Means, after: Means) -> None:
         """Add one pair."""
-        for place in (*before.places, *after.places):
-            self.places.setdefault(place, len(self.places))
-        sums = self.sums.setdefault(comparison, _Sums(len(NUMBERS[self.table])))
-        sums.add(*self._spread(before), *self._spread(after))
+        for location in (*before.locations, *after.locations):
+            self.locations.setdefault(location, len(self.locations))
+        sums = self.sums.setdefault(comparison, _Sums(len(NUMERIC_COLUMNS[self.table])))
+        sums.add(*self._dense(before), *self._dense(after))
 
     def end_seed(self) -> None:
         """Finish the current seed."""
@@ -115,17 +117,17 @@ class _Differences:
         """Return one row per location and statistic that occurs in any pair of a comparison."""
         sums = self.sums[comparison]
         rows, columns = np.nonzero(sums.pairs + sums.not_finite)
-        labels = pd.DataFrame(list(self.places), columns=keys_of(self.table), dtype=object)
-        where = labels.reindex(columns=list(PLACE)).iloc[rows].reset_index(drop=True)
+        labels = pd.DataFrame(list(self.locations), columns=keys_of(self.table), dtype=object)
+        where = labels.reindex(columns=list(LOCATION_COLUMNS)).iloc[rows].reset_index(drop=True)
         where.insert(0, "table", self.table)
-        statistics = np.array(NUMBERS[self.table], dtype=object)[columns]
-        numbers = {name: numbers[rows, columns] for name, numbers in sums.told(confidence).items()}
+        statistics = np.array(NUMERIC_COLUMNS[self.table], dtype=object)[columns]
+        numbers = {name: numbers[rows, columns] for name, numbers in sums.columns(confidence).items()}
         return where.assign(statistic=statistics, **numbers)
 
-    def _spread(self, means: Means) -> tuple[np.ndarray, np.ndarray]:
-        """Return values and a mask of existing values at all locations; shape [places, columns] each."""
-        rows = [self.places[place] for place in means.places]
-        values = np.zeros((len(self.places), len(NUMBERS[self.table])))
+    def _dense(self, means: Means) -> tuple[np.ndarray, np.ndarray]:
+        """Return values and a mask of existing values at all locations; shape [locations, columns] each."""
+        rows = [self.locations[location] for location in means.locations]
+        values = np.zeros((len(self.locations), len(NUMERIC_COLUMNS[self.table])))
         known = np.zeros(values.shape, dtype=bool)
         values[rows], known[rows] = means.values, means.counts > 0
         return values, known
@@ -137,12 +139,12 @@ class _Sums:
     Means and squares are updated with Welford's algorithm: B. P. Welford, Technometrics 4 (1962), 419-420.
 
     Attributes:
-        pairs: Number of pairs used, over all seeds; shape [places, columns], as all attributes except the means.
+        pairs: Number of pairs used, over all seeds; shape [locations, columns], as all attributes except the means.
         not_finite: Number of pairs excluded because a number is NaN or infinite.
         one_sided: Number of pairs excluded because only one run has a number.
         seeds: Number of seeds with at least one used pair.
         squares: Sum over the seeds of the squared distance between the difference and its mean.
-        means: Means over the seeds of the value before, the value after, and the difference; shape [3, places,
+        means: Means over the seeds of the value before, the value after, and the difference; shape [3, locations,
             columns].
         of_seed: Number of used pairs of the current seed.
         means_of_seed: As `means`, over the pairs of the current seed.
@@ -155,7 +157,7 @@ class _Sums:
         self.means, self.means_of_seed = (np.zeros((3, 0, columns)) for _ in range(2))
 
     def add(self, before: np.ndarray, has_before: np.ndarray, after: np.ndarray, has_after: np.ndarray) -> None:
-        """Add one pair: its numbers, and masks of existing numbers; shape [places, columns] each."""
+        """Add one pair: its numbers, and masks of existing numbers; shape [locations, columns] each."""
         self._grow(len(before))
         with np.errstate(invalid="ignore", over="ignore"):
             numbers = np.stack([before, after, after - before])
@@ -165,20 +167,20 @@ class _Sums:
         self.one_sided += has_before ^ has_after
         self.pairs += counts
         self.of_seed += counts
-        self.means_of_seed += _step(numbers, self.means_of_seed, self.of_seed, counts)
+        self.means_of_seed += _mean_update(numbers, self.means_of_seed, self.of_seed, counts)
 
     def end_seed(self) -> None:
         """Merge the pairs of the current seed into one number per location."""
         counts = self.of_seed > 0
         self.seeds += counts
         before = self.means[2].copy()
-        self.means += _step(self.means_of_seed, self.means, self.seeds, counts)
+        self.means += _mean_update(self.means_of_seed, self.means, self.seeds, counts)
         with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
             off = self.means_of_seed[2] - before
             self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
         self.of_seed[:], self.means_of_seed[:] = 0, 0.0
 
-    def told(self, confidence: float) -> dict[str, np.ndarray]:
+    def columns(self, confidence: float) -> dict[str, np.ndarray]:
         """Return the numeric columns of the result; NaN if there are too few seeds."""
         with np.errstate(over="ignore"):
             width = half_width(self.squares, self.seeds, confidence)
@@ -196,15 +198,15 @@ class _Sums:
             "one_sided": self.one_sided,
         }
 
-    def _grow(self, places: int) -> None:
-        if places == len(self.pairs):
+    def _grow(self, locations: int) -> None:
+        if locations == len(self.pairs):
             return
         for name, kept in vars(self).items():
-            more = np.zeros((*kept.shape[:-2], places - kept.shape[-2], kept.shape[-1]), kept.dtype)
+            more = np.zeros((*kept.shape[:-2], locations - kept.shape[-2], kept.shape[-1]), kept.dtype)
             setattr(self, name, np.concatenate([kept, more], axis=-2))
 
 
-def _step(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _mean_update(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the change of means after one more number, where `counts` is true; dividing first avoids an overflow."""
     share = 1.0 / np.maximum(count, 1)
     return np.where(counts, np.where(counts, numbers, 0.0) * share - means * share, 0.0)

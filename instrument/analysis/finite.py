@@ -24,10 +24,10 @@ import pyarrow.compute as pc
 from ..spec.kinds import KINDS
 from ..spec.statistics import STATISTICS
 
-BAD = ("nan_count", "inf_count")
-NEEDED = ("kind", "role", "numel", *BAD)
-TOO_MANY, TOO_MANY_OF_A_MASK = 0.01, 0.5
-OF_FINITE_VALUES = tuple(name for name, statistic in STATISTICS.items() if statistic.unit != "count")
+NON_FINITE_COUNTS = ("nan_count", "inf_count")
+REQUIRED_COLUMNS = ("kind", "role", "numel", *NON_FINITE_COUNTS)
+THRESHOLD, MASK_THRESHOLD = 0.01, 0.5
+FINITE_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.unit != "count")
 """The statistics that are invalid in a non-finite row."""
 
 
@@ -45,13 +45,13 @@ def is_not_finite(stats: pd.DataFrame) -> pd.Series:
     Returns:
         A boolean Series with the index of `stats`.
     """
-    bad = sum((stats[name].fillna(0) for name in BAD if name in stats), pd.Series(0, stats.index))
+    bad = sum((stats[name].fillna(0) for name in NON_FINITE_COUNTS if name in stats), pd.Series(0, stats.index))
     if not bad.any():
         return bad > 0
     numel = stats["numel"].fillna(0) if "numel" in stats else 0
     pairs = stats[["kind", "role"]].drop_duplicates().itertuples(index=False)
     most = {
-        (kind, role): TOO_MANY if is_gradient(kind, role) or KINDS[kind].family != "module" else TOO_MANY_OF_A_MASK
+        (kind, role): THRESHOLD if is_gradient(kind, role) or KINDS[kind].family != "module" else MASK_THRESHOLD
         for kind, role in pairs
     }
     allowed = np.array([most[pair] for pair in zip(stats["kind"], stats["role"], strict=True)])
@@ -66,12 +66,12 @@ def finite_only(stats: pd.DataFrame) -> pd.DataFrame:
     lost = is_not_finite(stats)
     if not lost.any():
         return stats
-    return stats.assign(**{name: stats[name].mask(lost) for name in OF_FINITE_VALUES if name in stats})
+    return stats.assign(**{name: stats[name].mask(lost) for name in FINITE_STATISTICS if name in stats})
 
 
 def not_finite_in(batch: pa.RecordBatch) -> np.ndarray:
     """Return which rows of a batch with the columns NEEDED are non-finite; bool, shape [rows]."""
-    if not any(pc.any(pc.greater(batch[name], 0)).as_py() for name in BAD):
+    if not any(pc.any(pc.greater(batch[name], 0)).as_py() for name in NON_FINITE_COUNTS):
         return np.zeros(batch.num_rows, dtype=bool)
-    found: np.ndarray = is_not_finite(batch.select(NEEDED).to_pandas()).to_numpy()
+    found: np.ndarray = is_not_finite(batch.select(REQUIRED_COLUMNS).to_pandas()).to_numpy()
     return found

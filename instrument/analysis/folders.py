@@ -9,7 +9,7 @@ from pathlib import Path
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
 from ..sinks.parts import JOURNALS
-from ..sinks.remote import is_address, opened
+from ..sinks.remote import is_address, open_folder
 
 RUN_FILE = "run.json"
 
@@ -28,11 +28,11 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
-    root = opened(path)
+    root = open_folder(path)
     folders = runs_in(root)
     if not folders:
         there = root.is_dir()
-        raise NoRunError(f"no run.json in {root} or below it" if there else f"there is no folder {root}")
+        raise NoRunError(f"no run.json in or below {root}" if there else f"folder not found: {root}")
     return root, folders
 
 

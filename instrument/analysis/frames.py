@@ -21,7 +21,7 @@ def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
     """Remove tensors of dtypes that NumPy does not support, and add the dtypes to the problems of the files."""
     known = frame["dtype"].map(is_known).astype(bool)
     for dtype in frame["dtype"][~known].unique():
-        files.note_left_out("tensors", f"NumPy has no type {dtype}")
+        files.report_skipped("tensors", f"NumPy does not support {dtype}")
     return frame if known.all() else frame[known].reset_index(drop=True)
 
 
@@ -35,7 +35,7 @@ def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
     ).drop(columns="data")
 
 
-def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place: int) -> None:
+def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index: int) -> None:
     """Add the folder, seed and overrides of a run as columns, in place.
 
     An override with the name of a column of the table becomes `override.<name>`.
@@ -44,9 +44,9 @@ def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, place:
         frame: Rows of the run.
         run: Folder of the run.
         overrides: Overrides of all runs, so that a column has the same type in all of them.
-        place: Index of the run in `overrides`.
+        index: Index of the run in `overrides`.
     """
     frame.insert(0, "run", run)
     for key, values in overrides.items():
         name = f"override.{key}" if key in frame.columns else key
-        frame[name] = values.iloc[[place] * len(frame)].set_axis(frame.index)
+        frame[name] = values.iloc[[index] * len(frame)].set_axis(frame.index)

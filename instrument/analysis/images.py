@@ -10,8 +10,8 @@ import pandas as pd
 
 from ..spec.kinds import KINDS
 from .arrays import is_known
-from .load import Run
-from .series import KEYS, Series, place_of
+from .run_tables import RunTables
+from .series import KEYS, Series, location_name
 
 IDENTITY = (*KEYS, "layer", "path", "step", "micro_step", "call", "backward")
 GREY, COLOURED = 1, 3  # numbers of channels of an image
@@ -42,9 +42,9 @@ class Maps:
     shape: tuple[int, ...]
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The name of the location, as in other plots."""
-        return place_of(self.layer, self.path, self.series.kind)
+        return location_name(self.layer, self.path, self.series.kind)
 
     @property
     def what(self) -> str:
@@ -60,7 +60,7 @@ class Maps:
         """Whether the maps are an image: the input of a module, with one or three channels."""
         return self.what == "inputs" and self.shape[-3] in (GREY, COLOURED)
 
-    def values(self, run: Run | pd.DataFrame, sample: int = 0) -> np.ndarray:
+    def values(self, run: RunTables | pd.DataFrame, sample: int = 0) -> np.ndarray:
         """Return the maps of one sample, or all filters.
 
         Args:
@@ -76,7 +76,7 @@ class Maps:
         where = {"layer": self.layer, "path": self.path, "step": self.step, "call": self.call}
         where |= {"micro_step": self.micro_step, "backward": self.backward, "recompute": False}
         where |= {key: getattr(self.series, key) for key in KEYS}
-        found = run.tensors(**where) if isinstance(run, Run) else _where(run, where)
+        found = run.tensors(**where) if isinstance(run, RunTables) else _where(run, where)
         array: np.ndarray = found["values"].iloc[0]
         array = np.abs(array) if np.iscomplexobj(array) else array
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
@@ -90,7 +90,7 @@ def _where(frame: pd.DataFrame, where: dict[str, Any]) -> pd.DataFrame:
     return frame[mine]
 
 
-def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
+def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:
     """Return all recorded tensors that can be shown as maps.
 
     These are tensors with four dimensions in the model, of which at least height and width were recorded.
@@ -99,7 +99,7 @@ def maps_in(run: Run | pd.DataFrame) -> list[Maps]:
         run: A run, whose values are not read here, or rows of its `tensors()`.
     """
     columns = [*IDENTITY, "recompute", "shape", "source_shape"]
-    if isinstance(run, Run):
+    if isinstance(run, RunTables):
         frame = run.read("tensors", [*columns, "dtype"])
         frame = frame[frame["dtype"].map(is_known).astype(bool)]
     else:

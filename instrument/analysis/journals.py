@@ -10,20 +10,20 @@ from threading import Lock
 
 import pyarrow as pa
 
-from ..capture.tables import Table, as_table, placed
-from ..sinks.journal import Reading
+from ..capture.tables import Table, as_table, with_positions
+from ..sinks.journal import JournalReader
 from ..sinks.parts import OTHER_COLUMNS, Part, journals_of
-from ..sinks.row_counts import cut_short
+from ..sinks.row_counts import truncation_problem
 
 MOST_PIECES = 16  # chunks of one journal before they are concatenated
 
 
 @dataclass
-class _Known:
+class _ReadState:
     """The part of a journal that was read so far."""
 
     stat: os.stat_result
-    reading: Reading
+    reading: JournalReader
     pieces: list[pa.Table] = field(default_factory=list)
 
 
@@ -39,7 +39,7 @@ class Journals:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[Path, _Known] = {}
+        self._known: dict[Path, _ReadState] = {}
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[type[Journals], tuple[Path]]:
@@ -65,7 +65,7 @@ class Journals:
                 except FileNotFoundError:
                     continue  # the journal was converted to Parquet in the meantime
                 rows[part] = list(known.pieces)
-                problem = known.reading.problem or cut_short(known.reading.rows, written.get((table.name, part), 0))
+                problem = known.reading.problem or truncation_problem(known.reading.rows, written.get((table.name, part), 0))
                 if problem is not None:
                     problems[path] = problem
             for path in [path for path in self._known if path.name.startswith(f"{table.name}-")]:
@@ -73,25 +73,25 @@ class Journals:
                     del self._known[path]
         return rows, problems
 
-    def _refreshed(self, table: Table, path: Path) -> _Known:
+    def _refreshed(self, table: Table, path: Path) -> _ReadState:
         there, known = path.stat(), self._known.get(path)
         if known is not None and _same(known.stat, there):
             return known
         grew = known is not None and _grew(known.stat, there) and known.reading.problem is None
-        before = known if grew and known is not None else _Known(there, Reading(path))
-        reading = Reading.of(path, after=before.reading)
+        before = known if grew and known is not None else _ReadState(there, JournalReader(path))
+        reading = JournalReader.of(path, after=before.reading)
         if reading.schema is not None and reading.schema != table.plain_schema:
             reading.problem = OTHER_COLUMNS
-            return _Known(there, reading)
+            return _ReadState(there, reading)
         pieces = [*before.pieces, *_piece(table, reading)]
         if len(pieces) > MOST_PIECES:
             pieces = [pa.concat_tables(pieces).unify_dictionaries().combine_chunks()]
-        return _Known(there, reading, pieces)
+        return _ReadState(there, reading, pieces)
 
 
-def _piece(table: Table, reading: Reading) -> list[pa.Table]:
+def _piece(table: Table, reading: JournalReader) -> list[pa.Table]:
     """Return the rows of a reading as one chunk, since the duration of a scan depends on the number of chunks."""
-    batches = [placed(table, batch) for batch in reading.batches()]
+    batches = [with_positions(table, batch) for batch in reading.batches()]
     return [as_table(table, pa.Table.from_batches(batches).combine_chunks())] if batches else []
 
 

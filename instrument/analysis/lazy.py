@@ -15,7 +15,7 @@ from ..capture.tables import TABLES
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..sinks.remote import is_address
-from .query import Listed, Queried
+from .query import RunsToQuery, TableFiles
 
 if TYPE_CHECKING:
     import polars as pl
@@ -25,7 +25,7 @@ CHUNK = 2**18  # rows per frame; the overhead of a frame is that of some thousan
 READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 
 
-def scan(queried: Queried, table: str) -> pl.LazyFrame:
+def scan(queried: RunsToQuery, table: str) -> pl.LazyFrame:
     """Return a table as a LazyFrame that reads the files when it is collected.
 
     Raises:
@@ -44,22 +44,22 @@ class _Source:
     """The IO source that polars calls for each collection of a table.
 
     Attributes:
-        own: Schema of the columns of the table.
-        of_runs: Columns with one value per run; one row per run.
-        nothing: An empty frame with all columns.
+        table_schema: Schema of the columns of the table.
+        run_columns: Columns with one value per run; one row per run.
+        empty: An empty frame with all columns.
         schema: Schema of all columns.
     """
 
-    def __init__(self, queried: Queried, table: str) -> None:
+    def __init__(self, queried: RunsToQuery, table: str) -> None:
         import polars as pl
 
         self.queried = queried
         self.table = table
-        before, behind = queried.columns(table)
-        self.own = pl.DataFrame(pl.from_arrow(TABLES[table].schema.empty_table())).schema
-        self.of_runs = pl.DataFrame({name: pl.Series(values) for name, values in (before | behind).items()})
-        self.nothing = pl.DataFrame(schema={**self.own, **self.of_runs.schema}).select(*before, *self.own, *behind)
-        self.schema = self.nothing.schema
+        before, after = queried.columns(table)
+        self.table_schema = pl.DataFrame(pl.from_arrow(TABLES[table].schema.empty_table())).schema
+        self.run_columns = pl.DataFrame({name: pl.Series(values) for name, values in (before | after).items()})
+        self.empty = pl.DataFrame(schema={**self.table_schema, **self.run_columns.schema}).select(*before, *self.table_schema, *after)
+        self.schema = self.empty.schema
 
     def read(
         self, with_columns: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _batch_size: int | None
@@ -77,14 +77,14 @@ class _Source:
             polars.exceptions.PolarsError: The condition is invalid.
         """
         left = n_rows
-        for frame in _Question(self, self.schema.names() if with_columns is None else with_columns, predicate).answer():
+        for frame in _Collection(self, self.schema.names() if with_columns is None else with_columns, predicate).frames():
             yield frame if left is None else frame.head(left)
             left = None if left is None else left - frame.height
             if left is not None and left <= 0:
                 return
 
 
-class _Question:
+class _Collection:
     """One collection: its columns, its conditions, and the selected runs."""
 
     def __init__(self, source: _Source, columns: Sequence[str], predicate: pl.Expr | None) -> None:
@@ -93,124 +93,124 @@ class _Question:
         self.source = source
         self.columns = columns
         self.conditions = [pl.lit(True)] if predicate is None else _conjuncts(predicate)
-        source.nothing.filter(self.conditions)  # an invalid condition raises here, before files are read
+        source.empty.filter(self.conditions)  # an invalid condition raises here, before files are read
         needed = {*columns, *(name for one in self.conditions for name in one.meta.root_names())}
-        self.known = [name for name in source.of_runs.columns if name in needed]
-        self.read = [name for name in source.own if name in needed] or source.own.names()[:1]
-        self.runs = self._left()
+        self.known = [name for name in source.run_columns.columns if name in needed]
+        self.read = [name for name in source.table_schema if name in needed] or source.table_schema.names()[:1]
+        self.runs = self._selected_runs()
 
-    def answer(self) -> Iterator[pl.DataFrame]:
+    def frames(self) -> Iterator[pl.DataFrame]:
         """Yield the rows; files that are found to be damaged before the first row are reported and skipped."""
         import polars as pl
 
         gone: list[Path] = []
         while True:
-            listed = self._listed()
+            table_files = self._table_files()
             begun = False
             try:
-                for frame in self._frames(listed):
+                for frame in self._frames(table_files):
                     begun = True
                     yield frame
                 return
             except (pl.exceptions.ComputeError, OSError) as error:
-                before, gone = gone, [path for path in listed.paths if not path.exists()]
-                again = gone != before if gone else self._mended()
+                before, gone = gone, [path for path in table_files.paths if not path.exists()]
+                again = gone != before if gone else self._found_damage()
                 if not again:
                     raise
                 if begun:
-                    told = "a file was damaged, or merged into another one, while it was read: collect once more"
-                    raise InstrumentError(told) from error
+                    message = "a file was damaged or merged into another file while it was read: call collect() again"
+                    raise InstrumentError(message) from error
 
-    def _left(self) -> list[int]:
+    def _selected_runs(self) -> list[int]:
         """Return the runs selected by conditions that only use columns with one value per run."""
-        known = self.source.of_runs.columns
+        known = self.source.run_columns.columns
         if not known:
             return list(range(len(self.source.queried.files)))
-        left = self.source.of_runs.with_row_index(RUN)
+        left = self.source.run_columns.with_row_index(RUN)
         for condition in self.conditions:
             names = condition.meta.root_names()
             left = left.filter(condition) if names and set(names) <= set(known) else left
         return left[RUN].to_list()
 
-    def _listed(self) -> Listed:
+    def _table_files(self) -> TableFiles:
         """Return the files of the selected runs after checking their footers."""
         table, files = self.source.table, self.source.queried.files
 
-        def look(run: int) -> None:
-            files[run].while_merged(lambda: files[run].check(table), table)
+        def check(run: int) -> None:
+            files[run].retry_if_merged(lambda: files[run].check_footers(table), table)
 
         with ThreadPoolExecutor(READERS) as readers:
-            list(readers.map(look, self.runs))
-        return self.source.queried.listed(table, self.runs)
+            list(readers.map(check, self.runs))
+        return self.source.queried.table_files(table, self.runs)
 
-    def _mended(self) -> bool:
+    def _found_damage(self) -> bool:
         """Return whether files were found to be damaged; these are no longer listed."""
-        asked = [self.source.queried.files[run] for run in self.runs]
-        before = [list(files.problems) for files in asked]
-        for files in asked:
-            files.read_through(self.source.table)
-        return before != [files.problems for files in asked]
+        checked = [self.source.queried.files[run] for run in self.runs]
+        before = [list(files.problems) for files in checked]
+        for files in checked:
+            files.check_contents(self.source.table)
+        return before != [files.problems for files in checked]
 
-    def _frames(self, listed: Listed) -> Iterator[pl.DataFrame]:
+    def _frames(self, table_files: TableFiles) -> Iterator[pl.DataFrame]:
         import polars as pl
 
-        if listed.paths:
-            yield from self._there(listed) if is_address(listed.paths[0]) else self._here(listed)
-        if len(listed.unwritten):
-            rows = pl.DataFrame(pl.from_arrow(listed.unwritten))
+        if table_files.paths:
+            yield from self._remote_frames(table_files) if is_address(table_files.paths[0]) else self._local_frames(table_files)
+        if len(table_files.unwritten):
+            rows = pl.DataFrame(pl.from_arrow(table_files.unwritten))
             yield rows.filter(self.conditions).select(self.columns)
 
-    def _here(self, listed: Listed) -> Iterator[pl.DataFrame]:
+    def _local_frames(self, table_files: TableFiles) -> Iterator[pl.DataFrame]:
         """Yield the rows of local files, using the reader of polars."""
         import polars as pl
 
-        names = [str(path) for path in listed.paths]
+        names = [str(path) for path in table_files.paths]
         rows = pl.scan_parquet(
             names,
-            schema=self.source.own,
+            schema=self.source.table_schema,
             missing_columns="insert",
             extra_columns="ignore",
             glob=False,
             include_file_paths=FILE if self.known else None,
         )
         if self.known:
-            of_runs = self.source.of_runs.select(self.known)[listed.owners].with_columns(pl.Series(FILE, names))
-            rows = rows.join(of_runs.lazy(), on=FILE, how="left", maintain_order="left")
+            run_columns = self.source.run_columns.select(self.known)[table_files.owners].with_columns(pl.Series(FILE, names))
+            rows = rows.join(run_columns.lazy(), on=FILE, how="left", maintain_order="left")
         yield from (
             rows.filter(self.conditions).select(self.columns).collect_batches(chunk_size=CHUNK, engine="streaming")
         )
 
-    def _there(self, listed: Listed) -> Iterator[pl.DataFrame]:
+    def _remote_frames(self, table_files: TableFiles) -> Iterator[pl.DataFrame]:
         """Yield the rows of remote files run by run, using Arrow."""
         files: dict[int, list[Path]] = {}
-        for path, run in zip(listed.paths, listed.owners, strict=True):
+        for path, run in zip(table_files.paths, table_files.owners, strict=True):
             files.setdefault(run, []).append(path)
         runs = list(files)
         with ThreadPoolExecutor(READERS) as readers:
             for start in range(0, len(runs), READERS):
-                yield from readers.map(lambda run: self._of_run(run, files[run]), runs[start : start + READERS])
+                yield from readers.map(lambda run: self._run_frame(run, files[run]), runs[start : start + READERS])
 
-    def _of_run(self, run: int, paths: Sequence[Path]) -> pl.DataFrame:
+    def _run_frame(self, run: int, paths: Sequence[Path]) -> pl.DataFrame:
         import polars as pl
 
         rows = pl.scan_pyarrow_dataset(self.source.queried.files[run].dataset(self.source.table, paths))
-        for condition in self._for_arrow():
+        for condition in self._arrow_conditions():
             rows = rows.filter(condition)
         read = rows.select(self.read).collect()
-        of_run = self.source.of_runs.row(run, named=True) if self.known else {}
+        of_run = self.source.run_columns.row(run, named=True) if self.known else {}
         known = [pl.lit(of_run[name], self.source.schema[name]).alias(name) for name in self.known]
         return read.with_columns(known).filter(self.conditions).select(self.columns)
 
-    def _for_arrow(self) -> list[pl.Expr]:
+    def _arrow_conditions(self) -> list[pl.Expr]:
         """Return the conditions on columns of the table only.
 
         Conditions on floats are excluded: polars treats NaN as the largest number, and Arrow does not.
         """
-        own = self.source.own
+        table_schema = self.source.table_schema
         return [
             condition
             for condition in self.conditions
-            if all(name in own and not own[name].is_float() for name in condition.meta.root_names())
+            if all(name in table_schema and not table_schema[name].is_float() for name in condition.meta.root_names())
         ]
 
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
-from ..sinks.remote import is_address
 from .folders import find_runs
-from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .lazy import scan
-from .query import Queried
-from .run_files import RunFiles
-from .sql import ask
-from .typed_columns import typed_frame
+from .query import RunsToQuery
+from .run_tables import RunTables
+from .sql import run_query
 
 if TYPE_CHECKING:
     import polars as pl
-
-JUDGED = "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
-READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
 def load(path: str | Path) -> Run:
@@ -47,7 +37,7 @@ def load(path: str | Path) -> Run:
     return Run(*find_runs(path))
 
 
-class Run:
+class Run(RunTables):
     """The recorded data of one run, or of several runs in one folder.
 
     Create it with `instrument.load`. Each table is a pandas DataFrame that is read on first access.
@@ -65,174 +55,11 @@ class Run:
         folders: The folders of the runs, in the order of the rows of `runs`.
     """
 
-    def __init__(self, path: Path, folders: Sequence[Path]) -> None:
-        self.path = path
-        self.folders = list(folders)
-        self._files = [RunFiles(folder) for folder in self.folders]
-        self._several = self.folders != [path]
-
-    def __repr__(self) -> str:
-        states = pd.Series([info["status"] for info in self.infos]).value_counts()
-        told = ", ".join(f"{count} {status}" for status, count in states.items())
-        return f"<Run {self.path}: {len(self.folders)} run{'s' if len(self.folders) > 1 else ''}, {told}>"
-
     def _repr_html_(self) -> str:
         """Return the HTML representation for notebooks."""
-        from .notebook import html_of
+        from .notebook import to_html
 
-        return html_of(self)
-
-    @cached_property
-    def infos(self) -> list[dict[str, Any]]:
-        """The content of run.json of each run, as dictionaries.
-
-        If the recorded `status` is `running` but the process is gone, `status` is `killed`.
-        """
-        if not is_address(self.path):
-            return [files.info() for files in self._files]
-        with ThreadPoolExecutor(READERS) as readers:
-            return list(readers.map(RunFiles.info, self._files))
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The content of run.json of the run, or of the first of several runs."""
-        return self.infos[0]
-
-    @property
-    def problems(self) -> list[str]:
-        """The files that could not be read completely, each with the reason; filled when tables are read."""
-        return [
-            problem if not self._several else f"{folder.relative_to(self.path)}/{problem}"
-            for folder, files in zip(self.folders, self._files, strict=True)
-            for problem in files.problems
-        ]
-
-    @property
-    def runs(self) -> pd.DataFrame:
-        """One row per run: `run` (the folder), `status`, `seed`, the overrides and the last metrics.
-
-        If the objective of the sweep is a number from a table, the column `objective` has it. Columns have the types of
-        their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or
-        named `objective`, is renamed to `override.<name>`.
-        """
-        numbers = [{**info["metrics"], **({JUDGED: info[JUDGED]} if JUDGED in info else {})} for info in self.infos]
-        taken = {name for row in numbers for name in row}
-        rows = [
-            {
-                "run": str(folder.relative_to(self.path)),
-                "status": info["status"],
-                "seed": info["seed"],
-                **{f"override.{key}" if key in taken else key: value for key, value in info["overrides"].items()},
-                **row,
-            }
-            for folder, info, row in zip(self.folders, self.infos, numbers, strict=True)
-        ]
-        return typed_frame(rows)
-
-    @cached_property
-    def stats(self) -> pd.DataFrame:
-        """Statistics. One row per recorded tensor and firing of a hook."""
-        return self._frame("stats")
-
-    @cached_property
-    def distributions(self) -> pd.DataFrame:
-        """Quantiles and histograms. One row per recorded tensor and firing of a hook."""
-        return self._frame("distributions")
-
-    @cached_property
-    def effects(self) -> pd.DataFrame:
-        """What interventions changed. One row per intervention and firing."""
-        return self._frame("effects")
-
-    @cached_property
-    def metrics(self) -> pd.DataFrame:
-        """Loss, accuracy and other metrics. One row per training step and per evaluation."""
-        return self._frame("metrics")
-
-    @cached_property
-    def coverage(self) -> pd.DataFrame:
-        """Expected and actual firings. One row per hook and layer, or per hook and parameter."""
-        return self._frame("coverage")
-
-    @cached_property
-    def layers(self) -> pd.DataFrame:
-        """The modules of the model. One row per module."""
-        return self._frame("layers")
-
-    @cached_property
-    def events(self) -> pd.DataFrame:
-        """Warnings and errors. One row per event."""
-        return self._frame("events")
-
-    def read(self, table: str, columns: list[str]) -> pd.DataFrame:
-        """Read some columns of a table of all runs; other columns are not read from disk.
-
-        Args:
-            table: Name of the table, such as `stats`.
-            columns: Names of the columns of the table.
-
-        Returns:
-            The rows of all runs, without the columns `run`, `seed` and the overrides.
-
-        Raises:
-            KeyError: The table does not exist.
-        """
-        parts: list[pd.DataFrame] = [plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
-        return pd.concat(parts, ignore_index=True)
-
-    def scan(
-        self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """Iterate over some columns of a table in record batches, for tables that are larger than memory.
-
-        Args:
-            table: Name of the table, such as `stats`.
-            columns: Names of the columns of the table.
-            condition: A pyarrow filter expression; by default all rows are returned.
-
-        Yields:
-            Arrow record batches with these columns, run by run.
-
-        Raises:
-            KeyError: The table does not exist.
-        """
-        for files in self._files:
-            yield from files.scan(table, columns, condition)
-
-    def count(self, table: str) -> int:
-        """Return the number of rows of a table, without reading the rows.
-
-        Args:
-            table: Name of the table, such as `stats`.
-
-        Raises:
-            KeyError: The table does not exist.
-        """
-        return sum(files.count(table) for files in self._files)
-
-    def tensors(self, **where: Any) -> pd.DataFrame:
-        """Read recorded tensors as NumPy arrays.
-
-        Args:
-            where: Conditions on columns, as a value or a list of values: `layer="encoder.0", step=[0, 99]`.
-
-        Returns:
-            The matching rows of the tensors table. The column `values` contains arrays in the recorded shape. NumPy
-            does not support all types of PyTorch: bfloat16 and float8 are converted to float32, complex32 to complex64.
-            Rows of other unsupported types are skipped and reported in `problems`.
-
-        Raises:
-            KeyError: The tensors table has no column of this name.
-        """
-        known = [name for name in TABLES["tensors"].names if name not in ("values", "data", "shape", "source_shape")]
-        condition = None
-        for name, value in where.items():
-            if name not in known:
-                raise KeyError(f"tensors has no column {name!r} to choose by; it has {', '.join(known)}")
-            allowed = list(value) if isinstance(value, list | tuple | set | range) else [value]
-            test = ds.field(name).isin(pa.array(allowed))
-            condition = test if condition is None else condition & test
-        return with_arrays(self._frame("tensors", condition))
+        return to_html(self)
 
     def effects_of(
         self,
@@ -315,7 +142,7 @@ class Run:
             ConfigError: The query is invalid.
             InstrumentError: DuckDB is not installed, or the query fails while it runs.
         """
-        return ask(self._queried(), query)
+        return run_query(self._queried(), query)
 
     def lazy(self, table: str) -> pl.LazyFrame:
         """Return a table as a polars LazyFrame.
@@ -333,25 +160,9 @@ class Run:
             InstrumentError: polars is not installed.
         """
         if table not in TABLES:
-            raise KeyError(f"there is no table {table!r}; there are {', '.join(TABLES)}")
+            raise KeyError(f"unknown table {table!r}; the tables are {', '.join(TABLES)}")
         return scan(self._queried(), table)
 
-    def _queried(self) -> Queried:
+    def _queried(self) -> RunsToQuery:
         names = [str(folder.relative_to(self.path)) for folder in self.folders]
-        return Queried(self._files, names if self._several else None, self._given(), self.runs)
-
-    def _given(self) -> pd.DataFrame:
-        """Return the seed and the overrides of each run."""
-        return typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
-
-    def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
-        frames = []
-        overrides = self._given()
-        for place, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
-            frame: pd.DataFrame = plain_labels(files.read(table, condition=condition)).to_pandas()
-            if table == "tensors":
-                frame = without_unknown_types(frame, files)
-            if self._several:
-                add_overrides(frame, str(folder.relative_to(self.path)), overrides, place)
-            frames.append(frame)
-        return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+        return RunsToQuery(self._files, names if self._is_sweep else None, self._given(), self.runs)

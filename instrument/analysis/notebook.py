@@ -11,7 +11,7 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from .findings import findings
-from .load import Run
+from .run_tables import RunTables
 
 MOST_RUNS = 50  # maximum number of runs of a sweep that are shown
 MARKS = {
@@ -22,19 +22,19 @@ LINE = "1px solid rgba(128, 128, 128, 0.35)"
 RIGHT = "text-align: right"
 
 
-def html_of(run: Run) -> str:
+def to_html(run: RunTables) -> str:
     """Return the HTML; large tables are not read completely."""
-    return _one(run) if run.folders == [run.path] else _several(run)
+    return _run_html(run) if run.folders == [run.path] else _sweep_html(run)
 
 
-def _one(run: Run) -> str:
+def _run_html(run: RunTables) -> str:
     info = run.info
     facts = {
         "status": (info["status"], "" if info["status"] in ("done", "running") else MARKS["error"]),
         "error": (info.get("error"), MARKS["error"]),
         "device": (info.get("device"), ""),
         "seed": (info["seed"], ""),
-        "started": (_when(info), ""),
+        "started": (_start_text(info), ""),
         **{name: (_number(info["metrics"].get(name)), "") for name in ("loss", "accuracy")},
     }
     told = " · ".join(
@@ -58,7 +58,7 @@ def _one(run: Run) -> str:
     return _block(parts)
 
 
-def _several(run: Run) -> str:
+def _sweep_html(run: RunTables) -> str:
     rows = [
         {
             "run": folder.relative_to(run.path),
@@ -84,18 +84,18 @@ def _several(run: Run) -> str:
     return _block(parts)
 
 
-def _problems(run: Run) -> str:
+def _problems(run: RunTables) -> str:
     items = "".join(f"<li>{_cell(problem)}</li>" for problem in run.problems)
     return f'<span style="{MARKS["warning"]}">could not be read:</span><ul>{items}</ul>' if items else ""
 
 
-def _steps(run: Run) -> int:
+def _steps(run: RunTables) -> int:
     """Return the number of finished training steps."""
     batches = run.scan("metrics", ["step"], ds.field("phase") == "train")
     return max((int(batch["step"].to_numpy().max()) + 1 for batch in batches if batch.num_rows), default=0)
 
 
-def _when(info: dict[str, Any]) -> str | None:
+def _start_text(info: dict[str, Any]) -> str | None:
     """Return the start and the duration, such as `2026-11-21 09:00:00, took 0:01:30`."""
     try:
         began = datetime.fromisoformat(info["started"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .load import Run
+from .run_tables import RunTables
 from .training_config import HOOKS, trainings
 
 
@@ -30,21 +30,21 @@ class Pair:
     seed: int
 
 
-def pairs(run: Run) -> list[Pair]:
+def pairs(run: RunTables) -> list[Pair]:
     """Return all pairs among several runs; record hooks do not change training and are ignored."""
     known, _ = trainings(run)
-    alike: dict[str, list[int]] = {}
+    by_identity: dict[str, list[int]] = {}
     for training in known:
-        alike.setdefault(training.word, []).append(training.place)
+        by_identity.setdefault(training.identity, []).append(training.index)
     return [
-        Pair(name, _words(settings), training.place, control, training.seed)
+        Pair(name, _settings_text(settings), training.index, control, training.seed)
         for training in known
         for name, settings in training.interventions.items()
-        for control in alike.get(training.without([HOOKS, name]), [])
+        for control in by_identity.get(training.without([HOOKS, name]), [])
     ]
 
 
-def _words(settings: Mapping[str, Any]) -> str:
+def _settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{key}: {json.dumps(value) if not isinstance(value, str) else value}" for key, value in settings.items()
     )

@@ -24,7 +24,7 @@ _KINDS = (
 )
 
 
-class Listed(NamedTuple):
+class TableFiles(NamedTuple):
     """The files and rows of a table of several runs.
 
     Attributes:
@@ -39,7 +39,7 @@ class Listed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Queried:
+class RunsToQuery:
     """The runs that are queried.
 
     Attributes:
@@ -63,7 +63,7 @@ class Queried:
             self.given, ["run", *TABLES[table].schema.names]
         )
 
-    def listed(self, table: str, runs: Iterable[int] | None = None) -> Listed:
+    def table_files(self, table: str, runs: Iterable[int] | None = None) -> TableFiles:
         """Return the files of a table.
 
         Args:
@@ -75,20 +75,20 @@ class Queried:
         journals: list[pa.Table] = []
         writers: list[int] = []
         for number in range(len(self.files)) if runs is None else runs:
-            parts, rows = self.files[number].listed(table)
+            parts, rows = self.files[number].table_files(table)
             paths += parts
             owners += [number] * len(parts)
             journals += rows
             writers += [number] * len(rows)
-        return Listed(paths, owners, self._unwritten(table, journals, writers))
+        return TableFiles(paths, owners, self._unwritten(table, journals, writers))
 
     def _unwritten(self, table: str, journals: Sequence[pa.Table], writers: Sequence[int]) -> pa.Table:
         whole = pa.concat_tables([TABLES[table].schema.empty_table(), *journals]).unify_dictionaries()
         owners = np.repeat(np.array(writers, np.int64), [len(rows) for rows in journals])
-        before, behind = self.columns(table)
+        before, after = self.columns(table)
         for name, values in before.items():
             whole = whole.add_column(0, name, values.take(owners))
-        for name, values in behind.items():
+        for name, values in after.items():
             whole = whole.append_column(name, values.take(owners))
         return whole
 

@@ -11,7 +11,7 @@ from pyarrow import PythonFile
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from ..errors import InstrumentError
-from ..sinks.client_errors import told
+from ..sinks.client_errors import safe_message
 from ..sinks.remote import is_address
 
 
@@ -23,7 +23,7 @@ def arrow_files(folder: Path) -> FileSystem | None:
 
 
 @contextmanager
-def reached(place: object) -> Iterator[None]:
+def remote_errors(location: object) -> Iterator[None]:
     """Convert errors of a remote request, so that a connection problem is not mistaken for a damaged file.
 
     Raises:
@@ -35,7 +35,7 @@ def reached(place: object) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except Exception as error:  # storage clients raise many types of errors
-        raise InstrumentError(f"{place} cannot be reached: {told(error)}") from None
+        raise InstrumentError(f"{location} cannot be reached: {safe_message(error)}") from None
 
 
 class _Handler(FSSpecHandler):  # type: ignore[misc]
@@ -43,7 +43,7 @@ class _Handler(FSSpecHandler):  # type: ignore[misc]
 
     def open_input_file(self, path: str) -> PythonFile:
         """Open a file for random access."""
-        with reached(path):
+        with remote_errors(path):
             return PythonFile(_File(self.fs.open(path, mode="rb", cache_type="none"), path), mode="r")
 
 
@@ -59,5 +59,5 @@ class _File:
 
     def read(self, size: int = -1) -> bytes:
         """Read the next bytes."""
-        with reached(self._path):
+        with remote_errors(self._path):
             return cast(bytes, self._file.read(size))

@@ -17,7 +17,7 @@ from ..sinks.parts import journals_of, parts_of
 from .arrays import array_of
 from .run_files import RunFiles
 
-ASTRAY = (
+MAX_DISPLACEMENT = (
     64  # maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later
 )
 
@@ -45,20 +45,20 @@ def replay(
     for _, entries in groupby(heapq.merge(*streams, key=itemgetter(0)), itemgetter(0)):
         for _, table, row in entries:
             if table == "tensors":
-                _keep(files, sink, row)
+                _write_tensor(files, sink, row)
             else:
                 sink.write(table, [row])
         sink.end_step()
 
 
-def _keep(files: RunFiles, sink: Sink, row: Row) -> None:
+def _write_tensor(files: RunFiles, sink: Sink, row: Row) -> None:
     import torch  # imported here, because reading tables does not need torch
 
     *key, dtype, shape, source_shape, values, data = row
     try:
         array = array_of(values, data, shape, dtype)
     except TypeError:
-        files.note_left_out("tensors", f"NumPy has no type {dtype}")
+        files.report_skipped("tensors", f"NumPy does not support {dtype}")
         return
     sink.keep(tuple(key), source_shape, torch.from_numpy(array.copy()))
 
@@ -83,12 +83,12 @@ def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -
 
 
 def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Sort entries by step, keeping their order within a step; entries are displaced by at most `ASTRAY`."""
+    """Sort entries by step, keeping their order within a step; entries are displaced by at most `MAX_DISPLACEMENT`."""
     heap: list[tuple[int, int, Entry]] = []
     numbers = count()
     for entry in entries:
         heapq.heappush(heap, (entry[0], next(numbers), entry))
-        if len(heap) > ASTRAY:
+        if len(heap) > MAX_DISPLACEMENT:
             yield heapq.heappop(heap)[2]
     while heap:
         yield heapq.heappop(heap)[2]

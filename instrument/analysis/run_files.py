@@ -30,11 +30,11 @@ from ..sinks.remote import arrow_name, moved_to
 from ..sinks.row_counts import DAMAGED
 from ..spec.statistics import STATISTICS
 from .journals import Journals
-from .remote_files import arrow_files, reached
+from .remote_files import arrow_files, remote_errors
 
-ADDED = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
+OPTIONAL_COLUMNS = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
 """Columns that may be missing in files of earlier versions; they are read as null."""
-AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
+OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
 
@@ -55,9 +55,9 @@ class RunFiles:
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
         self._journals = Journals(folder)
-        self._looked_at: set[str] = set()  # folders that were checked for foreign files
-        self._unsound: set[Path] = set()
-        self._sound: set[Path] = set()
+        self._checked_folders: set[str] = set()  # folders that were checked for foreign files
+        self._damaged_files: set[Path] = set()
+        self._valid_files: set[Path] = set()
 
     def info(self) -> dict[str, Any]:
         """Return the content of run.json as far as it can be read.
@@ -80,7 +80,7 @@ class RunFiles:
             if not isinstance(info.get(name), dict):
                 info[name] = {}
         if self._arrow is None and (address := moved_to(info)) is not None:
-            self._problem(path, f"its parts are moved to {address}: open that to read all of them")
+            self._problem(path, f"files were moved to {address}: load this address to read all rows")
         if info["status"] == "running" and self._arrow is None and not is_locked(self.folder):
             info["status"] = "killed"
         return info
@@ -88,16 +88,16 @@ class RunFiles:
     def _text_of(self, path: Path) -> str:
         if self._arrow is None:
             return path.read_text()
-        with reached(path):
+        with remote_errors(path):
             content = path.read_bytes()
         return content.decode()
 
-    def listed(self, name: str) -> tuple[list[Path], list[pa.Table]]:
+    def table_files(self, name: str) -> tuple[list[Path], list[pa.Table]]:
         """Return the Parquet files of a table that are not known to be damaged, and the rows of its journals."""
-        self._look_for_others(name)
+        self._check_foreign_files(name)
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
-        parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._unsound}
+        parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._damaged_files}
         rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
         return list(parts.values()), [piece for pieces in rows for piece in pieces]
 
@@ -112,15 +112,15 @@ class RunFiles:
             self._problem(path, problem)
         return rows
 
-    def check(self, name: str) -> None:
+    def check_footers(self, name: str) -> None:
         """Read the footers of all Parquet files of a table; damaged and incompatible files are no longer listed.
 
         Raises:
             FileNotFoundError: A file was deleted in the meantime.
         """
-        for file in self.listed(name)[0]:
-            if file not in self._sound and self._is_sound(file, TABLES[name]):
-                self._sound.add(file)
+        for file in self.table_files(name)[0]:
+            if file not in self._valid_files and self._is_valid(file, TABLES[name]):
+                self._valid_files.add(file)
 
     def lacks_columns(self, file: Path, name: str) -> bool:
         """Return whether a file was written by an earlier version, without some of the current columns.
@@ -128,24 +128,24 @@ class RunFiles:
         The result is False if the file cannot be read; other problems are found when it is read.
         """
         try:
-            return not ADDED.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
+            return not OPTIONAL_COLUMNS.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
         except UNREADABLE:
             return False
 
-    def read_through(self, name: str) -> None:
+    def check_contents(self, name: str) -> None:
         """Read all Parquet files of a table completely; files with damaged contents are no longer listed.
 
         Raises:
             FileNotFoundError: A file was deleted in the meantime.
         """
-        for file in self.listed(name)[0]:
+        for file in self.table_files(name)[0]:
             try:
                 for _ in self._opened(file).to_batches():
                     pass
             except FileNotFoundError:
                 raise
             except UNREADABLE as error:
-                self._is_damaged(file, error)
+                self._mark_damaged(file, error)
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
         """Read the rows of a table in the order in which they were written.
@@ -155,7 +155,7 @@ class RunFiles:
             columns: Names of the columns; None for all.
             condition: Filter expression; None for all rows.
         """
-        return self.while_merged(lambda: self._read(TABLES[name], columns, condition), name)
+        return self.retry_if_merged(lambda: self._read(TABLES[name], columns, condition), name)
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
@@ -172,10 +172,10 @@ class RunFiles:
         """
         table = TABLES[name]
         wanted = _with_keys(table, columns)
-        for file, piece in self._pieces(table):
+        for file, piece in self._fragments(table):
             try:
                 for batch in piece.to_batches(schema=table.schema, columns=wanted, filter=condition):
-                    yield from _restored(table, pa.Table.from_batches([batch]), columns).to_batches()
+                    yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
 
@@ -184,11 +184,11 @@ class RunFiles:
         names = [arrow_name(file) for file in files]
         return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
 
-    def while_merged(self, look: Callable[[], T], name: str) -> T:
-        """Call `look` and return its result; repeat the call if a file was merged into another one in the meantime.
+    def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:
+        """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime.
 
         Args:
-            look: A function that reads the files of the table.
+            operation: A function that reads the files of the table.
             name: Name of the table.
 
         Raises:
@@ -197,7 +197,7 @@ class RunFiles:
         while True:
             before = parts_of(self.folder, name)
             try:
-                return look()
+                return operation()
             except FileNotFoundError:
                 if parts_of(self.folder, name) == before:
                     raise
@@ -205,20 +205,20 @@ class RunFiles:
     def count(self, name: str) -> int:
         """Return the number of rows of a table without reading the rows."""
         count = 0
-        for file, piece in self._pieces(TABLES[name]):
+        for file, piece in self._fragments(TABLES[name]):
             try:
                 count += piece.count_rows()
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
         return count
 
-    def note_left_out(self, table: str, what: str) -> None:
+    def report_skipped(self, table: str, what: str) -> None:
         """Add data that a reader cannot handle to the problems."""
-        self._problem(self.folder / table, f"{what}: left out")
+        self._problem(self.folder / table, f"{what}: skipped")
 
     def _read(self, table: Table, columns: Sequence[str] | None, condition: ds.Expression | None) -> pa.Table:
-        self.check(table.name)
-        files, journals = self.listed(table.name)
+        self.check_footers(table.name)
+        files, journals = self.table_files(table.name)
         wanted = None if columns is None else _with_keys(table, columns)
         try:
             read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
@@ -227,30 +227,30 @@ class RunFiles:
         except UNREADABLE:
             return self._read_one_by_one(table, columns or table.schema.names, condition)
         read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
-        return _restored(table, pa.concat_tables(read), columns or table.schema.names)
+        return _in_written_order(table, pa.concat_tables(read), columns or table.schema.names)
 
     def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         """Read the files one by one, and skip those with damaged contents."""
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
-        for file, piece in self._pieces(table):
+        for file, piece in self._fragments(table):
             try:
                 read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
-        return _restored(table, pa.concat_tables(read), columns)
+        return _in_written_order(table, pa.concat_tables(read), columns)
 
-    def _pieces(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
+    def _fragments(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
         """Yield the files of a table; the first files are opened before any is read."""
 
-        def look() -> tuple[list[tuple[Path, ds.Fragment]], list[Path], list[pa.Table]]:
-            self.check(table.name)
-            files, journals = self.listed(table.name)
-            return [(file, self._opened(file)) for file in files[:AHEAD]], files, journals
+        def operation() -> tuple[list[tuple[Path, ds.Fragment]], list[Path], list[pa.Table]]:
+            self.check_footers(table.name)
+            files, journals = self.table_files(table.name)
+            return [(file, self._opened(file)) for file in files[:OPEN_AHEAD]], files, journals
 
-        opened, files, journals = self.while_merged(look, table.name)
+        opened, files, journals = self.retry_if_merged(operation, table.name)
         yield from opened
-        yield from ((file, self._opened(file)) for file in islice(files, AHEAD, None))
+        yield from ((file, self._opened(file)) for file in islice(files, OPEN_AHEAD, None))
         for rows in journals:
             yield from ((self.folder / JOURNALS, piece) for piece in ds.dataset(rows).get_fragments())
 
@@ -258,38 +258,38 @@ class RunFiles:
         content = pa.OSFile(str(file)) if self._arrow is None else self._arrow.open_input_file(arrow_name(file))
         return ds.ParquetFileFormat().make_fragment(content)
 
-    def _is_sound(self, file: Path, table: Table) -> bool:
+    def _is_valid(self, file: Path, table: Table) -> bool:
         try:
             columns = self._columns_of(file)
         except FileNotFoundError:
             raise
         except UNREADABLE as error:
-            self._is_damaged(file, error)
+            self._mark_damaged(file, error)
             return False
-        if missing := [name for name in table.schema.names if name not in columns and name not in ADDED]:
-            self._unsound.add(file)
-            self._problem(file, f"has no column {', '.join(missing)}: it is not read")
+        if missing := [name for name in table.schema.names if name not in columns and name not in OPTIONAL_COLUMNS]:
+            self._damaged_files.add(file)
+            self._problem(file, f"column {', '.join(missing)} is missing: file skipped")
         return not missing
 
     def _columns_of(self, file: Path) -> list[str]:
         names: list[str] = pq.read_schema(arrow_name(file), filesystem=self._arrow).names
         return names
 
-    def _is_damaged(self, file: Path, error: Exception) -> None:
-        self._unsound.add(file)
+    def _mark_damaged(self, file: Path, error: Exception) -> None:
+        self._damaged_files.add(file)
         self._problem(file, f"cannot be read: {_first_line(error)}")
 
-    def _look_for_others(self, table: str) -> None:
-        for place in {table, JOURNALS} - self._looked_at if self._arrow is None else ():
-            self._looked_at.add(place)
-            for file in foreign_files(self.folder, place):
-                self._problem(file, "no file of a run: it is not read")
+    def _check_foreign_files(self, table: str) -> None:
+        for subfolder in {table, JOURNALS} - self._checked_folders if self._arrow is None else ():
+            self._checked_folders.add(subfolder)
+            for file in foreign_files(self.folder, subfolder):
+                self._problem(file, "not a file of a run: skipped")
 
     def _problem(self, file: Path, problem: str) -> None:
-        told = f"{file.relative_to(self.folder)}: {problem}"
-        if told not in self.problems:
-            self.problems.append(told)
-            warnings.warn(f"{self.folder}: {told}", InstrumentWarning, stacklevel=2)
+        message = f"{file.relative_to(self.folder)}: {problem}"
+        if message not in self.problems:
+            self.problems.append(message)
+            warnings.warn(f"{self.folder}: {message}", InstrumentWarning, stacklevel=2)
 
 
 def size_on_disk(folder: Path) -> int:
@@ -307,7 +307,7 @@ def _with_keys(table: Table, columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ())]))
 
 
-def _restored(table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
+def _in_written_order(table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
     return (as_written(rows) if table.is_sorted else rows).select(list(columns))
 
 

@@ -14,11 +14,10 @@ import pandas as pd
 from ..spec.kinds import KINDS
 from ..spec.statistics import ALL, STATISTICS
 from .finite import finite_only, is_gradient
-from .load import Run
+from .run_tables import RunTables
 
 KEYS = ("hook", "kind", "role", "phase")
-AT = ("layer", "path")
-UNPLACED = 1 << 30  # sort position of layers without a known order
+UNKNOWN_ORDER = 1 << 30  # sort position of layers without a known order
 
 
 @dataclass(frozen=True, order=True)
@@ -65,13 +64,13 @@ class Matrix:
     """One number for each location and group of steps.
 
     Attributes:
-        places: Names of the locations in forward order; shape [places].
+        locations: Names of the locations in forward order; shape [locations].
         first: First step of each group; shape [groups].
         last: Last step of each group; shape [groups].
-        values: float64, shape [places, groups]; NaN for missing values.
+        values: float64, shape [locations, groups]; NaN for missing values.
     """
 
-    places: list[str]
+    locations: list[str]
     first: np.ndarray
     last: np.ndarray
     values: np.ndarray
@@ -93,7 +92,7 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     return [name for name in ALL if name in frame and frame[name].notna().any()]
 
 
-def place_of(layer: str, path: str, kind: str) -> str:
+def location_name(layer: str, path: str, kind: str) -> str:
     """Return the name of a location.
 
     Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
@@ -106,7 +105,7 @@ def place_of(layer: str, path: str, kind: str) -> str:
     return f"{name}[{path}]"
 
 
-def places_in(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
+def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
     """Return the location of each row as an ordered categorical.
 
     Args:
@@ -116,14 +115,14 @@ def places_in(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
     ranks = {layer: rank for rank, layer in enumerate(order)}
     known = frame.loc[:, ["layer", "path", "kind"]].drop_duplicates()
     triples = zip(known["layer"], known["path"], known["kind"], strict=True)
-    names = {(layer, path): place_of(layer, path, kind) for layer, path, kind in triples}
-    ordered = sorted(names, key=lambda at: ranks.get(at[0], UNPLACED))  # stable: paths stay as they appear
+    names = {(layer, path): location_name(layer, path, kind) for layer, path, kind in triples}
+    ordered = sorted(names, key=lambda at: ranks.get(at[0], UNKNOWN_ORDER))  # stable: paths stay as they appear
     labels = list(dict.fromkeys(names[at] for at in ordered))
     cells = [names[at] for at in zip(frame["layer"], frame["path"], strict=True)]
-    return pd.Series(pd.Categorical(cells, categories=labels, ordered=True), index=frame.index, name="place")
+    return pd.Series(pd.Categorical(cells, categories=labels, ordered=True), index=frame.index, name="location")
 
 
-def forward_order(run: Run | pd.DataFrame) -> list[str]:
+def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
     """Return the names of a model's modules in the order in which they return their outputs.
 
     The order is taken from the first step at which outputs of the most layers were recorded. A module without recorded
@@ -132,26 +131,26 @@ def forward_order(run: Run | pd.DataFrame) -> list[str]:
     """
     if isinstance(run, pd.DataFrame):
         return _first_outputs(run)
-    written = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
-    fired = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
-    return _in_order(written, fired)
+    defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
+    recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
+    return _in_order(defined, recorded)
 
 
-def _in_order(written: Sequence[str], fired: Sequence[str]) -> list[str]:
+def _in_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:
     """Return all names: recorded ones in their order, each other one after the modules that are defined before it."""
-    ranks = {layer: (rank, 0) for rank, layer in enumerate(fired)}
+    ranks = {layer: (rank, 0) for rank, layer in enumerate(recorded)}
     entered = {"": -1}  # sort position of the last module that ends before a module begins
     before: tuple[str, ...] = ()
-    for place, layer in enumerate(written):
-        above = _with_those_above(layer)
+    for index, layer in enumerate(defined):
+        above = _with_parents(layer)
         over = [ranks[name][0] for name in before if name not in above and name in ranks]
         entered[layer] = max(over, default=entered.get(above[min(1, len(above) - 1)], -1))
-        ranks.setdefault(layer, (entered[layer] if layer else UNPLACED, place + 1))
+        ranks.setdefault(layer, (entered[layer] if layer else UNKNOWN_ORDER, index + 1))
         before = above
     return sorted(ranks, key=lambda layer: ranks[layer])
 
 
-def _with_those_above(layer: str) -> tuple[str, ...]:
+def _with_parents(layer: str) -> tuple[str, ...]:
     """Return the name of a module and the names of its parents."""
     parts = layer.split(".")
     return (*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), "")
@@ -205,15 +204,15 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
         most: Maximum number of groups of steps.
     """
     groups = groups_of(frame["step"], most)
-    keyed = finite_only(frame).assign(place=places_in(frame, order), group=frame["step"].map(groups.number))
-    merged = keyed.groupby(["place", "group"], observed=True)[list(columns)].agg(
+    keyed = finite_only(frame).assign(location=row_locations(frame, order), group=frame["step"].map(groups.number))
+    merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(
         {name: _merged(name) for name in columns}
     )
-    places = list(keyed["place"].cat.categories)
+    locations = list(keyed["location"].cat.categories)
     found = {}
     for name in columns:
-        table = merged[name].unstack("group").reindex(index=places, columns=range(len(groups)))
-        found[name] = Matrix(places, groups.first, groups.last, table.to_numpy(np.float64))
+        table = merged[name].unstack("group").reindex(index=locations, columns=range(len(groups)))
+        found[name] = Matrix(locations, groups.first, groups.last, table.to_numpy(np.float64))
     return found
 
 

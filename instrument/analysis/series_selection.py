@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from ..errors import InstrumentError, Mistake, nearest
-from .series import KEYS, Series, place_of, series_in
+from ..errors import InstrumentError, Problem, similar_names
+from .series import KEYS, Series, location_name, series_in
 
 MOST_NAMES = 12  # maximum number of names in an error message
 
 
-def seen_in(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[Series]:
+def series_where(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[Series]:
     """Return the series of a table whose rows fulfill a condition, in order of first appearance."""
     return [series for series in series_in(frame) if does_fit(series.of(frame))]
 
 
-def choose(
+def select_series(
     candidates: Sequence[Series],
     *,
     hook: str | None = None,
@@ -40,21 +40,21 @@ def choose(
     """
     wanted = {key: word for key, word in zip(KEYS, (hook, kind, role, phase), strict=True) if word is not None}
     for key, word in wanted.items():
-        refuse_unless(word, [getattr(series, key) for series in candidates], key, "nothing of this was recorded")
+        check_choice(word, [getattr(series, key) for series in candidates], key, "no data with this value was recorded")
     fitting = [s for s in candidates if all(getattr(s, key) == word for key, word in wanted.items())]
     if len(fitting) == 1:
         return fitting[0]
     given = ", ".join(f"{key}={word!r}" for key, word in wanted.items())
-    problem = f"several series fit {given}".rstrip() if fitting else f"no series fits {given} together"
-    raise InstrumentError("\n    ".join([f"{problem}: choose one of", *map(_told, fitting or candidates)]))
+    problem = f"several series match {given}".rstrip() if fitting else f"no series matches all of {given}"
+    raise InstrumentError("\n    ".join([f"{problem}; select one of", *map(_keyword_arguments, fitting or candidates)]))
 
 
-def _told(series: Series) -> str:
+def _keyword_arguments(series: Series) -> str:
     """Return a series as the keyword arguments that select it."""
     return ", ".join(f"{key}={getattr(series, key)!r}" for key in KEYS)
 
 
-def refuse_unless(word: str, options: Sequence[str], where: str, problem: str) -> None:
+def check_choice(word: str, options: Sequence[str], where: str, message: str) -> None:
     """Check that a word is one of the options.
 
     Args:
@@ -64,41 +64,41 @@ def refuse_unless(word: str, options: Sequence[str], where: str, problem: str) -
         problem: What is wrong, for the message.
 
     Raises:
-        InstrumentError: The word is not an option. The message lists the options and the nearest ones.
+        InstrumentError: The word is not an option. The message lists the options and similar ones.
     """
     known = list(dict.fromkeys(options))
     if word not in known:
         more = f", ... ({len(known)} in all)" if len(known) > MOST_NAMES else ""
         allowed = ", ".join(name or "''" for name in known[:MOST_NAMES]) + more
-        raise InstrumentError(str(Mistake(where, problem, repr(word), allowed, nearest(word, known))))
+        raise InstrumentError(str(Problem(where, message, repr(word), allowed, similar_names(word, known))))
 
 
-def places_of(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
+def location_names(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """Return the names of the locations in a table, as shown in plots, by layer, path and kind."""
     known = rows[["layer", "path", "kind"]].drop_duplicates()
     triples = zip(known["layer"], known["path"], known["kind"], strict=True)
-    return {triple: place_of(*triple) for triple in triples}
+    return {triple: location_name(*triple) for triple in triples}
 
 
-def at_place(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+def rows_at(rows: pd.DataFrame, name: str) -> pd.DataFrame:
     """Return the rows of a location, or of all locations of a layer.
 
     Examples are `encoder.0.weight`, `encoder.0`, and `.` for the root module.
     """
     mine = pd.Series(False, index=rows.index)
-    for (layer, path, kind), place in places_of(rows).items():
-        if place == name:
+    for (layer, path, kind), location in location_names(rows).items():
+        if location == name:
             mine |= (rows["layer"] == layer) & (rows["path"] == path) & (rows["kind"] == kind)
     return rows[mine if mine.any() else rows["layer"] == ("" if name == "." else name)]
 
 
-def choose_place(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[Series, str, pd.DataFrame]:
+def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[Series, str, pd.DataFrame]:
     """Return the one series that matches and has rows at a location.
 
     Args:
         frame: Rows of a table.
         name: A location, or a layer with a single location.
-        wanted: Arguments of `choose`.
+        wanted: Arguments of `select_series`.
 
     Returns:
         The series, the name of the location, and the rows of both.
@@ -106,16 +106,16 @@ def choose_place(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[
     Raises:
         InstrumentError: The location has no rows, several series match, or the layer has several locations.
     """
-    names = [*places_of(frame).values(), *(layer or "." for layer in frame["layer"].drop_duplicates())]
-    refuse_unless(name, names, "layer", "nothing of it was recorded")
-    series = choose(seen_in(frame, lambda rows: not at_place(rows, name).empty), **wanted)
-    rows = at_place(series.of(frame), name)
-    places = list(dict.fromkeys(places_of(rows).values()))
-    if len(places) > 1:
-        raise InstrumentError(f"{name} has several tensors here: choose one of {', '.join(places)}")
-    return series, places[0], rows
+    names = [*location_names(frame).values(), *(layer or "." for layer in frame["layer"].drop_duplicates())]
+    check_choice(name, names, "layer", "nothing was recorded for this layer")
+    series = select_series(series_where(frame, lambda rows: not rows_at(rows, name).empty), **wanted)
+    rows = rows_at(series.of(frame), name)
+    locations = list(dict.fromkeys(location_names(rows).values()))
+    if len(locations) > 1:
+        raise InstrumentError(f"layer: {name} has several tensors; select one of {', '.join(locations)}")
+    return series, locations[0], rows
 
 
-def spread(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """Return up to `most` evenly spaced indices of `count` items, including the first and the last."""
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))

@@ -17,25 +17,25 @@ import pandas as pd
 import pyarrow as pa
 
 from ..capture.tables import TABLES
-from ..errors import ConfigError, InstrumentError, Mistake, nearest
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..extras import pip_command
-from ..sinks.client_errors import told
+from ..sinks.client_errors import safe_message
 from ..sinks.remote import is_address
-from .query import Queried, columns_of_runs
+from .query import RunsToQuery, columns_of_runs
 from .run_files import RunFiles
 
 if TYPE_CHECKING:
     import duckdb
 
 RUNS = "runs"
-ASKED = "run.sql"
+WHERE = "run.sql"
 _UNKNOWN = re.compile(
     r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
 )
 _TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
 
 
-def ask(queried: Queried, query: str) -> pd.DataFrame:
+def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
     """Run a query with DuckDB; only files of the tables that the query names are opened.
 
     Raises:
@@ -48,7 +48,7 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
     except ImportError:
         raise InstrumentError(f"run.sql needs DuckDB: {pip_command('sql')}") from None
     views = _Views(queried, query)
-    mistakes = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
+    problems = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
         try:
             with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
@@ -56,20 +56,20 @@ def ask(queried: Queried, query: str) -> pd.DataFrame:
                     connection.register_filesystem(queried.files[0].folder.fs)  # type: ignore[attr-defined]
                 views.make(connection)
                 if not connection.extract_statements(query):
-                    raise ConfigError(Mistake(ASKED, "there is no query", query))
+                    raise ConfigError(Problem(WHERE, "the query is empty", query))
                 return connection.execute(query).df()
-        except mistakes as error:
-            raise views.mistake(error) from None
+        except problems as error:
+            raise views.config_error(error) from None
         except (duckdb.Error, OSError) as error:
-            if views.mended(only_heads=isinstance(error, duckdb.DataError)):
+            if views.repair(only_heads=isinstance(error, duckdb.DataError)):
                 continue
             if isinstance(error, duckdb.DataError | duckdb.ProgrammingError | duckdb.NotSupportedError):
-                raise views.mistake(error) from None
-            raise InstrumentError(f"{ASKED}: {told(error)}") from None
+                raise views.config_error(error) from None
+            raise InstrumentError(f"{WHERE}: {safe_message(error)}") from None
         except Exception as error:  # storage clients raise many types of errors
             if isinstance(error, InstrumentError) or not views.remote:
                 raise
-            raise InstrumentError(f"{ASKED}: {told(error)}") from None
+            raise InstrumentError(f"{WHERE}: {safe_message(error)}") from None
 
 
 class _Views:
@@ -79,16 +79,16 @@ class _Views:
     checked, and finally all files are read.
     """
 
-    def __init__(self, queried: Queried, query: str) -> None:
+    def __init__(self, queried: RunsToQuery, query: str) -> None:
         self.queried = queried
         self.query = query
         self.names: list[str] = []
         self.remote = is_address(queried.files[0].folder)
         self._listed: list[Path] = []
-        self._asks_runs = False
-        self._gone: list[Path] = []
+        self._uses_runs = False
+        self._deleted: list[Path] = []
         self._union_by_name = False
-        self._remedies = [RunFiles.check, RunFiles.read_through]
+        self._remedies = [RunFiles.check_footers, RunFiles.check_contents]
 
     def make(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Create the views."""
@@ -99,32 +99,32 @@ class _Views:
         except duckdb.Error:  # several statements, or an error that is reported when the query runs
             named = {RUNS, *TABLES}
         self.names = [name for name in TABLES if name in named]
-        self._asks_runs = RUNS in named
+        self._uses_runs = RUNS in named
         self._listed = []
-        if self._asks_runs:
+        if self._uses_runs:
             connection.register(RUNS, pa.table(columns_of_runs(self.queried.runs)))
         for name in self.names:
-            paths, owners, unwritten = self.queried.listed(name)
+            paths, owners, unwritten = self.queried.table_files(name)
             self._listed += paths
             first = self.queried.files[owners[0]] if paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(paths[0], name))
             selections = [self._selection(name, paths, owners, by_name=by_name)] if paths else []
             if len(unwritten) or not paths or by_name:
-                connection.register(f"rows of {name} that are in no file yet", unwritten)
-                selections.append(f'select * from "rows of {name} that are in no file yet"')
+                connection.register(f"unwritten rows of {name}", unwritten)
+                selections.append(f'select * from "unwritten rows of {name}"')
             connection.execute(f"create view {name} as {' union all by name '.join(selections)}")
 
-    def mended(self, *, only_heads: bool) -> bool:
+    def repair(self, *, only_heads: bool) -> bool:
         """Return whether a cause of a failed query was found and removed, so that the query can be repeated.
 
         Args:
             only_heads: Only check footers, because the error is about a value, such as a failed cast.
         """
-        gone, self._gone = self._gone, [path for path in self._listed if not path.exists()]
-        if self._gone and self._gone != gone:
+        deleted, self._deleted = self._deleted, [path for path in self._listed if not path.exists()]
+        if self._deleted and self._deleted != deleted:
             return True
         remedy = self._remedies.pop(0) if self._remedies else None
-        if remedy is None or (only_heads and remedy is RunFiles.read_through):
+        if remedy is None or (only_heads and remedy is RunFiles.check_contents):
             return False
         self._union_by_name = True
         for files in self.queried.files:
@@ -133,36 +133,36 @@ class _Views:
                     remedy(files, name)
         return True
 
-    def mistake(self, error: Exception) -> ConfigError:
-        """Convert an error of DuckDB, and add the nearest existing name for an unknown table or column."""
-        problem = told(error).partition(": ")[2]
-        unknown = _UNKNOWN.search(problem)
+    def config_error(self, error: Exception) -> ConfigError:
+        """Convert an error of DuckDB, and add similar existing names for an unknown table or column."""
+        message = safe_message(error).partition(": ")[2]
+        unknown = _UNKNOWN.search(message)
         if unknown is None:
-            return ConfigError(Mistake(ASKED, problem, self.query))
+            return ConfigError(Problem(WHERE, message, self.query))
         if unknown["table"] is not None:
             names = [*TABLES, RUNS]
-            return ConfigError(Mistake(ASKED, problem, self.query, names, nearest(unknown["table"], names)))
+            return ConfigError(Problem(WHERE, message, self.query, names, similar_names(unknown["table"], names)))
         columns = [name for table in self.names for name in self._columns(table)]
-        columns += columns_of_runs(self.queried.runs) if self._asks_runs else []
+        columns += columns_of_runs(self.queried.runs) if self._uses_runs else []
         columns = list(dict.fromkeys(columns))
-        return ConfigError(Mistake(ASKED, problem, self.query, columns, nearest(unknown["column"], columns)))
+        return ConfigError(Problem(WHERE, message, self.query, columns, similar_names(unknown["column"], columns)))
 
     def _columns(self, table: str) -> list[str]:
-        before, behind = self.queried.columns(table)
-        return [*before, *TABLES[table].schema.names, *behind]
+        before, after = self.queried.columns(table)
+        return [*before, *TABLES[table].schema.names, *after]
 
     def _selection(self, table: str, paths: Sequence[Path], owners: Sequence[int], *, by_name: bool) -> str:
-        before, behind = self.queried.columns(table)
+        before, after = self.queried.columns(table)
         first, last = (
-            [f"{_looked_up(values, owners)} as {_name(name)}" for name, values in columns.items()]
-            for columns in (before, behind)
+            [f"{_lookup_expression(values, owners)} as {_quoted_name(name)}" for name, values in columns.items()]
+            for columns in (before, after)
         )
-        listed = ", ".join(_word(_without_glob(str(path))) for path in paths)
+        files = ", ".join(_quoted_string(_without_glob(str(path))) for path in paths)
         options = ", union_by_name = true" if by_name else ""
-        return f"select {', '.join([*first, '*', *last])} from read_parquet([{listed}]{options})"
+        return f"select {', '.join([*first, '*', *last])} from read_parquet([{files}]{options})"
 
 
-def _looked_up(values: pa.Array, owners: Sequence[int]) -> str:
+def _lookup_expression(values: pa.Array, owners: Sequence[int]) -> str:
     """Return the SQL expression of a column: the value of the file's run, looked up by `file_index`.
 
     The values are stored in one string with fields of equal width, or in a list if that is not possible. DuckDB
@@ -170,28 +170,28 @@ def _looked_up(values: pa.Array, owners: Sequence[int]) -> str:
     list, but small for a string.
     """
     known = values.to_pylist()
-    words = ["" if value is None else _written(value) for value in known]
+    words = ["" if value is None else _value_text(value) for value in known]
     if all(
         word.isascii() and word == word.strip() and bool(word) != (value is None)
         for word, value in zip(words, known, strict=True)
     ):
         room = max(map(len, words), default=0) or 1
         text = "".join(words[owner].ljust(room) for owner in owners)
-        word = f"nullif(rtrim(substr({_word(text)}, cast(file_index as bigint) * {room} + 1, {room})), '')"
+        word = f"nullif(rtrim(substr({_quoted_string(text)}, cast(file_index as bigint) * {room} + 1, {room})), '')"
         return f"cast({word} as {_TYPES[values.type]})"
-    listed = ", ".join("null" if known[owner] is None else _word(words[owner]) for owner in owners)
-    return f"cast([{listed}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
+    items = ", ".join("null" if known[owner] is None else _quoted_string(words[owner]) for owner in owners)
+    return f"cast([{items}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
 
 
-def _written(value: bool | int | float | str) -> str:
+def _value_text(value: bool | int | float | str) -> str:
     return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _word(text: str) -> str:
+def _quoted_string(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _name(text: str) -> str:
+def _quoted_name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 

@@ -9,10 +9,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .load import Run
+from .run_tables import RunTables
 
 
-def recorded(run: Run) -> pd.DataFrame:
+def recorded(run: RunTables) -> pd.DataFrame:
     """Return what each record hook recorded.
 
     Returns:
@@ -26,7 +26,7 @@ def recorded(run: Run) -> pd.DataFrame:
 
 
 @dataclass
-class Reach:
+class InterventionSummary:
     """The effect of one intervention.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reach:
         before: Sum of the L2 norms before, over firings with a norm.
         after: Sum of the L2 norms after, over the same firings.
         normed: Number of firings with a norm.
-        at: The locations, as pairs of layer and path.
+        locations: The locations, as pairs of layer and path.
     """
 
     firings: int = 0
@@ -45,15 +45,15 @@ class Reach:
     before: float = 0.0
     after: float = 0.0
     normed: int = 0
-    at: set[tuple[str, str]] = field(default_factory=set)
+    locations: set[tuple[str, str]] = field(default_factory=set)
 
     @property
-    def places(self) -> int:
+    def location_count(self) -> int:
         """Number of locations."""
-        return len(self.at)
+        return len(self.locations)
 
     @property
-    def share(self) -> float:
+    def changed_fraction(self) -> float:
         """Fraction of the elements that were changed."""
         return self.changed / max(1, self.elements)
 
@@ -71,22 +71,22 @@ class Reach:
         self.before += pc.sum(normed["norm_before"]).as_py() or 0.0
         self.after += pc.sum(normed["norm_after"]).as_py() or 0.0
         self.normed += normed.num_rows
-        places = pa.Table.from_batches([rows]).group_by(["layer", "path"]).aggregate([])
-        self.at.update(zip(places["layer"].to_pylist(), places["path"].to_pylist(), strict=True))
+        locations = pa.Table.from_batches([rows]).group_by(["layer", "path"]).aggregate([])
+        self.locations.update(zip(locations["layer"].to_pylist(), locations["path"].to_pylist(), strict=True))
 
 
-def changed(run: Run) -> dict[str, Reach]:
+def changed(run: RunTables) -> dict[str, InterventionSummary]:
     """Return the effect of each intervention by hook, in the order in which they first fired."""
-    found: dict[str, Reach] = {}
+    found: dict[str, InterventionSummary] = {}
     columns = ["hook", "layer", "path", "numel", "changed", "norm_before", "norm_after"]
     for batch in run.scan("effects", columns):
         hooks = batch["hook"].cast(pa.string())
         for hook in hooks.unique().to_pylist():
-            found.setdefault(hook, Reach()).add(batch.filter(pc.equal(hooks, hook)))
+            found.setdefault(hook, InterventionSummary()).add(batch.filter(pc.equal(hooks, hook)))
     return found
 
 
-def _count(run: Run, table: str) -> Counter[str]:
+def _count(run: RunTables, table: str) -> Counter[str]:
     """Count the rows of a table by hook."""
     counts: Counter[str] = Counter()
     for batch in run.scan(table, ["hook"]):

@@ -12,9 +12,9 @@ import yaml
 
 from ..errors import ConfigError
 from ..spec.parse import parse_hooks
-from .load import Run
+from .run_tables import RunTables
 
-INERT = (
+IGNORED_KEYS = (
     "quiet",
     "plan",
     "resume",
@@ -34,7 +34,7 @@ class Training:
     """The configuration of a finished run.
 
     Attributes:
-        place: Index of the run.
+        index: Index of the run.
         seed: Seed of the run.
         rest: The configuration without hooks, seed and keys that do not affect training. Device, number of processes
             (`ranks`) and dataset are those that were used.
@@ -42,7 +42,7 @@ class Training:
         interventions: The hooks that do not only record.
     """
 
-    place: int
+    index: int
     seed: int
     rest: dict[str, Any]
     hooks: dict[str, dict[str, Any]]
@@ -56,15 +56,15 @@ class Training:
         return found
 
     @property
-    def word(self) -> str:
+    def identity(self) -> str:
         """A string that is equal for two runs if and only if everything that determines the training is equal."""
-        return word_of([self.seed, self.rest, list(self.interventions.values())])
+        return canonical_json([self.seed, self.rest, list(self.interventions.values())])
 
     def without(self, path: Sequence[str]) -> str:
         """Return such a string that ignores the value at a path."""
         if path[:1] == [HOOKS]:
-            return word_of([self.seed, self.rest, list(_less(self.interventions, path[1:]).values())])
-        return word_of([self.seed, _less(self.rest, path), list(self.interventions.values())])
+            return canonical_json([self.seed, self.rest, list(_without(self.interventions, path[1:]).values())])
+        return canonical_json([self.seed, _without(self.rest, path), list(self.interventions.values())])
 
     @cached_property
     def leaves(self) -> dict[str, str]:
@@ -72,50 +72,50 @@ class Training:
         return leaves_of({**self.rest, HOOKS: self.interventions})
 
 
-def trainings(run: Run) -> tuple[list[Training], dict[int, str]]:
+def trainings(run: RunTables) -> tuple[list[Training], dict[int, str]]:
     """Return the trainings of several runs, and the reason for each run that cannot be compared, by index."""
     found, left_out = [], {}
-    for place, info in enumerate(run.infos):
+    for index, info in enumerate(run.infos):
         config = info.get("config")
         if info["status"] != DONE:
-            left_out[place] = f"it is not done, but {info['status']}"
+            left_out[index] = f"its status is {info['status']}"
         elif not isinstance(config, Mapping):
-            left_out[place] = "its run.json has no configuration"
+            left_out[index] = "its run.json has no configuration"
         elif info["seed"] is None:
-            left_out[place] = "its run.json has no seed"
+            left_out[index] = "its run.json has no seed"
         elif (specs := _hooks(config)) is None:
-            left_out[place] = "its hooks are of another version"
+            left_out[index] = "its hooks cannot be parsed by this version"
         else:
-            rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *INERT)} | _used(
+            rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)} | _used(
                 config, info
             )
             acting = {name: spec for name, spec in specs.items() if spec["action"] != "record"}
-            found.append(Training(place, info["seed"], rest, specs, acting))
+            found.append(Training(index, info["seed"], rest, specs, acting))
     return found, left_out
 
 
-def differing_overrides(run: Run, places: Collection[int] | None = None) -> list[str]:
+def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
     """Return the overrides in which several runs differ, without those that do not affect training.
 
     Args:
         run: Several runs.
-        places: Indices of the runs to compare; None for all.
+        indices: Indices of the runs to compare; None for all.
     """
-    infos = [info for place, info in enumerate(run.infos) if places is None or place in places]
+    infos = [info for index, info in enumerate(run.infos) if indices is None or index in indices]
     keys = dict.fromkeys(key for info in infos for key in info["overrides"])
-    telling = [key for key in keys if key.partition(".")[0] not in INERT]
+    telling = [key for key in keys if key.partition(".")[0] not in IGNORED_KEYS]
     return [key for key in telling if len({str(info["overrides"].get(key)) for info in infos}) > 1]
 
 
-def word_of(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """Return a value of a configuration as a string for comparison.
 
     The strings of equal values are equal: 1 equals 1.0, but 1 does not equal true.
     """
-    return json.dumps(_whole(value), sort_keys=True, default=str)
+    return json.dumps(_integers_if_whole(value), sort_keys=True, default=str)
 
 
-def in_yaml(value: Any) -> str:
+def to_yaml(value: Any) -> str:
     """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
@@ -143,7 +143,7 @@ def _hooks(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
     }
 
 
-def _less(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     """Return a mapping without the value at a path; an empty mapping for an empty path."""
     if not path:
         return {}
@@ -151,16 +151,16 @@ def _less(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     others = {key: value for key, value in mapping.items() if key != path[0]}
     if len(path) == 1 or path[0] not in mapping:
         return others
-    less = _less(inner, path[1:]) if isinstance(inner, Mapping) else inner
+    less = _without(inner, path[1:]) if isinstance(inner, Mapping) else inner
     return {key: less if key == path[0] else value for key, value in mapping.items()}
 
 
-def _whole(value: Any) -> Any:
+def _integers_if_whole(value: Any) -> Any:
     """Return the value with integral floats converted to integers."""
     if isinstance(value, Mapping):
-        return {str(key): _whole(item) for key, item in value.items()}
+        return {str(key): _integers_if_whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_whole(item) for item in value]
+        return [_integers_if_whole(item) for item in value]
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
     return int(value) if is_whole else value
 
@@ -175,4 +175,4 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
         for name, item in value.items():
             yield from _leaves(item, f"{key}.{name}" if key else str(name))
     else:
-        yield key, word_of(value)
+        yield key, canonical_json(value)

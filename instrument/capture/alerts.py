@@ -10,20 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..actions.base import Moment
+from ..actions.base import StepContext
 from ..spec.kinds import KINDS
 from .sink import Row
 from .tables import TABLES
 
 RULE = "non_finite"
-MOST_PLACES = 20  # further locations to report after the first one
+MAX_LOCATIONS = 20  # further locations to report after the first one
 
-_AT = {name: place for place, name in enumerate(TABLES["stats"].names)}
-_NAN, _INF = _AT["nan_count"], _AT["inf_count"]
-_PLACE = ("hook", "layer", "role", "path", "phase")
+_COLUMN = {name: location for location, name in enumerate(TABLES["stats"].names)}
+_NAN, _INF = _COLUMN["nan_count"], _COLUMN["inf_count"]
+_LOCATION_COLUMNS = ("hook", "layer", "role", "path", "phase")
 
 
-class Tell(Protocol):
+class EventWriter(Protocol):
     """Writes an event: `Probe.event`."""
 
     def __call__(self, rule: str, message: str, *, severity: str, layer: str | None, step: int) -> None: ...
@@ -36,45 +36,45 @@ class Alerts:
     since this is how it finds its scale. Only the first of them is reported, with severity `info`.
 
     Args:
-        tell: Called with each event.
+        write_event: Called with each event.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._places: set[tuple[str, ...]] = set()
+    def __init__(self, write_event: EventWriter) -> None:
+        self._write_event = write_event
+        self._locations: set[tuple[str, ...]] = set()
         self._losses: set[str] = set()  # phases whose loss was not finite
         self._skipped: int | None = None  # the last step that the gradient scaler skipped
-        self._told_of_skipped = False
+        self._reported_skipped = False
 
-    def see_stats(self, rows: Sequence[Row]) -> None:
+    def check_stats(self, rows: Sequence[Row]) -> None:
         """Check the rows of statistics of a step, in the order in which they were recorded."""
         bad = [row for row in rows if row[_NAN] or row[_INF]]
-        if bad and len(self._places) <= MOST_PLACES:
+        if bad and len(self._locations) <= MAX_LOCATIONS:
             for row in bad:
-                self._see(row)
+                self._check(row)
 
-    def _see(self, row: Row) -> None:
-        place = tuple(row[_AT[name]] for name in _PLACE)
-        if place in self._places or len(self._places) > MOST_PLACES:
+    def _check(self, row: Row) -> None:
+        location = tuple(row[_COLUMN[name]] for name in _LOCATION_COLUMNS)
+        if location in self._locations or len(self._locations) > MAX_LOCATIONS:
             return
-        step, layer = row[_AT["step"]], row[_AT["layer"]]
-        if step == self._skipped and KINDS[row[_AT["kind"]]].gradient:
-            if not self._told_of_skipped:
-                self._told_of_skipped = True
-                message = f"not finite, and the gradient scaler skipped the step: {_counted(row)}"
-                self._tell(RULE, message, severity="info", layer=layer, step=step)
+        step, layer = row[_COLUMN["step"]], row[_COLUMN["layer"]]
+        if step == self._skipped and KINDS[row[_COLUMN["kind"]]].gradient:
+            if not self._reported_skipped:
+                self._reported_skipped = True
+                message = f"non-finite value in a step that the gradient scaler skipped: {_counted(row)}"
+                self._write_event(RULE, message, severity="info", layer=layer, step=step)
             return
-        first = not self._places
-        self._places.add(place)
-        message = f"{'first recorded non-finite value' if first else 'not finite either'}: {_counted(row)}"
-        self._tell(RULE, message, severity="warning" if first else "info", layer=layer, step=step)
-        if len(self._places) > MOST_PLACES:
+        first = not self._locations
+        self._locations.add(location)
+        message = f"{'first recorded non-finite value' if first else 'further non-finite value'}: {_counted(row)}"
+        self._write_event(RULE, message, severity="warning" if first else "info", layer=layer, step=step)
+        if len(self._locations) > MAX_LOCATIONS:
             message = (
-                f"values were not finite at {MOST_PLACES + 1} places: further ones are not told of, and are in stats"
+                f"values were not finite at {MAX_LOCATIONS + 1} locations; further ones are not reported, see the stats table"
             )
-            self._tell(RULE, message, severity="info", layer=None, step=step)
+            self._write_event(RULE, message, severity="info", layer=None, step=step)
 
-    def see_metrics(self, moment: Moment, metrics: Mapping[str, Any]) -> None:
+    def check_metrics(self, moment: StepContext, metrics: Mapping[str, Any]) -> None:
         """Check a row of metrics. It is available before the rows of statistics of its step."""
         if metrics["skipped"]:
             self._skipped = moment.step
@@ -83,21 +83,21 @@ class Alerts:
             first = not self._losses
             self._losses.add(moment.phase)
             message = f"the loss is {loss} {_when(moment.step, moment.phase)}"
-            self._tell(RULE, message, severity="warning" if first else "info", layer=None, step=moment.step)
+            self._write_event(RULE, message, severity="warning" if first else "info", layer=None, step=moment.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was reported so far, as strings and lists."""
         return {
-            "places": sorted(list(place) for place in self._places),
+            "places": sorted(list(location) for location in self._locations),
             "losses": sorted(self._losses),
-            "told_of_skipped": self._told_of_skipped,
+            "told_of_skipped": self._reported_skipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what was reported so far."""
-        self._places = {tuple(place) for place in state["places"]}
+        self._locations = {tuple(location) for location in state["places"]}
         self._losses = set(state["losses"])
-        self._told_of_skipped = state["told_of_skipped"]
+        self._reported_skipped = state["told_of_skipped"]
 
 
 def _counted(row: Row) -> str:
@@ -106,7 +106,7 @@ def _counted(row: Row) -> str:
     For example `at step 12 in encoder.0 output: 3 NaN, 0 infinite of 6,400 (hook 'activations')`.
     """
     hook, layer, role, path, step, phase, numel = (
-        row[_AT[name]] for name in ("hook", "layer", "role", "path", "step", "phase", "numel")
+        row[_COLUMN[name]] for name in ("hook", "layer", "role", "path", "step", "phase", "numel")
     )
     of = "" if numel is None else f" of {numel:,}"
     where = f"{layer or '.'} {role}" + (f" {path!r}" if path else "")

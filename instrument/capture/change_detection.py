@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..kinds.attached import Clock, LiveSite, Uncopied
+from ..kinds.attached import AttachedHook
+from ..kinds.clock import Clock
+from ..kinds.family import InertWhenCopied
 from ..kinds.reasons import REPLACED
 
 
@@ -18,7 +20,7 @@ class ScalerWatch:
 
     def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
         self.scaler = scaler
-        self.found: list[Tensor | None] = []  # one entry per optimizer step in the current training step
+        self.found_inf: list[Tensor | None] = []  # one entry per optimizer step in the current training step
         # After the previous training step, and after the current one.
         self.scales = (torch.tensor(scaler.get_scale()),) * 2
         self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
@@ -33,16 +35,16 @@ class ScalerWatch:
 
         An optimizer that unscales itself receives `found_inf`, which makes it skip the step.
         """
-        self.found.append(getattr(optimizer, "found_inf", None))
+        self.found_inf.append(getattr(optimizer, "found_inf", None))
 
     def take(self) -> Tensor | float:
         """Return whether the scaler skipped every optimizer in the last step, as 0 or 1, possibly on the device."""
-        found, self.found = self.found, []
+        found_inf, self.found_inf = self.found_inf, []
         self.scales = (self.scales[1], self.scale().clone())
-        told = [each for each in found if each is not None]
-        if not found or len(told) < len(found):
-            return 0.0 if found else 1.0
-        return torch.stack([(each > 0).to(told[0].device, torch.float32) for each in told]).amin()
+        checked = [each for each in found_inf if each is not None]
+        if not found_inf or len(checked) < len(found_inf):
+            return 0.0 if found_inf else 1.0
+        return torch.stack([(each > 0).to(checked[0].device, torch.float32) for each in checked]).amin()
 
     def backed_off(self) -> bool:
         """Return whether the scaler found values that are not finite in the last step.
@@ -67,7 +69,7 @@ class StepWatch:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.first = optimizers[0]
         self.stepped = False
-        self.used: Tensor | float | None = None
+        self.rate_used: Tensor | float | None = None
         self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
@@ -75,7 +77,7 @@ class StepWatch:
         self.stepped = True
         if optimizer is self.first:
             rate = optimizer.param_groups[0]["lr"]
-            self.used = rate.clone() if isinstance(rate, Tensor) else rate
+            self.rate_used = rate.clone() if isinstance(rate, Tensor) else rate
 
     def take_stepped(self) -> bool:
         """Return whether any optimizer made a step in the last training step."""
@@ -87,8 +89,8 @@ class StepWatch:
 
         The current value if that optimizer made no step.
         """
-        used, self.used = self.used, None
-        return self.first.param_groups[0]["lr"] if used is None else used
+        rate_used, self.rate_used = self.rate_used, None
+        return self.first.param_groups[0]["lr"] if rate_used is None else rate_used
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -99,10 +101,10 @@ class StepWatch:
 class ModuleWatch:
     """Detects hooked modules that are no longer part of the model."""
 
-    def __init__(self, model: nn.Module, lives: Sequence[LiveSite]) -> None:
-        self.sites: dict[nn.Module, list[LiveSite]] = {}
-        for live in lives:
-            self.sites.setdefault(live.site.layer.module, []).append(live)
+    def __init__(self, model: nn.Module, attached_hooks: Sequence[AttachedHook]) -> None:
+        self.sites: dict[nn.Module, list[AttachedHook]] = {}
+        for attached in attached_hooks:
+            self.sites.setdefault(attached.site.layer.module, []).append(attached)
         self.slots = [
             (parent._modules, key, child)
             for parent in model.modules()
@@ -110,30 +112,30 @@ class ModuleWatch:
             if child in self.sites
         ]
 
-    def replaced(self) -> list[LiveSite]:
+    def replaced(self) -> list[AttachedHook]:
         """Return the sites at modules that were replaced since the last call. Their coverage states it from now on."""
         gone = [(children, key, child) for children, key, child in self.slots if children.get(key) is not child]
         if not gone:
             return []
         self.slots = [slot for slot in self.slots if slot not in gone]
-        lives = [live for _, _, child in gone for live in self.sites.pop(child, [])]
-        for live in lives:
-            live.absent = REPLACED
-        return lives
+        attached_hooks = [attached for _, _, child in gone for attached in self.sites.pop(child, [])]
+        for attached in attached_hooks:
+            attached.default_reason = REPLACED
+        return attached_hooks
 
 
-class LoadWatch(Uncopied):
+class LoadWatch(InertWhenCopied):
     """Reports loaded state dicts. `assign=True` replaces parameters."""
 
-    def __init__(self, model: nn.Module, clock: Clock, tell: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, clock: Clock, on_load: Callable[[], None]) -> None:
         self.clock = clock
-        self.tell = tell
+        self.on_load = on_load
         self.handle = model.register_load_state_dict_post_hook(self.loaded)
 
     def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
         """The hook after a state dict was loaded."""
         if not self.clock.closed:
-            self.tell()
+            self.on_load()
 
     def detach(self) -> None:
         """Remove the hook."""

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect
+from ..spec.kinds import KINDS
 from ..stats.merge import (
     MERGED,
-    PART,
+    PARTIAL_STATISTICS,
     Array,
-    Part,
+    PartialStatistics,
     extremes,
     merge_distributions,
     merge_units,
@@ -24,7 +25,7 @@ from ..stats.merge import (
     pack_units,
     sums,
 )
-from .reducer import Alone, Over, Piece, own_rank
+from .reducer import LocalReducer, Piece, Ranks, Reducer, own_rank
 from .rows import changes, fetched_statistics, identity
 from .sink import Row
 
@@ -44,13 +45,85 @@ class MergedRows(NamedTuple):
     made: Callable[..., Iterator[tuple[str, Row]]]
 
 
+class OwnRows:
+    """The rows of a single process, or of processes that each write their own rows."""
+
+    def key(self, context: Context) -> Row:
+        """Return the identity columns of a row."""
+        return identity(context)
+
+    def merges(self, context: Context) -> bool:  # noqa: ARG002
+        """Return whether the row is computed from the pieces of all processes."""
+        return False
+
+    def is_duplicate(self, context: Context) -> bool:  # noqa: ARG002
+        """Return whether another process writes the same row."""
+        return False
+
+    def add(self, piece: Piece) -> None:
+        """Add this process's part of a row. Only called if `merges` is true."""
+        raise NotImplementedError
+
+    def merge(self, *, due: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
+        """Merge the pieces of the step; None if there are none, or if another process writes the rows."""
+        return None
+
+
+class GlobalRows(OwnRows):
+    """Rows that the first process writes for all processes: `reduce: global`.
+
+    Args:
+        ranks: The processes.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._pieces: list[Piece] = []
+
+    def key(self, context: Context) -> Row:
+        """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
+        key = identity(context)
+        return (*key[:-1], "global") if context.scope == "averaged" else key
+
+    def merges(self, context: Context) -> bool:
+        """Return whether all processes contribute to one row.
+
+        Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
+        that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
+        """
+        is_part = context.scope == "local" and KINDS[context.kind].family == "module"
+        return is_part or context.scope == "shard"
+
+    def is_duplicate(self, context: Context) -> bool:
+        """Return whether the first process writes the same row."""
+        return not self.ranks.is_main_process and context.scope == "averaged"
+
+    def add(self, piece: Piece) -> None:
+        """Add this process's part of a row."""
+        self._pieces.append(piece)
+
+    def merge(self, *, due: bool, local_only: bool) -> MergedRows | None:
+        """Merge the pieces of the step over all processes.
+
+        Args:
+            due: Whether any hook was scheduled; equal in all processes.
+            local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
+        """
+        if not due and not self._pieces:
+            return None
+        pieces = self._pieces if local_only else self.ranks.align(self._pieces)
+        merged_rows = merge(pieces, LocalReducer() if local_only else self.ranks)
+        self._pieces = []  # kept until now, since other processes may fail
+        return merged_rows
+
+
 def key_of(context: Context) -> Row:
     """Return the identity columns without the rank."""
     row = identity(context)
     return row[:_RANK_AT] + row[_RANK_AT + 1 :]
 
 
-def statistics_piece(context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> Piece:
+def statistics_piece(context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> Piece:
     """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
     gathered = _NOTHING if dead is None else pack_units(dead)
     return Piece("stats", key_of(context), (names, 0 if dead is None else len(dead)), part, gathered)
@@ -73,36 +146,36 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
     return Piece("effects", key_of(context), (), (effect.numel, *numbers, float(factor)), _NOTHING)
 
 
-def merge(pieces: Sequence[Piece], over: Over) -> MergedRows | None:
+def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
     """Merge the pieces of a step over all processes. None if another process writes the rows.
 
     Args:
         pieces: The pieces, in the same order in all processes.
-        over: The processes. `Alone` uses only the pieces of this one.
+        reducer: The processes. `LocalReducer` uses only the pieces of this one.
     """
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
-    statistics, changed = _numbers(stats, effects, over) if stats or effects else (_NOTHING, _NOTHING)
-    gathered = _gathered(pieces, over)
-    if not over.leads or not pieces:
+    statistics, changed = _numbers(stats, effects, reducer) if stats or effects else (_NOTHING, _NOTHING)
+    gathered = _gathered(pieces, reducer)
+    if not reducer.is_main_process or not pieces:
         return None
-    made = partial(_rows, pieces, over.size, isinstance(over, Alone))
+    made = partial(_rows, pieces, reducer.size, isinstance(reducer, LocalReducer))
     return MergedRows((statistics, changed, gathered), made)
 
 
-def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], over: Over) -> tuple[Tensor, Tensor]:
+def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], reducer: Reducer) -> tuple[Tensor, Tensor]:
     """Return statistics, float64 [rows, MERGED], and changes, [rows, 5], by one maximum and one sum over all pieces.
 
     Changes are elements, changed elements, the norms before and after, and the factor if it is the same in all
     processes.
     """
     there = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
-    device = over.device or next(there, None)
-    measured, acted = _stacked(stats, len(PART), device), _stacked(effects, 5, device)
+    device = reducer.device or next(there, None)
+    measured, acted = _stacked(stats, len(PARTIAL_STATISTICS), device), _stacked(effects, 5, device)
     factors = acted[:, 4:].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
     ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors)], dim=1)
-    most, ends = _together(over.maximum, extremes(measured), ends)
+    most, ends = _together(reducer.maximum, extremes(measured), ends)
     counts = torch.cat([acted[:, :2], acted[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
-    total, counts = _together(over.sum, sums(measured, most), counts)
+    total, counts = _together(reducer.sum, sums(measured, most), counts)
     factor = torch.where(ends[:, 0] == -ends[:, 1], ends[:, 0], math.nan)
     return merged(most, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None]], dim=1)
 
@@ -124,7 +197,7 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     return torch.stack([next(rows) if isinstance(piece.part, Tensor) else next(others) for piece in pieces])
 
 
-def _gathered(pieces: Sequence[Piece], over: Over) -> Tensor:
+def _gathered(pieces: Sequence[Piece], reducer: Reducer) -> Tensor:
     """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers].
 
     Empty if another process receives them.
@@ -132,15 +205,15 @@ def _gathered(pieces: Sequence[Piece], over: Over) -> Tensor:
     parts = [piece.gathered for piece in pieces if len(piece.gathered)]
     if not parts:
         return _NOTHING
-    device = over.device or parts[0].device
-    found = over.gather(torch.cat([part.to(device) for part in parts]))
+    device = reducer.device or parts[0].device
+    found = reducer.gather(torch.cat([part.to(device) for part in parts]))
     return _NOTHING if found is None else found
 
 
 def _rows(
     pieces: Sequence[Piece],
     ranks: int,
-    alone: bool,
+    local_only: bool,
     statistics: list[float],
     changed: list[float],
     gathered: list[float],
@@ -150,7 +223,7 @@ def _rows(
     effects = iter(np.array(changed).reshape(-1, 5).tolist())
     columns = np.array(gathered).reshape(ranks, -1)
     for piece in pieces:
-        rank, scope = (own_rank(), piece.key[-1]) if alone else (0, "global")
+        rank, scope = (own_rank(), piece.key[-1]) if local_only else (0, "global")
         row = (*piece.key[:_RANK_AT], rank, *piece.key[_RANK_AT:-1], scope)
         own, columns = np.split(columns, [len(piece.gathered)], axis=1)
         if piece.table == "stats":

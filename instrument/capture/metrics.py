@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kinds.attached import Clock
+from ..kinds.clock import Clock
 from .alerts import Alerts
 from .change_detection import StepWatch
 from .recorder import Recorder
 from .reducer import Ranks
 from .sink import Row
-from .transfer import LateMetrics, Transfer
+from .transfer import PendingMetrics, Transfer
 
-GIVEN = ("loss", "accuracy", "lr", "grad_norm")
-METRICS = (*GIVEN, "seconds", "samples_per_second")
+USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
+METRICS = (*USER_METRICS, "seconds", "samples_per_second")
 
 
-def refuse_unknown(names: Iterable[str], *internal: str) -> None:
+def check_metric_names(names: Iterable[str], *internal: str) -> None:
     """Refuse metrics without a column in the `metrics` table.
 
     Args:
@@ -30,9 +30,9 @@ def refuse_unknown(names: Iterable[str], *internal: str) -> None:
         TypeError: The table has no such column.
     """
     for name in names:
-        if name not in (*GIVEN, *internal):
+        if name not in (*USER_METRICS, *internal):
             raise TypeError(
-                f"the metrics table has no column {name!r} to fill: allowed are {', '.join(GIVEN)} and samples"
+                f"the metrics table has no column {name!r} for a given value; allowed: {', '.join(USER_METRICS)}, samples"
             )
 
 
@@ -70,16 +70,16 @@ class Metrics:
             read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
             return {**dict.fromkeys((*METRICS, "skipped")), **read}
 
-        row = read() if transfer.is_here else LateMetrics(read)
-        if self.ranks is None or self.ranks.leads or not self.ranks.merged_metrics:
-            self._keep(row, now=transfer.is_here)
+        row = read() if transfer.is_complete else PendingMetrics(read)
+        if self.ranks is None or self.ranks.is_main_process or not self.ranks.merged_metrics:
+            self._keep(row, now=transfer.is_complete)
         return row
 
     def _keep(self, row: Mapping[str, Any], *, now: bool) -> None:
         moment = self.clock.moment
 
         def cells() -> Row:
-            self.alerts.see_metrics(moment, row)
+            self.alerts.check_metrics(moment, row)
             skipped = None if row["skipped"] is None else bool(row["skipped"])
             return (moment.step, moment.epoch, moment.phase, self.clock.rank, *(row[name] for name in METRICS), skipped)
 

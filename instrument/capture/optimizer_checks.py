@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigError, Mistake, nearest
-from ..kinds.optimizer_owners import held_by
+from ..errors import ConfigError, Problem, similar_names
+from ..kinds.optimizer_owners import parameter_ids
 from ..plan.sites import HookPlan
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -27,9 +27,9 @@ def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
     plain = [_plain(optimizer) for optimizer in several]
     for optimizer in plain:
         if not isinstance(optimizer, Optimizer):
-            problem = "is not an optimizer"
+            message = "is not an optimizer"
             allowed = "a torch.optim.Optimizer, or a list of them"
-            raise ConfigError(Mistake("optimizer", problem, type(optimizer).__name__, allowed))
+            raise ConfigError(Problem("optimizer", message, type(optimizer).__name__, allowed))
     return tuple(dict.fromkeys(part for optimizer in plain for part in parts_of(optimizer)))
 
 
@@ -53,42 +53,42 @@ def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         ConfigError: With every problem.
     """
-    mistakes = []
+    problems = []
     for name, spec in plan.specs.items():
         role = spec.tensor_role
         if not optimizers:
-            if spec.definition.rhythm == "step" or role.startswith("state."):
-                problem = f"kind {spec.kind} needs the optimizer for role {role}: hand it over, optimizer="
-                mistakes.append(Mistake(f"hooks.{name}.kind", problem))
+            if spec.definition.frequency == "step" or role.startswith("state."):
+                message = f"kind {spec.kind} with role {role} requires the optimizer; pass optimizer="
+                problems.append(Problem(f"hooks.{name}.kind", message))
         elif role.startswith("state."):
             kept = [kept_state(optimizer) for optimizer in optimizers]
             names = frozenset[str]().union(*(names for names in kept if names is not None))
             if None not in kept and role.removeprefix("state.") not in names:
                 roles = sorted(f"state.{key}" for key in names)
                 types = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-                mistakes.append(
-                    Mistake(
+                problems.append(
+                    Problem(
                         f"hooks.{name}.role",
-                        f"{types} keeps no such state as it is set up",
-                        written=role,
+                        f"{types} keeps no such state with its current options",
+                        given=role,
                         allowed=", ".join(roles) or "none",
-                        nearest=nearest(role, roles),
+                        similar=similar_names(role, roles),
                     )
                 )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    if problems:
+        raise ConfigError(*problems)
 
 
 def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     """Return a message if the optimizers hold none of the model's parameters; None otherwise."""
-    held = {key for optimizer in optimizers for key in held_by(optimizer)}
+    held = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not optimizers or not trained or any(id(parameter) in held for parameter in trained):
         return None
     which = "the optimizer holds" if len(optimizers) == 1 else "the optimizers hold"
     return (
-        f"{which} none of the model's {len(trained)} parameters, and trains nothing of it: it was made for another "
-        "model, or before something put others in their place (fully_shard, to_empty, apply)"
+        f"{which} none of the model's {len(trained)} parameters, so the model is not trained; it was created for another "
+        "model, or before the parameters were replaced (fully_shard, to_empty, apply)"
     )
 
 

@@ -8,29 +8,29 @@ from collections.abc import Hashable
 from statistics import median
 from typing import NamedTuple
 
-from ..kinds.hook_timer import usual_variance
+from ..kinds.hook_timer import robust_variance
 
 WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
-LEAST = 5  # the minimum number of steps of each type
+MIN_STEPS = 5  # the minimum number of steps of each type
 KEPT = 256  # the latest durations of each type
-MOST_SORTS = 16
-LOOK = 20  # steps between two evaluations of the measurements
+MAX_STEP_TYPES = 16
+CHECK_INTERVAL = 20  # steps between two evaluations of the measurements
 OTHERS = "others"
-OF_A_MEDIAN = math.pi / 2  # the variance of a median relative to that of a mean of as many numbers
+MEDIAN_VARIANCE_RATIO = math.pi / 2  # the variance of a median relative to that of a mean of as many numbers
 
 
-class Measured(NamedTuple):
+class MeasuredOverhead(NamedTuple):
     """A measured overhead.
 
     Attributes:
-        share: The relative overhead, as the mean over all steps.
+        relative: The relative overhead, as the mean over all steps.
         error: Its standard error.
-        bare: The duration of a step without hooks, in seconds.
+        baseline: The duration of a step without hooks, in seconds.
     """
 
-    share: float
+    relative: float
     error: float
-    bare: float
+    baseline: float
 
 
 class Overhead:
@@ -44,56 +44,56 @@ class Overhead:
         self._seconds: dict[tuple[Hashable, Hashable], deque[float]] = {}
         self._counts: Counter[tuple[Hashable, Hashable]] = Counter()
         self._steps = 0
-        self._looked_at = -LOOK
-        self._measured: Measured | None = None
+        self._checked_at = -CHECK_INTERVAL
+        self._measured: MeasuredOverhead | None = None
 
-    def add(self, due: Hashable, seconds: float, beside: Hashable = ()) -> None:
+    def add(self, due: Hashable, seconds: float, unmeasured: Hashable = ()) -> None:
         """Add a training step.
 
         Args:
             due: The hooks that ran in it; `()` if none did.
             seconds: Its total duration.
-            beside: Hooks that ran but are not measured. Only steps with the same ones are compared.
+            unmeasured: Hooks that ran but are not measured. Only steps with the same ones are compared.
         """
         self._steps += 1
         if self._steps <= WARM_UP:
             return
-        sort = (beside, due)
-        if sort not in self._seconds and len(self._seconds) >= MOST_SORTS and sort != ((), ()):
-            sort = (OTHERS if beside else (), OTHERS)
-        self._seconds.setdefault(sort, deque(maxlen=KEPT)).append(seconds)
-        self._counts[sort] += 1
+        step_type = (unmeasured, due)
+        if step_type not in self._seconds and len(self._seconds) >= MAX_STEP_TYPES and step_type != ((), ()):
+            step_type = (OTHERS if unmeasured else (), OTHERS)
+        self._seconds.setdefault(step_type, deque(maxlen=KEPT)).append(seconds)
+        self._counts[step_type] += 1
 
     @property
-    def share(self) -> float | None:
+    def relative(self) -> float | None:
         """The relative overhead, as the mean over all steps so far; None if it was not measured."""
         found = self.measured()
-        return None if found is None else found.share
+        return None if found is None else found.relative
 
-    def measured(self) -> Measured | None:
+    def measured(self) -> MeasuredOverhead | None:
         """Return the overhead at the last check; None if there were too few steps of a type."""
-        if self._steps - self._looked_at >= LOOK:
-            self._looked_at = self._steps
-            self._measured = self._look()
+        if self._steps - self._checked_at >= CHECK_INTERVAL:
+            self._checked_at = self._steps
+            self._measured = self._evaluate()
         return self._measured
 
-    def _look(self) -> Measured | None:
-        bare = {
-            beside: median(seconds)
-            for (beside, due), seconds in self._seconds.items()
-            if due == () and len(seconds) >= LEAST
+    def _evaluate(self) -> MeasuredOverhead | None:
+        baseline = {
+            unmeasured: median(seconds)
+            for (unmeasured, due), seconds in self._seconds.items()
+            if due == () and len(seconds) >= MIN_STEPS
         }
-        counts = {sort: count for sort, count in self._counts.items() if sort[0] in bare}
+        counts = {step_type: count for step_type, count in self._counts.items() if step_type[0] in baseline}
         hooked = Counter[Hashable]()
-        for (beside, due), count in counts.items():
-            hooked[beside] += count if due != () else 0
-        if hooked.total() < LEAST:
+        for (unmeasured, due), count in counts.items():
+            hooked[unmeasured] += count if due != () else 0
+        if hooked.total() < MIN_STEPS:
             return None
-        total = sum(count * bare[beside] for (beside, _), count in counts.items())
+        total = sum(count * baseline[unmeasured] for (unmeasured, _), count in counts.items())
         extra, variance = 0.0, 0.0
-        for (beside, due), seconds in self._seconds.items():
-            if beside in bare:
-                weight = counts.get((beside, due), 0) if due != () else hooked[beside]
-                extra += weight * (median(seconds) - bare[beside])
-                variance += weight**2 * OF_A_MEDIAN * usual_variance(seconds) / len(seconds)
-        return Measured(extra / total, math.sqrt(variance) / total, total / sum(counts.values()))
+        for (unmeasured, due), seconds in self._seconds.items():
+            if unmeasured in baseline:
+                weight = counts.get((unmeasured, due), 0) if due != () else hooked[unmeasured]
+                extra += weight * (median(seconds) - baseline[unmeasured])
+                variance += weight**2 * MEDIAN_VARIANCE_RATIO * robust_variance(seconds) / len(seconds)
+        return MeasuredOverhead(extra / total, math.sqrt(variance) / total, total / sum(counts.values()))

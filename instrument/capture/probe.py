@@ -12,30 +12,26 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..actions.base import Archive, Moment, NoArchive
+from ..actions.base import Archive, NoArchive, StepContext
 from ..actions.registry import make_action
 from ..errors import AlreadyAttachedError, HookError
-from ..kinds.attach import attach_sites
-from ..kinds.attached import Clock, Family, LiveSite
-from ..kinds.loss import LossHooks
-from ..kinds.module_backward import IN_PLACE_ERROR
-from ..kinds.optimizer import StepHooks
-from ..kinds.parameter import BoundaryHooks, GradientHooks
-from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
+from ..kinds.attached import AttachedHook
+from ..kinds.clock import Clock
+from ..kinds.module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.remarks import remarks
 from ..plan.sites import HookPlan
 from ..spec.budget import BudgetConfig
 from .alerts import Alerts
 from .budget import Budget
-from .change_detection import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
-from .metrics import Metrics, refuse_unknown
+from .hook_set import HookSet
+from .metrics import Metrics, check_metric_names
 from .optimizer_checks import Optimizers, optimizers_of, require_optimizer, stale_optimizer
 from .overhead import Overhead
 from .recorder import Recorder
 from .reducer import Ranks, own_rank
 from .rows import has_lazy_parameters, layer_rows
-from .signals import held_back
+from .signals import deferred_signals
 from .sink import Sink
 
 
@@ -99,28 +95,25 @@ class Probe:
         self.steps_by_loop = steps_by_loop
         self.alerts = Alerts(self.event)
         self.ranks = ranks
-        self.recorder = Recorder(sink, self.alerts.see_stats, ranks)
+        self.recorder = Recorder(sink, self.alerts.check_stats, ranks)
         parallel = None if ranks is None else ranks.parallel
-        self.clock = Clock(Moment(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
+        self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         found = archive or NoArchive()
         actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
-        self.lives = [LiveSite(site, actions[site.spec.name], self.clock, tried=plan.tried) for site in plan.sites]
+        self.attached_hooks = [AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked) for site in plan.sites]
         self.budget: Budget | None = None
         if budget is not None and (budget.time is not None or budget.bytes is not None):
-            self.budget = Budget(budget, self.lives, self.recorder, steps, self._thinned)
-            self.clock.meter = self.budget.meter
+            self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
+            self.clock.timer = self.budget.timer
         self._overhead = Overhead()
         # Names of the hooks that are scheduled in the current step.
         self._due: tuple[str, ...] = ()
-        self._families: list[Family] = []
-        self._scaling: ScalerWatch | None = None
-        self._loading: LoadWatch | None = None
+        self._hooks = HookSet(plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, by_loop=steps_by_loop)
         self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
-        self._modules = ModuleWatch(plan.layers.model, self.lives)
         self.warnings: list[str] = []
         self._entered = False
-        self._goes_on = False  # whether it continues the recording of an earlier probe
-        self._owes_layers = False
+        self._is_resumed = False  # whether it continues the recording of an earlier probe
+        self._layers_pending = False
         self._micro_steps = 0  # of the training step that an evaluation interrupts
         self._step_began = time.perf_counter()
         require_optimizer(plan, self.optimizers)
@@ -129,20 +122,13 @@ class Probe:
 
     def __enter__(self) -> Self:
         if self._entered:
-            raise AlreadyAttachedError("this probe was attached before; make a new one for another loop")
+            raise AlreadyAttachedError("this probe was already attached; create a new probe for each loop")
         self._entered = True
         try:
-            if self.scaler is not None and self.scaler.is_enabled():
-                self._scaling = ScalerWatch(self.scaler, self.optimizers)
-                self.clock.amp_scale = self._scaling.scale
-            if self.optimizers:
-                self._metrics.steps = StepWatch(self.optimizers)
-            for family in attach_sites(self.lives, self.optimizers, self.clock, by_loop=self.steps_by_loop):
-                self._families.append(family)
-            if any(isinstance(family, GradientHooks) for family in self._families):
-                self._loading = LoadWatch(self.plan.layers.model, self.clock, self._notice_replacements)
-            if not self._goes_on:
-                self._owes_layers = self._leads
+            self._hooks.attach()
+            self._metrics.steps = self._hooks.steps
+            if not self._is_resumed:
+                self._layers_pending = self._is_main_process
                 self._write_layers()
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
@@ -150,7 +136,7 @@ class Probe:
                     self.event("optimizer", message)
             self._retime()
         except BaseException:
-            self._detach()
+            self._hooks.detach()
             self.sink.close()
             raise
         return self
@@ -158,26 +144,19 @@ class Probe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._detach()
+        self._hooks.detach()
         self.clock.closed = True
         try:
             self._finish(error)
         finally:
             self.sink.close()
         if isinstance(error, RuntimeError) and IN_PLACE_ERROR in str(error):
-            raise HookError(self._in_place_message()) from error
-
-    def _detach(self) -> None:
-        while self._families:
-            self._families.pop().detach()
-        for watch in (self._scaling, self._loading, self._metrics.steps):
-            if watch is not None:
-                watch.detach()
+            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from error
 
     @property
-    def _leads(self) -> bool:
+    def _is_main_process(self) -> bool:
         """Whether this process writes the rows that are the same in all processes."""
-        return self.ranks is None or self.ranks.leads
+        return self.ranks is None or self.ranks.is_main_process
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -200,7 +179,7 @@ class Probe:
     @phase.setter
     def phase(self, phase: str) -> None:
         if phase not in ("train", "eval", "sanity"):
-            raise ValueError(f"phase has to be 'train', 'eval' or 'sanity', not {phase!r}")
+            raise ValueError(f"phase must be 'train', 'eval' or 'sanity', not {phase!r}")
         if phase == self.phase:
             return
         if self._busy or (self.phase == "eval" and not self.clock.moment.micro_step):
@@ -226,7 +205,7 @@ class Probe:
         seconds = time.perf_counter() - began
         self._step_began += seconds  # an evaluation is not part of the step that it interrupts
         if self.budget is not None and not due:
-            self.budget.leave_out(seconds)
+            self.budget.exclude(seconds)
 
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
@@ -239,10 +218,10 @@ class Probe:
             yield
         finally:
             self.clock.in_checkpoint = False
-        due = [live for live in self.lives if live.due and live.rhythm == "occasion"]
-        for live in due:
-            if live.busy:
-                live.settle()
+        due = [attached for attached in self.attached_hooks if attached.due and attached.frequency == "occasion"]
+        for attached in due:
+            if attached.has_opportunities:
+                attached.update_coverage()
         if due:
             self.recorder.end_step()
 
@@ -255,7 +234,7 @@ class Probe:
         """
         if self.budget is not None and self.budget.config.time is not None:
             return self.budget.measured
-        return self._overhead.share
+        return self._overhead.relative
 
     @property
     def epoch(self) -> int:
@@ -284,10 +263,7 @@ class Probe:
             The loss to call `backward` on. It differs from the argument if a hook changes it, for example adds a
             penalty.
         """
-        for family in self._families:
-            if isinstance(family, LossHooks):
-                loss = family.see(loss)
-        return loss
+        return self._hooks.loss(loss)
 
     def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
         """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
@@ -301,33 +277,23 @@ class Probe:
             ValueError: The argument is missing although there are several optimizers, or is not an optimizer of this
                 probe.
         """
-        plain = self.optimizers if optimizer is None else optimizers_of(optimizer)
-        if (optimizer is None and len(plain) > 1) or not set(plain) <= set(self.optimizers):
-            problem = (
-                "is not one that the probe was given"
-                if optimizer is not None
-                else "is required, since there are several"
-            )
-            raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
-        for family in self._families:
-            if isinstance(family, BoundaryHooks | StepHooks) and family.optimizer in plain:
-                family.before_step()
+        self._hooks.before_optimizer_step(optimizer)
 
     def end_micro_step(self) -> None:
         """End the current micro-step: the forward and backward pass of a micro-batch, or one batch of an evaluation.
 
         Required only in loops that accumulate gradients over several micro-batches.
         """
-        for live in self.lives:
-            if live.due and live.rhythm == "micro_step":
-                live.settle()
-        self.clock.turn += 1
+        for attached in self.attached_hooks:
+            if attached.due and attached.frequency == "micro_step":
+                attached.update_coverage()
+        self.clock.micro_step_index += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
 
     @property
     def _busy(self) -> bool:
         """Whether any hook fired or could have fired in the current micro-step."""
-        return any(live.busy for live in self.lives if live.rhythm == "micro_step")
+        return any(attached.has_opportunities for attached in self.attached_hooks if attached.frequency == "micro_step")
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
@@ -349,9 +315,9 @@ class Probe:
         Raises:
             TypeError: The metrics table has no such column.
         """
-        refuse_unknown(metrics)
-        with self.clock.meter or nullcontext(), held_back():
-            due = (*self._due, "rows of the step before") if self.recorder.is_owing else self._due
+        check_metric_names(metrics)
+        with self.clock.timer or nullcontext(), deferred_signals():
+            due = (*self._due, "rows of the step before") if self.recorder.has_pending_rows else self._due
             row = self._end_step(loss, samples, metrics)
             if self.budget is not None:
                 self.budget.end_step(self.step + 1, time.perf_counter() - self._step_began, late=due != self._due)
@@ -366,34 +332,14 @@ class Probe:
     ) -> Mapping[str, float | None]:
         if self._busy or not self.clock.moment.micro_step:
             self.end_micro_step()
-        skipped = None if self._scaling is None or not self.optimizers else self._scaling.take()
+        skipped = self._hooks.take_skipped()
         seconds = time.perf_counter() - self._step_began
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()
-        self._settle_steps(row)
-        self._notice_replacements()
+        self._hooks.settle_steps(row)
+        self._hooks.report_replacements()
         self.recorder.end_step(due=bool(self._due))
         return row
-
-    def _settle_steps(self, row: Mapping[str, float | None]) -> None:
-        """Update the coverage of hooks around optimizer steps.
-
-        With several optimizers, not all make a step in every step of the loop.
-        """
-        stepped, several = (
-            self._metrics.steps is not None and self._metrics.steps.take_stepped(),
-            len(self.optimizers) > 1,
-        )
-        due = [live for live in self.lives if live.due and live.rhythm == "step"]
-        idle = [live for live in due if not live.busy]
-        skipped = False
-        if idle and self._scaling is not None:
-            skipped = several and self._scaling.backed_off() if stepped else bool(row["skipped"])
-        if stepped and several and not skipped:
-            for live in idle:
-                live.excuse(OTHER_STEP)
-        for live in due:
-            live.settle(SKIPPED_STEP if skipped else None)
 
     def write_metrics(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
@@ -413,7 +359,7 @@ class Probe:
         Raises:
             TypeError: The metrics table has no such column.
         """
-        refuse_unknown(metrics, "skipped")
+        check_metric_names(metrics, "skipped")
         return self._metrics.write(seconds=seconds, samples=samples, **metrics)
 
     def _retime(self, **moment: Any) -> None:
@@ -421,38 +367,26 @@ class Probe:
         before = self.phase
         self.clock.moment = self.clock.moment._replace(**moment)
         self.clock.phases.add(self.phase)
-        self.clock.turn += 1
+        self.clock.micro_step_index += 1
         changed = self.phase != before
-        dues = {name: spec.schedule.due(self.step, self.phase) for name, spec in self.plan.specs.items()}
-        for live in self.lives:
-            changed |= live.turn(dues[live.site.spec.name])
-        if changed or self.clock.turn == 1:
-            acting = [live for live in self.lives if live.due and live.rhythm != "occasion"]
-            self._due = tuple(dict.fromkeys(live.site.spec.name for live in acting))
+        dues = {name: spec.schedule.includes(self.step, self.phase) for name, spec in self.plan.specs.items()}
+        for attached in self.attached_hooks:
+            changed |= attached.update_schedule(dues[attached.site.spec.name])
+        if changed or self.clock.micro_step_index == 1:
+            acting = [attached for attached in self.attached_hooks if attached.due and attached.frequency != "occasion"]
+            self._due = tuple(dict.fromkeys(attached.site.spec.name for attached in acting))
             if self.budget is not None:
-                self.budget.see_due(acting)
-            for family in self._families:
-                family.refresh()
+                self.budget.set_scheduled(acting)
+            self._hooks.refresh()
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
         """Write the `layers` table once.
 
         Lazy modules delay it until their first forward pass, when their sizes are known.
         """
-        if self._owes_layers and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
-            self._owes_layers = False
+        if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
+            self._layers_pending = False
             self.recorder.write("layers", layer_rows(self.plan))
-
-    def _notice_replacements(self) -> None:
-        """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
-        for live in self._modules.replaced():
-            message = f"hook '{live.site.spec.name}' ({live.site.spec.kind}) on {live.site.label}: {live.absent}"
-            self.event("replaced", message, layer=live.site.layer.name)
-        for family in self._families:
-            if isinstance(family, GradientHooks) and family.renew():
-                site = family.site.site
-                message = f"parameter {site.label} was replaced by another one; its hooks were attached again"
-                self.event("replaced", message, layer=site.layer.name, severity="info")
 
     # ------------------------------------------------------------------------------------------------ the record
 
@@ -480,9 +414,9 @@ class Probe:
             "events", [(self.step if step is None else step, self.clock.rank, layer, rule, message, severity)]
         )
 
-    def _thinned(self, message: str, live: LiveSite | None) -> None:
-        """Write an event: the budget samples one site less often (`live`), or all sites (None)."""
-        self.event("budget", message, severity="info", layer=None if live is None else live.site.layer.name)
+    def _report_budget(self, message: str, attached: AttachedHook | None) -> None:
+        """Write an event: the budget samples one site less often (`attached`), or all sites (None)."""
+        self.event("budget", message, severity="info", layer=None if attached is None else attached.site.layer.name)
 
     def coverage(self) -> list[dict[str, Any]]:
         """Return the coverage so far: how often each hook fired at each site.
@@ -491,22 +425,22 @@ class Probe:
             One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
             `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
         """
-        return coverage_rows(self.lives, self.plan.layers, self.recorder.dropped, running=self._busy)
+        return coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=self._busy)
 
     def _finish(self, error: BaseException | None) -> None:
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
         if self._busy and not self.step and error is None:
-            self.event("no_end_step", "end_step was never called: all rows bear step 0, and no schedule moved on")
-        self.recorder.end_step(alone=error is not None)
+            self.event("no_end_step", "end_step was never called: all rows have step 0, and no schedule advanced")
+        self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
-        for live in self.lives:
-            if live.ever_due and live.rhythm == "occasion" and (live.busy or not (live.expected or live.excuses)):
-                live.settle()
+        for attached in self.attached_hooks:
+            if attached.ever_due and attached.frequency == "occasion" and (attached.has_opportunities or not (attached.expected or attached.exemptions)):
+                attached.update_coverage()
         running = self._busy or error is not None
-        rows = coverage_rows(self.lives, self.plan.layers, self.recorder.dropped, running=running)
+        rows = coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running)
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):
             self.event("coverage", message, layer=layer)
@@ -539,7 +473,7 @@ class Probe:
             "warnings": list(self.warnings),
             "recorder": self.recorder.state_dict(),
             "alerts": self.alerts.state_dict(),
-            "ledger": [live.state_dict() for live in self.lives],
+            "ledger": [attached.state_dict() for attached in self.attached_hooks],
             "budget": None if self.budget is None else self.budget.state_dict(),
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
@@ -550,24 +484,15 @@ class Probe:
         Args:
             state: The result of `state_dict`.
         """
-        self._goes_on = True
+        self._is_resumed = True
         self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
         self.alerts.load_state_dict(state["alerts"])
-        for live, ledger in zip(self.lives, state["ledger"], strict=True):
-            live.load_state_dict(ledger)
+        for attached, ledger in zip(self.attached_hooks, state["ledger"], strict=True):
+            attached.load_state_dict(ledger)
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         if self.ranks is not None:
             self.ranks.load_state_dict(state["ranks"])
-
-    def _in_place_message(self) -> str:
-        sites = [live.site for live in self.lives if live.site.spec.via == "module"]
-        places = ", ".join(dict.fromkeys(f"{site.label!r} ({site.layer.type})" for site in sites))
-        return (
-            f"hook {sites[0].spec.name!r} ({sites[0].spec.kind}) at step {self.step}: with 'via: module' PyTorch wraps a "
-            f"layer's output, and a later operation changes one of them in place; it is among {places}. Leave 'via' out: "
-            "tensor hooks give the same values and can live with it"
-        )

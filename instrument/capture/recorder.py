@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect
-from ..kinds.attached import LiveSite
-from ..stats.distribution import cells
+from ..kinds.attached import AttachedHook
+from ..stats.distribution import distribution_columns
 from ..stats.measure import Values
-from ..stats.merge import Part
-from .merging import MergedRows, distribution_piece, effect_piece, merge, statistics_piece
-from .reducer import Alone, Piece, Ranks
-from .rows import effect_cells, fetched_statistics, identity, statistics
+from ..stats.merge import PartialStatistics
+from .merging import GlobalRows, MergedRows, OwnRows, distribution_piece, effect_piece, statistics_piece
+from .reducer import Ranks
+from .rows import effect_cells, fetched_statistics, statistics
 from .sink import Row, Sink
 from .transfer import Transfer
 
@@ -32,57 +32,47 @@ class Recorder:
 
     Args:
         sink: Receives the rows.
-        watch: Called with the rows of statistics of each step, after all rows of the step were passed to the sink.
+        on_stats: Called with the rows of statistics of each step, after all rows of the step were passed to the sink.
         ranks: The processes that train together; None for a single one.
     """
 
     def __init__(
-        self, sink: Sink, watch: Callable[[Sequence[Row]], None] | None = None, ranks: Ranks | None = None
+        self, sink: Sink, on_stats: Callable[[Sequence[Row]], None] | None = None, ranks: Ranks | None = None
     ) -> None:
         self.sink = sink
-        self.watch = watch
-        self.ranks = ranks
+        self.on_stats = on_stats
+        self._rows = GlobalRows(ranks) if ranks is not None and ranks.reduces else OwnRows()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
-        self._pieces: list[Piece] = []
         self._late: list[tuple[str, Callable[[], Row]]] = []
-        self._under_way: _Step | None = None
+        self._pending: _Step | None = None
 
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
-        return self.ranks is not None and self.ranks.merges(context)
+        return self._rows.merges(context)
 
-    def _repeats(self, context: Context) -> bool:
-        return self.ranks is not None and self.ranks.repeats(context)
-
-    def _key(self, context: Context) -> Row:
-        """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
-        key = identity(context)
-        stands_for_all = self.ranks is not None and self.ranks.reduces and context.scope == "averaged"
-        return (*key[:-1], "global") if stands_for_all else key
-
-    def add_part(self, context: Context, names: tuple[str, ...], part: Part, dead: Tensor | None) -> None:
+    def add_part(self, context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> None:
         """Add this process's part of a row of statistics."""
-        self._pieces.append(statistics_piece(context, names, part, dead))
+        self._rows.add(statistics_piece(context, names, part, dead))
 
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
         """Add this process's part of a row of distributions."""
-        self._pieces.append(distribution_piece(context, levels, bins, sketch))
+        self._rows.add(distribution_piece(context, levels, bins, sketch))
         self._count_distribution(context, levels, bins)
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
-        if not self._repeats(context):
-            self._stats.append((self._key(context), names, values))
+        if not self._rows.is_duplicate(context):
+            self._stats.append((self._rows.key(context), names, values))
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
-        if not self._repeats(context):
-            self._distributions.append((self._key(context), levels, bins, values))
+        if not self._rows.is_duplicate(context):
+            self._distributions.append((self._rows.key(context), levels, bins, values))
             self._count_distribution(context, levels, bins)
 
     def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
@@ -92,9 +82,9 @@ class Recorder:
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
         """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted."""
-        if self._repeats(context):
+        if self._rows.is_duplicate(context):
             return
-        stored = self.sink.keep(self._key(context), source_shape, tensor, dtype)
+        stored = self.sink.keep(self._rows.key(context), source_shape, tensor, dtype)
         if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
         else:
@@ -104,13 +94,13 @@ class Recorder:
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
         if self.merges(context):
-            self._pieces.append(effect_piece(context, effect))
-        elif not self._repeats(context):
-            self._effects.append((self._key(context), effect))
+            self._rows.add(effect_piece(context, effect))
+        elif not self._rows.is_duplicate(context):
+            self._effects.append((self._rows.key(context), effect))
 
-    def bytes_of(self, live: LiveSite) -> int:
+    def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
-        return at_site(self.bytes, live)
+        return at_site(self.bytes, attached)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, as numbers and lists."""
@@ -132,15 +122,15 @@ class Recorder:
         self.sink.write(table, rows)
         self.rows_written += len(rows)
 
-    def end_step(self, *, due: bool = True, alone: bool = False) -> None:
+    def end_step(self, *, due: bool = True, local_only: bool = False) -> None:
         """Pass the rows of the step to the sink. Numbers on a GPU follow at the end of the next step.
 
         Args:
             due: Whether any hook was scheduled; equal in all processes.
-            alone: Whether the other processes are gone. Rows are then computed from the parts of this one.
+            local_only: Whether the other processes are gone. Rows are then computed from the parts of this one.
         """
         self.flush()
-        merged = self._merge(due, alone)
+        merged = self._rows.merge(due=due, local_only=local_only)
         stats, self._stats = self._stats, []
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
@@ -150,23 +140,14 @@ class Recorder:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
         on_device += [] if merged is None else merged.numbers
         late, self._late = self._late, []
-        self._under_way = _Step(stats, distributions, effects, merged, late, Transfer(on_device))
-        if self._under_way.transfer.is_here and not late:
+        self._pending = _Step(stats, distributions, effects, merged, late, Transfer(on_device))
+        if self._pending.transfer.is_complete and not late:
             self.flush()
 
-    def _merge(self, due: bool, alone: bool) -> MergedRows | None:
-        """Merge the parts of all processes; None if another process writes the rows."""
-        if self.ranks is None or not self.ranks.reduces or not (due or self._pieces):
-            return None
-        pieces = self._pieces if alone else self.ranks.align(self._pieces)
-        merged = merge(pieces, Alone() if alone else self.ranks)
-        self._pieces = []  # kept until now, since other processes may fail
-        return merged
-
     @property
-    def is_owing(self) -> bool:
+    def has_pending_rows(self) -> bool:
         """Whether rows of hooks are still being copied. Writing them will take time in the current step."""
-        step = self._under_way
+        step = self._pending
         return step is not None and bool(step.stats or step.distributions or step.effects or step.merged)
 
     def write_late(self, table: str, row: Callable[[], Row]) -> None:
@@ -175,7 +156,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Pass the step to the sink whose numbers were being copied, if there is one. This waits for the numbers."""
-        step, self._under_way = self._under_way, None
+        step, self._pending = self._pending, None
         if step is None:
             return
         fetched = step.transfer.read()
@@ -191,7 +172,7 @@ class Recorder:
             for key, names, values in step.stats
         ]
         distributions = [
-            key + cells(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
+            key + distribution_columns(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
             for key, levels, bins, values in step.distributions
         ]
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
@@ -204,8 +185,8 @@ class Recorder:
                 self.write(table, rows)
         for table, row in step.late:
             self.write(table, [row()])
-        if self.watch is not None:
-            self.watch(stats)
+        if self.on_stats is not None:
+            self.on_stats(stats)
         self.sink.end_step()
 
 
@@ -220,7 +201,7 @@ class _Step(NamedTuple):
     transfer: Transfer
 
 
-def at_site(counts: Mapping[tuple[str, str, str], int], live: LiveSite) -> int:
+def at_site(counts: Mapping[tuple[str, str, str], int], attached: AttachedHook) -> int:
     """Return the count of a site. A module's site includes all paths, a parameter's site only its own."""
-    name, layer, own = live.site.spec.name, live.site.layer.name, live.site.own_name
+    name, layer, own = attached.site.spec.name, attached.site.layer.name, attached.site.own_name
     return sum(count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own in ("", path))

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..actions.base import Context
 from ..kinds.scope import Parallel
-from ..spec.kinds import KINDS
-from ..stats.merge import Part
+from ..stats.merge import PartialStatistics
 from .sink import Row
 
 
@@ -45,15 +43,15 @@ class Piece(NamedTuple):
     table: str
     key: Row
     shape: tuple[Any, ...]
-    part: Part
+    part: PartialStatistics
     gathered: Tensor
 
 
-class Over(Protocol):
+class Reducer(Protocol):
     """The interface of collective operations."""
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process writes the rows that are the same in all processes."""
 
     @property
@@ -74,10 +72,10 @@ class Over(Protocol):
         """Return [ranks, numbers] in the first process, None in the others."""
 
 
-class Alone:
+class LocalReducer:
     """Collective operations of a single process."""
 
-    leads, size, device = True, 1, None
+    is_main_process, size, device = True, 1, None
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Return the numbers."""
@@ -124,7 +122,7 @@ class Ranks:
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process writes the rows that are the same in all processes."""
         return self.rank == 0
 
@@ -138,19 +136,6 @@ class Ranks:
         """The device on which the numbers of this step are merged."""
         return self._device
 
-    def merges(self, context: Context) -> bool:
-        """Return whether all processes contribute to one row.
-
-        Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
-        that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
-        """
-        is_part = context.scope == "local" and KINDS[context.kind].family == "module"
-        return self.reduces and (is_part or context.scope == "shard")
-
-    def repeats(self, context: Context) -> bool:
-        """Return whether another process writes the same row."""
-        return self.reduces and not self.leads and context.scope == "averaged"
-
     def sum(self, numbers: Tensor) -> Tensor:
         """Return the sum over all processes, in every process."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
@@ -161,7 +146,7 @@ class Ranks:
 
     def gather(self, numbers: Tensor) -> Tensor | None:
         """Return [ranks, numbers] in the first process, None in the others."""
-        parts = [torch.empty_like(numbers) for _ in range(self._size)] if self.leads else None
+        parts = [torch.empty_like(numbers) for _ in range(self._size)] if self.is_main_process else None
         dist.gather(numbers, parts, group=self._group(numbers))
         self.bytes_sent += numbers.nbytes
         return None if parts is None else torch.stack(parts)
@@ -191,22 +176,22 @@ class Ranks:
         Add empty pieces for tensors that this one has not seen.
         """
         moment = pieces[0].key[:4] if pieces else ()
-        seen = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces]))
-        digest = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "little")
+        fingerprint = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces]))
+        digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
         on_device = any(isinstance(part, Tensor) and not part.is_cpu for piece in pieces for part in piece[-2:])
-        told = torch.tensor([digest, -digest, on_device])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if told[2] else torch.device("cpu")
-        if told[0] == -told[1]:
+        summary = torch.tensor([digest, -digest, on_device])
+        dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
+        if summary[0] == -summary[1]:
             return list(pieces)
         blank = [
             piece._replace(part=(nan,) * len(piece.part), gathered=torch.full_like(piece.gathered, nan, device="cpu"))
             for piece in pieces
         ]
-        of_all: list[list[Piece]] = [[] for _ in range(self._size)]
-        dist.all_gather_object(of_all, blank, group=self._control)
-        union = {_name(piece): piece for seen_by_one in of_all for piece in seen_by_one}
-        for rank, names in enumerate({_name(piece) for piece in seen_by_one} for seen_by_one in of_all):
+        all_pieces: list[list[Piece]] = [[] for _ in range(self._size)]
+        dist.all_gather_object(all_pieces, blank, group=self._control)
+        union = {_name(piece): piece for pieces_of_rank in all_pieces for piece in pieces_of_rank}
+        for rank, names in enumerate({_name(piece) for piece in pieces_of_rank} for pieces_of_rank in all_pieces):
             for piece in (piece for name, piece in union.items() if name not in names):
                 self._note(piece, rank)
         own = {_name(piece): piece for piece in pieces}
@@ -214,7 +199,7 @@ class Ranks:
 
     def _note(self, piece: Piece, rank: int) -> None:
         step, hook, layer = piece.key[0], piece.key[4], piece.key[5] or "."
-        message = f"hook '{hook}' saw nothing at '{layer}' on rank {rank} in step {step}, where other ranks did"
+        message = f"hook '{hook}' recorded nothing at '{layer}' on rank {rank} in step {step}, but other ranks did"
         self.differences.setdefault((hook, layer, rank), message)
 
     def _number(self, piece: Piece) -> int:

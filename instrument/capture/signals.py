@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """Defer signals to the end of the block. A second signal is handled at once.
 
     Only signals with a Python handler are deferred, and only in the main thread, which is the only one that handles
@@ -22,12 +22,12 @@ def held_back() -> Iterator[None]:
         yield
         return
     handlers = {int(number): handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
-    came: list[tuple[int, FrameType | None]] = []
+    received: list[tuple[int, FrameType | None]] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if came:
+        if received:
             handlers[number](number, frame)
-        came.append((number, frame))
+        received.append((number, frame))
 
     for number in handlers:
         signal.signal(number, note)
@@ -36,6 +36,6 @@ def held_back() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if came:
-        first, frame = came[0]
+    if received:
+        first, frame = received[0]
         handlers[first](first, frame)

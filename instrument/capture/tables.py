@@ -16,7 +16,7 @@ import pyarrow as pa
 from ..kinds.reasons import NO_INPUT_GRAPH
 from ..spec.statistics import STATISTICS
 
-NEVER_DUE = "never due: its schedule has none of the steps that were run"  # a reason in the coverage table
+NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"  # a reason in the coverage table
 
 _LABEL = pa.dictionary(pa.int32(), pa.string())
 
@@ -89,15 +89,15 @@ POSITION = Column(
     "position",
     pa.int32(),
     "",
-    "place among the rows of its step, from 0, in the order in which hooks fired; the files are sorted by step, then layer",
+    "index among the rows of its step, from 0, in the order in which hooks fired; the files are sorted by step, then layer",
 )
 AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
 """The sort order that restores the order in which the rows of a sorted table were written."""
 
 MOMENT = (
-    Column("step", pa.int64(), "step", "optimizer step, from 0; of an evaluation, the number of steps done before it"),
+    Column("step", pa.int64(), "step", "optimizer step, from 0; for an evaluation, the number of steps completed before it"),
     Column("micro_step", pa.int32(), "batch", "micro-batch in the step, or batch in the evaluation, from 0"),
-    Column("epoch", pa.int32(), "epoch", "time through the data, from 0"),
+    Column("epoch", pa.int32(), "epoch", "pass over the data, from 0"),
     Column("phase", _LABEL, "", "train or eval"),
     Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
 )
@@ -107,28 +107,28 @@ IDENTITY = (
     Column("layer", _LABEL, "", "name of the module; empty for the root"),
     Column("module_type", _LABEL, "", "short name of the module's class"),
     Column("kind", _LABEL, "", "kind of the hook"),
-    Column("role", _LABEL, "", "which of the kind's tensors"),
-    Column("path", _LABEL, "", "which tensor of a nested value; the own name of a parameter or buffer"),
+    Column("role", _LABEL, "", "role of the tensor: which of the kind's tensors it is"),
+    Column("path", _LABEL, "", "location of the tensor in a nested value; the name of a parameter or buffer in its module"),
     Column(
         "call",
         pa.int32(),
         "call",
-        "n-th call of the module in the micro-step, or n-th step of the optimizer in the step, from 0; -1 where nothing tells which "
-        "call is repeated",
+        "index of the module's call in the micro-step, or of the optimizer's step in the step, from 0; -1 if it is unknown which "
+        "call is recomputed",
     ),
     Column(
         "backward",
         pa.int32(),
         "pass",
-        "n-th gradient of the tensor in this call, from 0: a double backward pass, or a retained graph, brings several",
+        "index of the tensor's gradient in this call, from 0; a double backward pass or a retained graph gives several",
     ),
-    Column("recompute", pa.bool_(), "", "seen while activation checkpointing ran the forward pass again"),
+    Column("recompute", pa.bool_(), "", "whether activation checkpointing recomputed the forward pass"),
     Column(
         "scope",
         _LABEL,
         "",
-        "whose numbers: global, of the whole batch; where several processes train, local: of this rank's part of it; averaged: "
-        "the same on every rank; shard: of this rank's shard of a tensor",
+        "what the numbers describe: global: the complete batch; with several processes also local: this rank's batch shard; "
+        "averaged: a value that is equal on every rank; shard: this rank's shard of a tensor",
     ),
 )
 _UNITS = {
@@ -151,28 +151,28 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "distributions",
-            "one tensor at one firing whose quantiles or histogram were asked for",
+            "the quantiles or the histogram of one tensor at one firing",
             (
                 *IDENTITY,
                 Column(
-                    "sampled", pa.int64(), "elements", "finite elements that the quantiles are of; null without them"
+                    "sampled", pa.int64(), "elements", "finite elements from which the quantiles are computed; null without quantiles"
                 ),
-                Column("levels", pa.list_(pa.float64()), "fraction", "which quantiles, ascending"),
+                Column("levels", pa.list_(pa.float64()), "fraction", "levels of the quantiles, ascending"),
                 Column(
                     "quantiles",
                     pa.list_(pa.float64()),
                     "the tensor's own",
-                    "one for each level; of all elements up to 32,768, of 16,384 of them beyond; null where none is finite",
+                    "one per level; from all elements of a tensor with up to 32,768, from a sample of 16,384 of a larger one; null if none is finite",
                 ),
                 Column(
                     "low", pa.float64(), "the tensor's own", "lower end of the histogram: the smallest finite value"
                 ),
-                Column("high", pa.float64(), "the tensor's own", "its upper end: the largest finite value"),
+                Column("high", pa.float64(), "the tensor's own", "upper end of the histogram: the largest finite value"),
                 Column(
                     "counts",
                     pa.list_(pa.int64()),
                     "elements",
-                    "finite elements in each of the equal parts from low to high; null without a histogram",
+                    "finite elements in each of the equal-width bins from low to high; null without a histogram",
                 ),
             ),
             is_sorted=True,
@@ -182,20 +182,20 @@ TABLES: dict[str, Table] = {
             "one recorded tensor",
             (
                 *IDENTITY,
-                Column("dtype", _LABEL, "", "type of the tensor that was kept"),
-                Column("shape", pa.list_(pa.int64()), "elements", "shape of what was kept"),
+                Column("dtype", _LABEL, "", "dtype of the recorded tensor"),
+                Column("shape", pa.list_(pa.int64()), "elements", "shape of the recorded tensor"),
                 Column("source_shape", pa.list_(pa.int64()), "elements", "shape of the tensor in the model"),
                 Column(
                     "values",
                     pa.list_(pa.float32()),
                     "the tensor's own",
-                    "the elements, flat in C order; null where data has them",
+                    "the elements, flattened in C order; null if they are in data",
                 ),
                 Column(
                     "data",
                     pa.large_binary(),
                     "",
-                    "the elements as little-endian bytes in C order; null where values has them",
+                    "the elements as little-endian bytes in C order; null if they are in values",
                 ),
             ),
         ),
@@ -209,7 +209,7 @@ TABLES: dict[str, Table] = {
                 Column("changed_fraction", pa.float64(), "fraction", "changed / numel"),
                 Column("norm_before", pa.float64(), "the tensor's own", "L2 norm of the finite values before"),
                 Column("norm_after", pa.float64(), "the tensor's own", "L2 norm of the finite values after"),
-                Column("factor", pa.float64(), "", "what the tensor was multiplied by, where that is one number"),
+                Column("factor", pa.float64(), "", "factor by which the tensor was multiplied; null if it is not one number"),
             ),
             is_sorted=True,
         ),
@@ -218,29 +218,29 @@ TABLES: dict[str, Table] = {
             "one step, or one evaluation",
             (
                 *(column for column in MOMENT if column.name != "micro_step"),
-                Column("loss", pa.float64(), "the loss's own", "mean over the step's samples"),
+                Column("loss", pa.float64(), "the loss's own", "mean over the samples of the step"),
                 Column(
-                    "accuracy", pa.float64(), "fraction", "share of the samples whose most likely class is the target's"
+                    "accuracy", pa.float64(), "fraction", "fraction of the samples whose most likely class is the target"
                 ),
                 Column(
                     "lr",
                     pa.float64(),
                     "",
-                    "learning rate of the first optimizer's first parameter group, as its step used it",
+                    "learning rate of the first optimizer's first parameter group, as used by its step",
                 ),
                 Column(
                     "grad_norm",
                     pa.float64(),
                     "",
-                    "L2 norm of all gradients together, before any hook at the optimizer boundary",
+                    "L2 norm of all gradients together, before hooks at the optimizer boundary run",
                 ),
-                Column("seconds", pa.float64(), "s", "wall time of the step or the evaluation"),
-                Column("samples_per_second", pa.float64(), "1/s", "samples over seconds"),
+                Column("seconds", pa.float64(), "s", "wall-clock time of the step or the evaluation"),
+                Column("samples_per_second", pa.float64(), "1/s", "samples / seconds"),
                 Column(
                     "skipped",
                     pa.bool_(),
                     "",
-                    "whether a gradient scaler skipped the step, of several optimizers all of theirs; null without a scaler",
+                    "whether a gradient scaler skipped the step; with several optimizers, the steps of all of them; null without a scaler",
                 ),
             ),
         ),
@@ -249,23 +249,23 @@ TABLES: dict[str, Table] = {
             "one (spec, layer, parameter)",
             (
                 *(column for column in IDENTITY if column.name in ("hook", "layer", "module_type", "kind", "role")),
-                Column("path", _LABEL, "", "own name of a parameter or buffer; else empty"),
+                Column("path", _LABEL, "", "name of a parameter or buffer in its module; otherwise empty"),
                 *(column for column in IDENTITY if column.name == "rank"),
                 Column(
                     "expected",
                     pa.int64(),
                     "firings",
-                    "how often it should have fired: in each micro-step that it was due in, once a call, and once where there was none; "
-                    "steps at which its parameter is frozen, or not in the optimizer, do not count",
+                    "expected number of firings: one per call in each micro-step in which the hook was scheduled, or one if there was no "
+                    "call; steps at which its parameter is frozen or not in the optimizer do not count",
                 ),
-                Column("fired", pa.int64(), "firings", "how often it did"),
-                Column("dropped", pa.int64(), "tensors", "recorded tensors for which there was no room"),
+                Column("fired", pa.int64(), "firings", "actual number of firings"),
+                Column("dropped", pa.int64(), "tensors", "recorded tensors that were dropped because no buffer was available"),
                 Column(
                     "cause",
                     pa.string(),
                     "",
-                    "why it fired less often than expected, or was not expected to; the most frequent cause first; empty where all "
-                    "is well",
+                    "why it fired less often than expected or was not expected to fire; the most frequent cause first; empty if it "
+                    "fired as expected",
                 ),
             ),
         ),
@@ -276,15 +276,15 @@ TABLES: dict[str, Table] = {
                 Column("layer", pa.string(), "", "name of the module; empty for the root"),
                 Column("aliases", pa.list_(pa.string()), "", "other names of the same module"),
                 Column("module_type", pa.string(), "", "short name of its class"),
-                Column("depth", pa.int32(), "", "segments in its name"),
+                Column("depth", pa.int32(), "", "number of segments in its name"),
                 Column(
                     "parameters",
                     pa.int64(),
                     "elements",
-                    "elements of the parameters of the module itself, those of its submodules left out",
+                    "elements of the parameters of the module itself, without those of its submodules",
                 ),
-                Column("trainable", pa.int64(), "elements", "of those, the ones that train"),
-                Column("hooks", pa.list_(pa.string()), "", "specs that matched it"),
+                Column("trainable", pa.int64(), "elements", "trainable elements among them"),
+                Column("hooks", pa.list_(pa.string()), "", "hooks that match it"),
             ),
         ),
         Table(
@@ -293,15 +293,15 @@ TABLES: dict[str, Table] = {
             (
                 Column("step", pa.int64(), "step", "optimizer step; null before the first one"),
                 Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
-                Column("layer", pa.string(), "", "the layer that it is about; null where it is about none"),
+                Column("layer", pa.string(), "", "the layer that the event is about; null if there is none"),
                 Column(
                     "rule",
                     _LABEL,
                     "",
-                    "kind: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, optimizer, no_end_step, "
+                    "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, optimizer, no_end_step, "
                     "ranks, compiled, graph_break, recording, tracking, remote, resumed, error, interrupted",
                 ),
-                Column("message", pa.string(), "", "in words"),
+                Column("message", pa.string(), "", "the message"),
                 Column("severity", _LABEL, "", "info, warning or error"),
             ),
         ),
@@ -314,7 +314,7 @@ def as_batch(table: Table, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_struct_array(pa.array(rows, table.plain_struct))
 
 
-def placed(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
+def with_positions(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
     """Add the position of each row within a batch, if the files of the table have it."""
     if not table.is_sorted:
         return batch
@@ -330,7 +330,7 @@ def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Tab
         plain: Batches of rows, or rows that have their positions if the table requires them.
     """
     if not isinstance(plain, pa.Table):
-        plain = pa.Table.from_batches([placed(table, batch) for batch in [*plain, _none_of(table)]])
+        plain = pa.Table.from_batches([with_positions(table, batch) for batch in [*plain, _empty_batch(table)]])
     columns = [
         cells.combine_chunks().dictionary_encode() if pa.types.is_dictionary(column.type) else cells
         for column, cells in zip(table.stored, plain.columns, strict=True)
@@ -338,7 +338,7 @@ def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Tab
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
-def _none_of(table: Table) -> pa.RecordBatch:
+def _empty_batch(table: Table) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([], table.plain_schema)
 
 
@@ -372,7 +372,7 @@ def _type_name(kind: pa.DataType) -> str:
     return str(kind)
 
 
-def is_silent(row: Mapping[str, Any]) -> bool:
+def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
     A record of a gradient that cannot exist, such as that of the input data, requires none.

@@ -25,7 +25,7 @@ class Transfer:
         }
 
     @property
-    def is_here(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the numbers can be read without waiting, because all of them were in CPU memory."""
         return all(device.type == "cpu" for device in self._arriving)
 
@@ -58,7 +58,7 @@ class _Copy:
         return found
 
 
-class LateMetrics(Mapping[str, float | None]):
+class PendingMetrics(Mapping[str, float | None]):
     """A row of metrics that is being copied. Reading it waits for the copy."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:

@@ -17,13 +17,13 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from ..configuration.loader import fields_known
-from ..configuration.search_path import OwnConf, conf_folder
-from ..distributed.torchrun import agreed, joined
+from ..configuration.loader import use_field_loader
+from ..configuration.search_path import WorkingDirectoryConf, conf_folder
+from ..distributed.torchrun import process_group, synced_errors
 from ..errors import ConfigError, InstrumentError
-from ..sweeps.summary import tell_sweep
-from .hydra_callback import Guard
-from .job import JobFailedError, complain, refused
+from ..sweeps.summary import print_summary
+from .hydra_callback import HydraCallback
+from .job import JobFailedError, as_instrument_error, print_error
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
 
@@ -40,10 +40,10 @@ def command(job: Callable[[DictConfig], object]) -> None:
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
-    Plugins.instance().register(OwnConf)
+    Plugins.instance().register(WorkingDirectoryConf)
     app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
     try:
-        with hydra_hands_errors_on(), fields_known():
+        with hydra_raises_errors(), use_field_loader():
             app()
     except JobFailedError as failed:
         _end(failed.exit_code)
@@ -53,36 +53,36 @@ def command(job: Callable[[DictConfig], object]) -> None:
             _end(stop.code)
         raise
     except KeyboardInterrupt:
-        _tell_sweep()
+        _print_sweep_summary()
         sys.exit(130)
     except Exception as error:
         # A job reports its own errors, so this error comes from the composition.
         if os.environ.get(FULL_ERROR) == "1":
             raise
-        own = refused(error, sys.argv[1:])
-        with suppress(InstrumentError), agreed(joined()):  # Only rank 0 prints the error.
-            raise own from error
-        complain(own)
-        _end(own.exit_code)
-        sys.exit(own.exit_code)
+        problem = as_instrument_error(error, sys.argv[1:])
+        with suppress(InstrumentError), synced_errors(process_group()):  # Only rank 0 prints the error.
+            raise problem from error
+        print_error(problem)
+        _end(problem.exit_code)
+        sys.exit(problem.exit_code)
     finally:
-        Guard.let_go()
+        HydraCallback.release_lock()
 
 
 def _end(exit_code: object) -> None:
     """Remove the folder of a run that was refused; otherwise print the summary of the sweep, if there is one."""
-    if exit_code == ConfigError.exit_code and Guard.withdraw():
+    if exit_code == ConfigError.exit_code and HydraCallback.restore_folder():
         return
-    _tell_sweep()
+    _print_sweep_summary()
 
 
-def _tell_sweep() -> None:
-    if Guard.sweep is not None:
-        tell_sweep(Guard.sweep)
+def _print_sweep_summary() -> None:
+    if HydraCallback.sweep is not None:
+        print_summary(HydraCallback.sweep)
 
 
 @contextmanager
-def hydra_hands_errors_on() -> Iterator[None]:
+def hydra_raises_errors() -> Iterator[None]:
     """Make Hydra raise errors during the `with` block, instead of printing them.
 
     Hydra reads the variable `HYDRA_FULL_ERROR`, which is set to 1 and restored afterwards.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -16,27 +15,24 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from ..distributed.torchrun import agreed, check_processes, joined
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..folders.run_folder import refuse_taken
+from ..distributed.torchrun import check_processes, process_group, synced_errors
+from ..errors import ConfigError, InstrumentError, Problem
+from ..folders.run_folder import check_folder_is_free
 from ..folders.snapshot import Snapshot
-from ..folders.unique_names import claim, is_named_by_clock
-from ..sinks.client_errors import told
+from ..folders.unique_names import contains_time
 from ..sinks.lock import FolderLock
-from ..sinks.remote import REMOTE, SWEEP_RECORD, RemoteFolder, check_remote, refuse_address, refuse_secret
-from ..sweeps.jobs import BASIC, Sweep, composed, folder_override, keys_of, overrides_of, swept_in
-from ..sweeps.objective import KEY, read_objective
+from ..sinks.remote import SWEEP_RECORD, check_remote, refuse_address
+from ..sweeps.jobs import BASIC, Sweep
+from ..sweeps.objective import read_objective
 from ..sweeps.search import check_search, is_search
 from ..sweeps.summary import outcome
-from .job import complain, refused, show_plan
+from .job import as_instrument_error, print_error, show_plan
 from .reading import read_config
-
-SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
-RAY = "RayLauncher"
-THREADS = "OMP_NUM_THREADS"
+from .sweep_checks import check_objective, prepare_launcher, refuse_secrets, refuse_unsupported_sweep
+from .sweep_folder import remove_uploaded_record, reserve_folder, set_sweep_folder, upload_record
 
 
-class Guard(Callback):
+class HydraCallback(Callback):
     """Hydra callback that stops an invalid configuration, or a command with `plan`, before a folder is created."""
 
     sweep: ClassVar[Path | None] = None
@@ -55,14 +51,14 @@ class Guard(Callback):
         return {"scratch": None, "arguments": self.arguments}
 
     @classmethod
-    def let_go(cls) -> None:
+    def release_lock(cls) -> None:
         """Release the sweep folder after the sweep has ended or failed."""
         if cls.lock is not None:
             cls.lock.release()
         cls.sweep = cls.lock = cls.before = None
 
     @classmethod
-    def withdraw(cls) -> bool:
+    def restore_folder(cls) -> bool:
         """Restore the folder of the run or sweep if no run was started in it.
 
         Returns:
@@ -71,10 +67,10 @@ class Guard(Callback):
         if cls.before is None or cls.before.has_new_run():
             return False
         if cls.sweep is not None:
-            _take_back_record(Sweep(cls.sweep).address)
-            print(f"no job was begun, and nothing is kept in {cls.sweep}", file=sys.stderr)
+            remove_uploaded_record(Sweep(cls.sweep).address)
+            print(f"no job was started; nothing is kept in {cls.sweep}", file=sys.stderr)
         before = cls.before
-        cls.let_go()
+        cls.release_lock()
         before.restore()
         return True
 
@@ -89,10 +85,10 @@ class Guard(Callback):
         Raises:
             SystemExit: The configuration is invalid, or only the plan is requested.
         """
-        processes = joined()
-        with _stopping():
+        processes = process_group()
+        with _exit_on_error():
             folder = Path(config.hydra.run.dir)
-            with agreed(processes):
+            with synced_errors(processes):
                 parsed, _ = read_config(config)
                 read_objective(parsed.objective)
                 check_remote(parsed.sink.remote)
@@ -100,17 +96,17 @@ class Guard(Callback):
                 if parsed.plan:
                     show_plan(parsed, Path(parsed.resume) if parsed.resume else folder)
                     raise SystemExit(0)
-                if parsed.resume is None and (processes is None or processes.leads):
+                if parsed.resume is None and (processes is None or processes.is_rank_zero):
                     refuse_address(folder, "hydra.run.dir")
-                    folder, Guard.before = _take(folder, named_by_clock=is_named_by_clock(config.hydra.run))
-                    refuse_taken(folder, "hydra.run.dir")
+                    folder, HydraCallback.before = reserve_folder(folder, contains_time=contains_time(config.hydra.run))
+                    check_folder_is_free(folder, "hydra.run.dir")
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
             if parsed.resume is not None:
                 config.hydra.output_subdir = None  # keeps the record that Hydra wrote when the run started
             if processes is not None:
                 config.hydra.run.dir = processes.exchange(config.hydra.run.dir)[0]
-            if processes is not None and not processes.leads:
+            if processes is not None and not processes.is_rank_zero:
                 # Only rank 0 writes the record and the log.
                 config.hydra.output_subdir = config.hydra.job_logging.root = None
 
@@ -125,18 +121,18 @@ class Guard(Callback):
         Raises:
             SystemExit: The configuration is invalid.
         """
-        with _stopping():
-            _refuse_what_cannot_be_swept(config)
-            _refuse_secrets(config)
-            _check_objective(config)
+        with _exit_on_error():
+            refuse_unsupported_sweep(config)
+            refuse_secrets(config)
+            check_objective(config)
             if is_search(config.hydra):
                 check_search(config.hydra)
-            _prepare_launcher(config)
+            prepare_launcher(config)
             if config.get("plan"):
                 self.scratch = TemporaryDirectory(prefix="instrument-plan-")
-                _put(config, Path(self.scratch.name))
+                set_sweep_folder(config, Path(self.scratch.name))
             else:
-                Guard.sweep = self._begin(config)
+                HydraCallback.sweep = self._begin(config)
 
     def _begin(self, config: DictConfig) -> Path:
         """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder.
@@ -146,19 +142,19 @@ class Guard(Callback):
         """
         folder = Path(config.hydra.sweep.dir)
         refuse_address(folder, "hydra.sweep.dir")
-        folder, before = _take(folder, named_by_clock=is_named_by_clock(config.hydra.sweep))
-        refuse_taken(folder, "hydra.sweep.dir")
-        _put(config, folder.absolute())
+        folder, before = reserve_folder(folder, contains_time=contains_time(config.hydra.sweep))
+        check_folder_is_free(folder, "hydra.sweep.dir")
+        set_sweep_folder(config, folder.absolute())
         try:
             with open(folder / SWEEP_RECORD, "x") as record:  # creating the file reserves the folder
                 OmegaConf.save(config, record)
         except FileExistsError:
-            problem = "there is a sweep in this folder already, and none is ever overwritten"
-            raise ConfigError(Mistake("hydra.sweep.dir", problem, written=str(folder))) from None
-        Guard.before = before
-        _send_record(folder, Sweep(folder).address)
-        Guard.lock = FolderLock(folder)
-        Guard.lock.acquire()
+            message = "the folder already contains a sweep, and sweeps are never overwritten"
+            raise ConfigError(Problem("hydra.sweep.dir", message, given=str(folder))) from None
+        HydraCallback.before = before
+        upload_record(folder, Sweep(folder).address)
+        HydraCallback.lock = FolderLock(folder)
+        HydraCallback.lock.acquire()
         return folder
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
@@ -166,19 +162,19 @@ class Guard(Callback):
         if self.scratch is not None:
             self.scratch.cleanup()
             return
-        if Guard.sweep is None:
+        if HydraCallback.sweep is None:
             return
-        sweep = Sweep(Guard.sweep)
+        sweep = Sweep(HydraCallback.sweep)
         jobs = sweep.jobs()
         if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
-            is_begun = Guard.before is None or Guard.before.has_new_run()
-            raise SystemExit(1 if is_begun else ConfigError.exit_code)
-        print(f"\n{len(jobs)} jobs in {Guard.sweep}")
+            has_started = HydraCallback.before is None or HydraCallback.before.has_new_run()
+            raise SystemExit(1 if has_started else ConfigError.exit_code)
+        print(f"\n{len(jobs)} jobs in {HydraCallback.sweep}")
         for name, text in outcome(sweep, jobs).items():
             print(f"{name:<12}{text}")
-        print(f"in Python   instrument.load({str(Guard.sweep)!r}).runs")
-        with _stopping():
-            print(f"report      {_sweep_report(config, Guard.sweep)}")
+        print(f"in Python   instrument.load({str(HydraCallback.sweep)!r}).runs")
+        with _exit_on_error():
+            print(f"report      {_sweep_report(config, HydraCallback.sweep)}")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Prepare the process of a job, which a launcher may have started in another folder.
@@ -194,26 +190,8 @@ class Guard(Callback):
             os.chdir(here)
 
 
-def _take(folder: Path, *, named_by_clock: bool) -> tuple[Path, Snapshot]:
-    """Reserve a folder.
-
-    Args:
-        folder: Requested folder.
-        named_by_clock: Whether the name contains the time. If so, and the folder exists, a folder next to it is
-            created.
-
-    Returns:
-        The reserved folder, and a snapshot of its state before.
-    """
-    before = Snapshot.take(folder)
-    own = claim(folder) if named_by_clock else folder
-    if own != folder:
-        before = Snapshot(own.absolute(), (own.absolute(),), frozenset(), {})
-    return own, before
-
-
 @contextmanager
-def _stopping() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
     """Print an error of the `with` block and exit. Hydra would turn an error of a callback into a warning and continue.
 
     Raises:
@@ -222,118 +200,11 @@ def _stopping() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise SystemExit(complain(refused(error, sys.argv[1:]))) from None
+        raise SystemExit(print_error(as_instrument_error(error, sys.argv[1:]))) from None
     except OSError as error:
-        raise SystemExit(complain(InstrumentError(f"{error.filename}: {error.strerror}"))) from None
+        raise SystemExit(print_error(InstrumentError(f"{error.filename}: {error.strerror}"))) from None
     except Exception as error:
-        raise SystemExit(complain(error)) from None
-
-
-def _refuse_what_cannot_be_swept(config: DictConfig) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
-        raise ConfigError(
-            Mistake(
-                "--multirun",
-                "each of torchrun's processes would make a sweep of its own",
-                written="torchrun ... -m instrument -m",
-                allowed="a sweep of one process a job, or a torchrun command for each job (docs/sweeps.md)",
-            )
-        )
-    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
-    if launcher == SLURM and shutil.which("srun") is None:
-        raise ConfigError(
-            Mistake(
-                "hydra/launcher",
-                "there is no Slurm here: its command srun is not on the PATH",
-                written=config.hydra.runtime.choices["hydra/launcher"],
-                allowed="on a machine that submits to Slurm; slurm_local tries the same with processes of this one",
-            )
-        )
-    if config.hydra.sweeper["_target_"] == BASIC and not composed(config.hydra):
-        raise ConfigError(
-            Mistake(
-                "",
-                "the sweep has no jobs: one of its overrides has no values",
-                written=overrides_of(config.hydra, "task"),
-            )
-        )
-
-
-def _prepare_launcher(config: DictConfig) -> None:
-    """Set defaults that a launcher leaves open: threads per job, and the terminal output of several jobs."""
-    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
-    if launcher == RAY:
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keeps similar lines of different jobs
-        if not sys.stdout.isatty():
-            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC and THREADS not in os.environ:
-        share = max((os.cpu_count() or 1) // len(composed(config.hydra)), 1)  # All jobs run concurrently.
-        config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")
-
-
-def _refuse_secrets(config: DictConfig) -> None:
-    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
-
-    Raises:
-        ConfigError: An address contains credentials or is invalid.
-    """
-    check_remote(OmegaConf.select(config, REMOTE))
-    for override in overrides_of(config.hydra, "task"):
-        if REMOTE in override:
-            refuse_secret(override.replace("\\", ""), REMOTE)
-
-
-def _check_objective(config: DictConfig) -> None:
-    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job.
-
-    Raises:
-        ConfigError: The objective is invalid.
-    """
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    written = plain.get(KEY)
-    is_swept = KEY in keys_of(swept_in(config.hydra))
-    if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
-        read_objective(written)
-
-
-def _put(config: DictConfig, folder: Path) -> None:
-    """Set the sweep folder in the configuration and in the overrides of all jobs, whose processes may run elsewhere."""
-    with flag_override(config, "readonly", False):
-        config.hydra.sweep.dir = str(folder)
-        config.hydra.overrides.hydra.append(folder_override("hydra.sweep.dir", folder))
-
-
-def _send_record(folder: Path, address: str | None) -> None:
-    """Upload the record of a sweep to the remote folder of its jobs, so that missing jobs are known there.
-
-    Args:
-        folder: Local folder of the sweep.
-        address: Remote folder of the sweep; None if nothing is uploaded.
-
-    Raises:
-        ConfigError: The remote folder already contains a sweep. Any other error is printed as a warning.
-    """
-    if address is None:
-        return
-    try:
-        remote = RemoteFolder(address, REMOTE)
-        if remote.read(SWEEP_RECORD) is not None:
-            problem = "there is a sweep in this folder already, and none is ever overwritten"
-            raise ConfigError(Mistake(REMOTE, problem, written=address))
-        remote.put(folder / SWEEP_RECORD, SWEEP_RECORD)
-    except ConfigError:
-        raise
-    except Exception as error:  # Each storage client raises its own types. Each job tries again.
-        print(f"warning: {SWEEP_RECORD} is not in {address}: {told(error)}", file=sys.stderr)
-
-
-def _take_back_record(address: str | None) -> None:
-    """Remove the uploaded record of a sweep in which no job was started."""
-    if address is not None:
-        with suppress(Exception):  # The failed upload has already been reported.
-            RemoteFolder(address, REMOTE).remove(SWEEP_RECORD)
+        raise SystemExit(print_error(error)) from None
 
 
 def _sweep_report(config: DictConfig, folder: Path) -> str:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from ..errors import Mistake, nearest
+from ..errors import Problem, similar_names
 from ..extras import pip_command
 from ..spec.keys import fields_below
 from ..sweeps.objective import KEY as OBJECTIVE
@@ -26,7 +26,7 @@ EXTRAS = {
 """The options that Hydra plugins provide, by group, with the extra that installs the plugin."""
 
 
-def composition_mistake(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Mistake:
+def composition_problem(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Problem:
     """Translate an error that Hydra, OmegaConf or YAML raised during composition.
 
     Args:
@@ -38,80 +38,82 @@ def composition_mistake(error: Exception, overrides: Sequence[str], folders: Seq
         The problem, with a suggestion if a similar name exists.
     """
     if isinstance(error, MarkedYAMLError):
-        return _not_yaml(error)
+        return _yaml_problem(error)
     if isinstance(error, OverrideParseException):
-        return _not_readable(error)
+        return _override_problem(error)
     if re.search(r"Could not override '[^']+@exp\.", str(error)):
-        return Mistake(
-            "exp", "its 'override' lines are looked for below the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
+        return Problem(
+            "exp", "its 'override' lines are resolved below the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
         )
     missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
     if missing and (extra := EXTRAS.get(missing[1], {}).get(missing[2])):
-        return Mistake(missing[1], f"needs a package that is not installed: {pip_command(extra)}")
+        return Problem(missing[1], f"requires a package that is not installed: {pip_command(extra)}")
     if missing:
         known = getattr(error, "options", None) or _options(missing[1], folders)
-        return _no_such_option(missing[1], missing[2], known)
+        return _option_problem(missing[1], missing[2], known)
     if isinstance(error.__cause__, OmegaConfBaseException):
-        return _no_such_key(error, error.__cause__)
-    return _no_name_of_a_group(overrides, folders) or Mistake("", f"cannot be composed: {_told(error)}")
+        return _key_problem(error, error.__cause__)
+    return _group_value_problem(overrides, folders) or Problem(
+        "", f"cannot compose the configuration: {_one_line(error)}"
+    )
 
 
-def _not_readable(error: OverrideParseException) -> Mistake:
+def _override_problem(error: OverrideParseException) -> Problem:
     key, _, value = error.override.partition("=")
-    is_question = key.lstrip("+") == OBJECTIVE and "(" in value
-    quoted = f"""'{key}="{value}"', in quotes twice: the shell's, and Hydra's""" if is_question else ()
-    return Mistake("", f"this override cannot be read: {_told(error)}", written=error.override, allowed=quoted)
+    is_aggregate = key.lstrip("+") == OBJECTIVE and "(" in value
+    hint = f"""'{key}="{value}"', quoted twice, for the shell and for Hydra""" if is_aggregate else ()
+    return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, allowed=hint)
 
 
-def _not_yaml(error: MarkedYAMLError) -> Mistake:
+def _yaml_problem(error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark
     where = f"{mark.name}:{mark.line + 1}" if mark else ""
     star = "alias" in str(error.context)
-    hint = "a value that starts with '*', such as a glob, in quotes" if star else ()
-    return Mistake(where, f"cannot be read as YAML: {error.problem}", allowed=hint)
+    hint = "quotes around a value that starts with '*', such as a glob" if star else ()
+    return Problem(where, f"invalid YAML: {error.problem}", allowed=hint)
 
 
-def _no_such_option(group: str, name: str, options: Sequence[str]) -> Mistake:
-    problem = "there is no such option in this group" if options else "there is no such group"
-    return Mistake(group, problem, written=name, allowed=options, nearest=nearest(name, options))
+def _option_problem(group: str, name: str, options: Sequence[str]) -> Problem:
+    message = "unknown option of this group" if options else "unknown group"
+    return Problem(group, message, given=name, allowed=options, similar=similar_names(name, options))
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:
-    places = [folder / group for folder in folders if os.path.isdir(folder / group)]
-    return sorted({file.stem for place in places for file in place.glob("*.yaml")})
+    option_folders = [folder / group for folder in folders if os.path.isdir(folder / group)]
+    return sorted({file.stem for folder in option_folders for file in folder.glob("*.yaml")})
 
 
-def _no_such_key(error: Exception, cause: OmegaConfBaseException) -> Mistake:
+def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
     parent = cause.parent_node
     keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
     if str(cause.key) in keys or not keys:
-        return Mistake(str(cause.full_key or ""), f"{_told(error)} {_told(cause)}")
+        return Problem(str(cause.full_key or ""), f"{_one_line(error)} {_one_line(cause)}")
     name = str(cause.full_key)
     keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]
-    if nearest(str(cause.key), keys):
-        problem = "the configuration does not have this key"
-        return Mistake(name, problem, allowed=keys, nearest=nearest(str(cause.key), keys))
-    problem = f"the configuration does not have this key; with a plus in front it is added: +{name}=..."
-    return Mistake(name, problem, allowed=keys)
+    if similar_names(str(cause.key), keys):
+        message = "the configuration does not have this key"
+        return Problem(name, message, allowed=keys, similar=similar_names(str(cause.key), keys))
+    message = f"the configuration does not have this key; to add it, prefix it with a plus: +{name}=..."
+    return Problem(name, message, allowed=keys)
 
 
-def _no_name_of_a_group(overrides: Sequence[str], folders: Sequence[Path]) -> Mistake | None:
+def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> Problem | None:
     """Report a group option that is not a string, such as `model=3`. The error of Hydra does not name the group."""
     settings = [override for override in overrides if "=" in override]
     for override in OverridesParser.create().parse_overrides(settings):
         value, options = override.value(), _options(override.key_or_group, folders)
         names = value if isinstance(value, list) else [value]
         if options and not all(isinstance(name, str) for name in names):
-            return Mistake(
+            return Problem(
                 override.key_or_group,
-                f"has to be the name of a file in conf/{override.key_or_group}",
-                written=str(override.input_line),
+                f"must be the name of a file in conf/{override.key_or_group}",
+                given=str(override.input_line),
                 allowed=options,
             )
     return None
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Return an error message in one line, without the type notes of OmegaConf and the links of Hydra."""
     noise = ("full_key:", "object_type=", "reference_type=", "See https:")
     lines = [line.strip() for line in str(error).splitlines()]

@@ -21,15 +21,15 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ..configuration.search_path import conf_folder
-from ..distributed.torchrun import leads
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..folders.run_folder import read_record
+from ..distributed.torchrun import is_rank_zero
+from ..errors import ConfigError, InstrumentError, Problem
+from ..folders.run_record import read_record
 from ..folders.snapshot import REFUSED
 from ..spec.config import RunConfig
 from ..sweeps.jobs import BASIC, Sweep
 from ..sweeps.objective import read_objective
 from .fast_imports import importing
-from .hydra_errors import composition_mistake
+from .hydra_errors import composition_problem
 from .reading import read_config, read_overrides, swept_overrides
 
 
@@ -64,35 +64,37 @@ def job(config: DictConfig) -> float | None:
         JobFailedError: The job of a sweep failed. The other jobs continue.
         SystemExit: A single run failed, or the job was interrupted.
     """
-    with told() as place:
-        if place.swept and config.get("resume") is not None and not _is_own(config.resume, place):
-            raise ConfigError(Mistake("resume", "runs are resumed one at a time, without -m", written=config.resume))
+    with report_errors() as folders:
+        if folders.is_sweep_job and config.get("resume") is not None and not _is_own(config.resume, folders):
+            raise ConfigError(Problem("resume", "only single runs can be resumed; remove -m", given=config.resume))
         parsed, raw = read_config(config)
         objective = read_objective(parsed.objective)
         if parsed.plan:
             show_plan(parsed, None)
             return None
         with importing():
-            from ..sweeps.score import judge
+            from ..sweeps.score import score_job
             from ..training.runner import run
             from ..training.terminal import Terminal
 
         overrides = read_overrides()
-        label = swept_overrides(Sweep(place.sweep).swept, _begun_with(parsed, overrides)) if place.sweep else ""
-        terminal = Terminal(quiet=parsed.quiet, brief=place.swept, job=label)
-        result = run(parsed, place.folder, terminal, raw=raw, overrides=overrides)
+        label = (
+            swept_overrides(Sweep(folders.sweep).swept, _original_overrides(parsed, overrides)) if folders.sweep else ""
+        )
+        terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
+        result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides)
         searched = HydraConfig.get().sweeper["_target_"] != BASIC
-        return judge(objective, place.folder, result.metrics, searched=searched) if place.swept else None
+        return score_job(objective, folders.folder, result.metrics, searched=searched) if folders.is_sweep_job else None
 
 
-def _begun_with(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+def _original_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the overrides with which a run was first started, also if it is resumed."""
     return overrides if config.resume is None else read_record(Path(config.resume), "resume").get("overrides", {})
 
 
-def _is_own(resume: str, place: Place) -> bool:
+def _is_own(resume: str, folders: JobFolders) -> bool:
     """Return whether a job of a sweep resumes from its own folder."""
-    return Path(resume).resolve() == place.folder.resolve()
+    return Path(resume).resolve() == folders.folder.resolve()
 
 
 class Terminated(KeyboardInterrupt):
@@ -100,7 +102,7 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def termination_raised() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """Raise `Terminated` on SIGTERM during the `with` block, so that files are closed and the interruption is reported.
 
     Has no effect outside the main thread, where Python does not allow signal handlers to be set.
@@ -120,7 +122,7 @@ def termination_raised() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class JobFolders:
     """The folders of a job.
 
     Attributes:
@@ -132,13 +134,13 @@ class Place:
     sweep: Path | None
 
     @property
-    def swept(self) -> bool:
+    def is_sweep_job(self) -> bool:
         """Whether the job belongs to a sweep."""
         return self.sweep is not None
 
 
 @contextmanager
-def told() -> Iterator[Place]:
+def report_errors() -> Iterator[JobFolders]:
     """Print errors of the `with` block, and the location of the recorded data.
 
     Yields:
@@ -152,40 +154,42 @@ def told() -> Iterator[Place]:
     if Path.cwd() in folder.parents:
         folder = Path(os.path.relpath(folder))
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    place = Place(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
+    folders = JobFolders(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
     try:
-        with termination_raised():
-            yield place
+        with raise_on_sigterm():
+            yield folders
     except KeyboardInterrupt as interrupt:
         terminated = isinstance(interrupt, Terminated)
-        how = "terminated by SIGTERM" if terminated else "interrupted"
-        if leads():
-            print(f"\n{how}: {_left_in(folder)}", file=sys.stderr)
+        reason = "terminated by SIGTERM" if terminated else "interrupted"
+        if is_rank_zero():
+            print(f"\n{reason}: {_saved_data_message(folder)}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
     except Exception as error:
-        code = complain(error)
+        code = print_error(error)
         if code == 1:
-            print(_left_in(folder), file=sys.stderr)
-        if place.swept:
+            print(_saved_data_message(folder), file=sys.stderr)
+        if folders.is_sweep_job:
             if not (folder / "run.json").exists():
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
-            print(f"this was the job in {folder}; the other jobs go on", file=sys.stderr)
+            print(f"this was the job in {folder}; the other jobs continue", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
 
 
-def _left_in(folder: Path) -> str:
+def _saved_data_message(folder: Path) -> str:
     """Describe the data in the folder of a job that ended early."""
     try:
         (folder / "run.json").stat()
     except (FileNotFoundError, NotADirectoryError):
-        return f"nothing was recorded in {folder}" if folder.is_dir() else f"nothing is saved: {folder} is gone"
+        return (
+            f"nothing was recorded in {folder}" if folder.is_dir() else f"nothing is saved: {folder} no longer exists"
+        )
     except OSError as error:
-        return f"what was recorded in {folder} cannot be seen: {error.strerror}"
-    return f"what was recorded so far is in {folder}"
+        return f"the recorded data in {folder} cannot be accessed: {error.strerror}"
+    return f"the data recorded so far is in {folder}"
 
 
-def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
+def as_instrument_error(error: Exception, arguments: Sequence[str]) -> InstrumentError:
     """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`.
 
     Args:
@@ -194,9 +198,9 @@ def refused(error: Exception, arguments: Sequence[str]) -> InstrumentError:
     """
     if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'it says no more'}")
+        return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'no error message'}")
     overrides = [argument for argument in arguments if not argument.startswith("-")]
-    return ConfigError(composition_mistake(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
+    return ConfigError(composition_problem(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
 
 
 def _plugin_of(error: Exception) -> str | None:
@@ -214,17 +218,17 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
         folder: Folder that the run would use; None to leave it out.
     """
     with importing():
-        from ..dry_run.dry_run import rehearse
+        from ..dry_run.dry_run import dry_run
         from ..training.device import process_state
         from ..training.experiment import prepare
         from ..training.terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)
-        Terminal().plan(experiment, rehearse(experiment), folder)
+        Terminal().plan(experiment, dry_run(experiment), folder)
 
 
-def complain(error: Exception) -> int:
+def print_error(error: Exception) -> int:
     """Print an error to stderr. Only errors other than `InstrumentError` are printed with a traceback.
 
     Returns:

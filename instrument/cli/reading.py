@@ -11,8 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError, Mistake
-from ..folders.run_folder import read_record
+from ..errors import ConfigError, Problem
+from ..folders.run_record import read_record
 from ..spec.config import RunConfig
 from ..spec.parse import parse_config
 from .hydra_errors import PACKAGE_LINE
@@ -32,23 +32,25 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
     """
     if "exp" in config:
         raise ConfigError(
-            Mistake(
-                "exp", "what the experiment says was put under the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
+            Problem(
+                "exp",
+                "the content of the experiment file was placed below the key 'exp'",
+                allowed=f"first line: {PACKAGE_LINE}",
             )
         )
     try:
         raw = {str(key): _resolved(config[key]) for key in config if key != "hydra"}
     except OmegaConfBaseException as error:
-        raise ConfigError(Mistake(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
+        raise ConfigError(Problem(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
     if raw.get("resume") is not None:
-        raw = _config_of_run(raw, read_overrides(config.get("hydra")))
+        raw = _recorded_config(raw, read_overrides(config.get("hydra")))
     return parse_config(raw), raw
 
 
-WITH_RESUME = ("resume", "quiet", "plan", "report")
+ALLOWED_WITH_RESUME = ("resume", "quiet", "plan", "report")
 
 
-def _config_of_run(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the run to resume.
 
     Args:
@@ -59,18 +61,18 @@ def _config_of_run(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
         ConfigError: The run does not exist, or an override is not allowed with `resume`.
     """
     path = str(raw["resume"])
-    others = [key for key in overrides if key not in WITH_RESUME and not key.startswith("hydra.")]
+    others = [key for key in overrides if key not in ALLOWED_WITH_RESUME and not key.startswith("hydra.")]
     if others:
         raise ConfigError(
-            Mistake(
+            Problem(
                 others[0],
-                "a run goes on with the configuration that it was started with",
-                written=others,
-                allowed=", ".join(WITH_RESUME),
+                "a run is resumed with its original configuration; these keys cannot be overridden",
+                given=others,
+                allowed=", ".join(ALLOWED_WITH_RESUME),
             )
         )
     config: dict[str, Any] = read_record(Path(path), "resume")["config"]
-    return {**config, **{key: raw[key] for key in WITH_RESUME}}
+    return {**config, **{key: raw[key] for key in ALLOWED_WITH_RESUME}}
 
 
 def _resolved(value: Any) -> Any:

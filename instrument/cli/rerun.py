@@ -19,17 +19,17 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from ..analysis.training_config import INERT, leaves_of
+from ..analysis.training_config import IGNORED_KEYS, leaves_of
 from ..configuration.search_path import config_loader
-from ..errors import ConfigError, Mistake
-from ..folders.run_folder import ASIDE, CHECKPOINTS, git_revision, read_record
+from ..errors import ConfigError, Problem
+from ..folders.run_record import CHECKPOINTS, PREVIOUS_ATTEMPTS, git_revision, read_record
 from ..sinks.lock import FolderLock
 from ..sweeps.jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
 
 WHERE = "--rerun"
-MOST = 5  # maximum number of changes in the warning
-STILL_TOLD = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
+MAX_CHANGES = 5  # maximum number of changes in the warning
+KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
 
 
 def rerun(sweep: Sweep) -> int:
@@ -47,21 +47,21 @@ def rerun(sweep: Sweep) -> int:
         ConfigError: The sweep is still running in another process, its jobs are not known in advance, or its working
             directory cannot be entered.
     """
-    _refuse_what_is_not_laid_out(sweep)
-    with _held(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
-        left = [each for each in sweep.jobs() if each.status not in (DONE, RUNNING)]
-        config, loader = _composed(sweep)
+    _check_rerunnable(sweep)
+    with _locked(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
+        unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, RUNNING)]
+        config, loader = _compose(sweep)
         launcher = _launcher(config, loader)
-        if left and (changes := _changes(sweep, config, loader)):
+        if unfinished and (changes := _changes(sweep, config, loader)):
             print(
-                f"warning: what these jobs are composed of has changed since others were done: {changes}",
+                f"warning: the configuration of these jobs has changed since other jobs were done: {changes}",
                 file=sys.stderr,
             )
-        prepared = [_overrides(each) for each in left]
+        prepared = [_overrides(sweep_job) for sweep_job in unfinished]
         at_once = sweep.hydra.sweeper.max_batch_size or len(prepared) or 1
         for first in range(0, len(prepared), at_once):
             launcher.launch(prepared[first : first + at_once], initial_job_idx=first)
-        return len(left)
+        return len(unfinished)
 
 
 def numbered_job(config: DictConfig) -> float | None:
@@ -75,25 +75,25 @@ def numbered_job(config: DictConfig) -> float | None:
     return job(config)
 
 
-def _refuse_what_is_not_laid_out(sweep: Sweep) -> None:
-    if sweep.is_laid_out:
+def _check_rerunnable(sweep: Sweep) -> None:
+    if sweep.has_known_jobs:
         return
     sweeper = str(sweep.hydra.sweeper["_target_"])
     if sweeper != BASIC:
         raise ConfigError(
-            Mistake(
+            Problem(
                 WHERE,
-                "this sweeper chooses each job by those before it: which are missing is not known beforehand",
-                written=sweeper.rpartition(".")[2],
-                allowed="the sweep's own command again: with hydra.sweeper.storage=sqlite:///study.db and "
-                "hydra.sweeper.study_name=NAME it goes on with the trials that there are",
+                "this sweeper chooses each job from the results of earlier jobs, so the missing jobs are not known",
+                given=sweeper.rpartition(".")[2],
+                allowed="the command of the sweep again; with hydra.sweeper.storage=sqlite:///study.db and "
+                "hydra.sweeper.study_name=NAME it continues the existing study",
             )
         )
-    raise ConfigError(Mistake(WHERE, "the folders of its jobs are not called by their numbers: hydra.sweep.subdir"))
+    raise ConfigError(Problem(WHERE, "the folders of the jobs are not named by job number; see hydra.sweep.subdir"))
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a sweep folder during the `with` block.
 
     Raises:
@@ -101,7 +101,7 @@ def _held(folder: Path) -> Iterator[None]:
     """
     lock = FolderLock(folder)
     if not lock.acquire():
-        raise ConfigError(Mistake(WHERE, "this sweep still goes on, in another process", written=str(folder)))
+        raise ConfigError(Problem(WHERE, "the sweep is still running in another process", given=str(folder)))
     try:
         yield
     finally:
@@ -121,8 +121,8 @@ def _working_directory(folder: Path) -> Iterator[None]:
     try:
         os.chdir(folder)
     except OSError as error:
-        problem = f"the folder that the sweep was started in cannot be entered: {error.strerror}"
-        raise ConfigError(Mistake(WHERE, problem, written=str(folder))) from None
+        message = f"cannot enter the folder in which the sweep was started: {error.strerror}"
+        raise ConfigError(Problem(WHERE, message, given=str(folder))) from None
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -131,7 +131,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _composed(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
+def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
     """Compose the configuration of a sweep from the current files.
 
     Returns:
@@ -157,41 +157,43 @@ def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
     Returns:
         The differences, for example `optimizer.lr: 0.1, now 0.2`; empty if nothing differs.
     """
-    done = next((each for each in sweep.jobs() if each.status == DONE and each.overrides), None)
+    done = next((sweep_job for sweep_job in sweep.jobs() if sweep_job.status == DONE and sweep_job.overrides), None)
     if done is None:
         return ""
     record = read_record(done.folder, WHERE)
     new: Any = OmegaConf.to_container(loader.load_sweep_config(config, list(done.overrides)), resolve=False)
-    now = leaves_of({key: value for key, value in new.items() if key not in (*INERT, "hydra")})
-    before = leaves_of({key: value for key, value in record["config"].items() if key not in INERT})
-    taken = [key for key, word in now.items() if "${" in word]
-    keys = [key for key in {**before, **now} if not any(f"{key}.".startswith(f"{other}.") for other in taken)]
-    words = {key: (before.get(key, "null"), now.get(key, "null")) for key in keys}
-    changed = [f"{key}: {one}, now {other}" for key, (one, other) in words.items() if one != other]
+    current = leaves_of({key: value for key, value in new.items() if key not in (*IGNORED_KEYS, "hydra")})
+    before = leaves_of({key: value for key, value in record["config"].items() if key not in IGNORED_KEYS})
+    interpolated = [key for key, value in current.items() if "${" in value]
+    keys = [
+        key for key in {**before, **current} if not any(f"{key}.".startswith(f"{parent}.") for parent in interpolated)
+    ]
+    values = {key: (before.get(key, "null"), current.get(key, "null")) for key in keys}
+    changed = [f"{key}: {old}, now {new_value}" for key, (old, new_value) in values.items() if old != new_value]
     code, revision = record.get("git_revision"), git_revision()
     changed += [f"git_revision: {code}, now {revision}"] if code != revision else []
-    return "; ".join(changed[:MOST]) + (f"; ... ({len(changed)} in all)" if len(changed) > MOST else "")
+    return "; ".join(changed[:MAX_CHANGES]) + (f"; ... ({len(changed)} in all)" if len(changed) > MAX_CHANGES else "")
 
 
-def _overrides(each: SweepJob) -> list[str]:
-    """Return the overrides with which a job runs again. A job without a checkpoint is moved aside first."""
-    place = f"hydra.sweep.subdir={each.name}"
-    if _has_checkpoint(each.folder):
-        told = [override for override in each.overrides if override.partition("=")[0] in STILL_TOLD]
+def _overrides(sweep_job: SweepJob) -> list[str]:
+    """Return the overrides with which a job runs again. A job without a checkpoint is archived first."""
+    subdir = f"hydra.sweep.subdir={sweep_job.name}"
+    if _has_checkpoint(sweep_job.folder):
+        kept = [override for override in sweep_job.overrides if override.partition("=")[0] in KEPT_ON_RESUME]
         # `hydra.output_subdir=null` keeps the record that Hydra wrote when the run started.
-        return [folder_override("resume", each.folder), *told, place, "hydra.output_subdir=null"]
-    if each.folder.exists():
-        _put_aside(each.folder)
-    return [*each.overrides, place]
+        return [folder_override("resume", sweep_job.folder), *kept, subdir, "hydra.output_subdir=null"]
+    if sweep_job.folder.exists():
+        _archive(sweep_job.folder)
+    return [*sweep_job.overrides, subdir]
 
 
 def _has_checkpoint(folder: Path) -> bool:
     return (folder / "run.json").exists() and any((folder / CHECKPOINTS).glob("step-*.pt"))
 
 
-def _put_aside(folder: Path) -> None:
+def _archive(folder: Path) -> None:
     """Move the folder of a job to `.aside/3.1`, `.aside/3.2`, ..., where it is not read as a run of the sweep."""
-    aside = folder.parent / ASIDE
-    aside.mkdir(exist_ok=True)
-    free = (aside / f"{folder.name}.{attempt}" for attempt in count(1))
-    folder.rename(next(place for place in free if not place.exists()))
+    archive = folder.parent / PREVIOUS_ATTEMPTS
+    archive.mkdir(exist_ok=True)
+    free = (archive / f"{folder.name}.{attempt}" for attempt in count(1))
+    folder.rename(next(path for path in free if not path.exists()))

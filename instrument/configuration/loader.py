@@ -82,13 +82,13 @@ def _is_known(key: str, config: DictConfig, added: Sequence[str]) -> bool:
     path = above.split(".")
     if field not in fields_below(path):
         return False
-    there = above if path[0] in ("hooks", "apply") else path[0]
-    node: Any = OmegaConf.select(config, there, throw_on_resolution_failure=False)
-    return OmegaConf.is_dict(node) or there in added
+    section = above if path[0] in ("hooks", "apply") else path[0]
+    node: Any = OmegaConf.select(config, section, throw_on_resolution_failure=False)
+    return OmegaConf.is_dict(node) or section in added
 
 
 @contextmanager
-def fields_known() -> Iterator[None]:
+def use_field_loader() -> Iterator[None]:
     """Replace the loader of `hydra.main` by `FieldLoader` during the `with` block.
 
     `hydra.main` has no parameter for the loader.

@@ -20,7 +20,7 @@ def conf_folder() -> Path:
     return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
 
 
-class OwnConf(SearchPathPlugin):
+class WorkingDirectoryConf(SearchPathPlugin):
     """Hydra plugin that adds the folder `conf` of the working directory after the configurations of the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -29,18 +29,21 @@ class OwnConf(SearchPathPlugin):
         Args:
             search_path: Search path of Hydra, changed in place.
         """
-        own, packaged = Path.cwd() / "conf", conf_folder()
-        if not own.is_dir() or own.samefile(packaged):
+        user_folder, packaged = Path.cwd() / "conf", conf_folder()
+        if not user_folder.is_dir() or user_folder.samefile(packaged):
             return
-        search_path.append("working directory", f"file://{own}")
-        for file in sorted(own.rglob("*.yaml")):
-            same = packaged / file.relative_to(own)
+        search_path.append("working directory", f"file://{user_folder}")
+        for file in sorted(user_folder.rglob("*.yaml")):
+            same = packaged / file.relative_to(user_folder)
             if same.exists() and same.read_bytes() != file.read_bytes():
-                name = f"conf/{file.relative_to(own)}"
-                print(f"warning: {name} is not used: the package has one of this name; choose another", file=sys.stderr)
+                name = f"conf/{file.relative_to(user_folder)}"
+                print(
+                    f"warning: {name} is ignored: the package has a file of this name; choose another name",
+                    file=sys.stderr,
+                )
 
 
 def config_loader() -> ConfigLoader:
     """Create a configuration loader with this search path, for compositions outside `hydra.main`."""
-    Plugins.instance().register(OwnConf)
+    Plugins.instance().register(WorkingDirectoryConf)
     return FieldLoader(create_config_search_path(str(conf_folder())))

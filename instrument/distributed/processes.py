@@ -22,32 +22,32 @@ from ..errors import InstrumentError, RankError
 from ..sinks.lock import is_locked
 
 FAILURE = "instrument/failure"  # key in the store that torchrun provides
-_LOST = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # matches the errors that collectives raise
-PATIENCE = 2.0  # seconds that the operating system may need to release the locks of a killed process
+_CONNECTION_ERRORS = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # errors that collectives raise
+LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the locks of a killed process
 
 
-class _Refusal(NamedTuple):
+class _FailureMessage(NamedTuple):
     """Message that a failed process sends instead of its value.
 
     Attributes:
         code: Exit code of the failed process.
-        told: Error message.
+        message: Error message.
     """
 
     code: int
-    told: str
+    message: str
 
 
-class _RefusedError(Exception):
+class _PeerFailedError(Exception):
     """Another process reported a failure during an exchange in this process.
 
     Attributes:
-        said: Values received from all ranks, in rank order; a failed rank sends a `_Refusal`.
+        values: Values received from all ranks, in rank order; a failed rank sends a `_FailureMessage`.
     """
 
-    def __init__(self, said: list[Any]) -> None:
+    def __init__(self, values: list[Any]) -> None:
         super().__init__("another process has failed")
-        self.said = said
+        self.values = values
 
 
 class Failure(NamedTuple):
@@ -55,11 +55,11 @@ class Failure(NamedTuple):
 
     Attributes:
         rank: Rank of the process that failed first.
-        told: Description of the failure, for example `was killed`.
+        message: Description of the failure, for example `was killed`.
     """
 
     rank: int
-    told: str
+    message: str
 
 
 @dataclass
@@ -101,31 +101,31 @@ class Processes:
         dist.destroy_process_group()
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, the only process that prints and writes shared files."""
         return self.rank == 0
 
-    def exchange(self, mine: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         """Gather one object from each process.
 
         Args:
-            mine: Picklable object of this process.
+            value: Picklable object of this process.
 
         Returns:
             The objects of all processes, in rank order.
 
         Raises:
-            _RefusedError: Another process failed and sent its error instead.
+            _PeerFailedError: Another process failed and sent its error instead.
         """
-        said = self._gathered(mine)
-        if any(isinstance(one, _Refusal) for one in said):
-            raise _RefusedError(said)
-        return said
+        values = self._gather(value)
+        if any(isinstance(value, _FailureMessage) for value in values):
+            raise _PeerFailedError(values)
+        return values
 
-    def _gathered(self, mine: Any) -> list[Any]:
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, mine, group=self.control)
-        return said
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def sum(self, number: int) -> int:
         """Return the sum of an integer over all processes."""
@@ -136,7 +136,7 @@ class Processes:
         dist.barrier(group=self.control)
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def synced_errors(self) -> Iterator[None]:
         """Stop all processes if the `with` block fails in any of them. Only rank 0 reports the error.
 
         Every process has to enter this block. If one fails, the process group is destroyed in all of them.
@@ -149,32 +149,32 @@ class Processes:
         error: Exception | None = None
         try:
             yield
-            said = self._gathered(None)
-        except _RefusedError as refused:
-            said = refused.said
+            values = self._gather(None)
+        except _PeerFailedError as peer_error:
+            values = peer_error.values
         except Exception as raised:
             error = raised
             code = error.exit_code if isinstance(error, InstrumentError) else 1
-            said = self._gathered(_Refusal(code, str(error) or type(error).__name__))
-        failed = {rank: one for rank, one in enumerate(said) if isinstance(one, _Refusal)}
+            values = self._gather(_FailureMessage(code, str(error) or type(error).__name__))
+        failed = {rank: value for rank, value in enumerate(values) if isinstance(value, _FailureMessage)}
         if not failed:
             return
         # The group is destroyed while all ranks are alive: its threads could abort a process that exits.
         dist.destroy_process_group()
-        if self.leads and error is not None:
+        if self.is_rank_zero and error is not None:
             raise error
-        if not self.leads:
+        if not self.is_rank_zero:
             raise SystemExit(max(code for code, _ in failed.values())) from error
-        rank, (code, told) = next(iter(failed.items()))
-        raise RankError(f"rank {rank}: {told}", rank, code)
+        rank, (code, message) = next(iter(failed.items()))
+        raise RankError(f"rank {rank}: {message}", rank, code)
 
     @contextmanager
-    def failing_together(self, folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
+    def stop_together(self, folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
         """Stop this process if another process fails or is killed during the `with` block.
 
         Args:
             folder: Folder of the run. Its locks show which processes are alive.
-            failed: Called with the rank of the process that failed first.
+            on_failure: Called with the rank of the process that failed first.
 
         Raises:
             RankError: Another process failed first. The message names its rank and error.
@@ -182,22 +182,22 @@ class Processes:
         try:
             yield
         except BaseException as error:
-            if not dist.is_initialized():  # `agreed` has already shut down all processes and reported the error.
+            if not dist.is_initialized():  # `synced_errors` has already shut down all processes and reported the error.
                 if isinstance(error, RankError):
-                    failed(error.rank)
+                    on_failure(error.rank)
                 raise
             # torchrun sends SIGTERM to all processes when one ends. The error is reported and files are written first.
             _ignore_termination()
-            first = self._first_failure(error, folder)
+            first = self._find_first_failure(error, folder)
             if first is None:
                 raise
-            failed(first.rank)
+            on_failure(first.rank)
             if first.rank == self.rank:
                 raise
-            message = f"rank {first.rank} {first.told}; rank {self.rank} cannot go on without it, and stops"
+            message = f"rank {first.rank} {first.message}; rank {self.rank} cannot continue without it and stops"
             raise RankError(message, first.rank) from error
 
-    def _first_failure(self, error: BaseException, folder: Path) -> Failure | None:
+    def _find_first_failure(self, error: BaseException, folder: Path) -> Failure | None:
         """Determine which process failed first.
 
         Args:
@@ -211,27 +211,27 @@ class Processes:
         if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None
         if not _is_lost_connection(error):
-            return self._claim(own)
-        for gone in _who_is_gone(folder, self.rank, self.size):
+            return self._register(own)
+        for dead_rank in _poll_dead_ranks(folder, self.rank, self.size):
             if self.store.check([FAILURE]):
-                return self._claim(own)
-            if gone is not None:
-                return self._claim(Failure(gone, "was killed"))
-        return None if isinstance(error, KeyboardInterrupt) else self._claim(own)
+                return self._register(own)
+            if dead_rank is not None:
+                return self._register(Failure(dead_rank, "was killed"))
+        return None if isinstance(error, KeyboardInterrupt) else self._register(own)
 
-    def _claim(self, failure: Failure) -> Failure:
+    def _register(self, failure: Failure) -> Failure:
         """Register a failure in the store and return the failure that was registered first by any process."""
-        put = self.store.compare_set(FAILURE, "", json.dumps(failure))
-        return Failure(*json.loads(put))
+        registered = self.store.compare_set(FAILURE, "", json.dumps(failure))
+        return Failure(*json.loads(registered))
 
 
 @contextmanager
-def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]:
+def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
     """Report which process has ended if a collective fails in a custom training loop.
 
     Args:
         folder: Folder of the run. Its locks show which processes are alive.
-        failed: Called with the rank of the process that has ended.
+        on_failure: Called with the rank of the process that has ended.
 
     Raises:
         RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.
@@ -242,22 +242,22 @@ def told_who_died(folder: Path, failed: Callable[[int], None]) -> Iterator[None]
     except Exception as error:
         if not _is_lost_connection(error):
             raise
-        gone = next((gone for gone in _who_is_gone(folder, rank, size) if gone is not None), None)
-        if gone is None:
+        dead_rank = next((dead for dead in _poll_dead_ranks(folder, rank, size) if dead is not None), None)
+        if dead_rank is None:
             raise
-        failed(gone)
-        raise RankError(f"rank {gone} has ended; rank {rank} cannot go on without it", gone) from error
+        on_failure(dead_rank)
+        raise RankError(f"rank {dead_rank} has ended; rank {rank} cannot continue without it", dead_rank) from error
 
 
-def _who_is_gone(folder: Path, own: int, size: int) -> Iterator[int | None]:
-    """Poll the locks of a run for `PATIENCE` seconds.
+def _poll_dead_ranks(folder: Path, own_rank: int, size: int) -> Iterator[int | None]:
+    """Poll the locks of a run for `LOCK_TIMEOUT` seconds.
 
     Yields:
         At each poll, the lowest other rank that holds no lock on the folder; None if all other ranks hold theirs.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while time.monotonic() < deadline:
-        yield next((rank for rank in range(size) if rank != own and not is_locked(folder, rank)), None)
+        yield next((rank for rank in range(size) if rank != own_rank and not is_locked(folder, rank)), None)
         time.sleep(0.05)
 
 
@@ -272,5 +272,7 @@ def _is_lost_connection(error: BaseException | None) -> bool:
         return False
     if isinstance(error, InstrumentError):
         return _is_lost_connection(error.__cause__)
-    is_pytorchs = isinstance(error, RuntimeError | KeyboardInterrupt) and _LOST.search(str(error)) is not None
-    return isinstance(error, dist.DistError) or is_pytorchs
+    is_pytorch_error = (
+        isinstance(error, RuntimeError | KeyboardInterrupt) and _CONNECTION_ERRORS.search(str(error)) is not None
+    )
+    return isinstance(error, dist.DistError) or is_pytorch_error

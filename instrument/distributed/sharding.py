@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShard:
     """The shard of each batch that one process receives. The shard sizes of a batch differ by at most one sample.
 
     Attributes:
@@ -25,7 +25,7 @@ class Share:
     rank: int = 0
     size: int = 1
 
-    def of(self, batch: range) -> range:
+    def indices_of(self, batch: range) -> range:
         """Return the contiguous part of a batch that belongs to this process.
 
         Args:
@@ -34,52 +34,52 @@ class Share:
         return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
 
 
-WHOLE = Share()
+FULL_BATCH = BatchShard()
 """The shard of a single process: the full batch."""
 
 
-class _Shares(Sampler[Sequence[int]]):
+class _ShardedBatchSampler(Sampler[Sequence[int]]):
     """Batch sampler that yields the dataset indices of each batch in order, restricted to a batch shard.
 
     Args:
         length: Number of samples in the dataset.
         batch_size: Number of samples in a full batch, over all processes.
-        share: Batch shard of this process.
+        shard: Batch shard of this process.
     """
 
-    def __init__(self, length: int, batch_size: int, share: Share) -> None:
+    def __init__(self, length: int, batch_size: int, shard: BatchShard) -> None:
         self.length = length
         self.batch_size = batch_size
-        self.share = share
+        self.shard = shard
 
     def __iter__(self) -> Iterator[range]:
         for start in range(0, self.length, self.batch_size):
-            yield self.share.of(range(start, min(start + self.batch_size, self.length)))
+            yield self.shard.indices_of(range(start, min(start + self.batch_size, self.length)))
 
     def __len__(self) -> int:
         return math.ceil(self.length / self.batch_size)
 
 
-def in_order(dataset: Dataset[Any], batch_size: int, share: Share = WHOLE) -> DataLoader[Any]:
+def sequential_loader(dataset: Dataset[Any], batch_size: int, shard: BatchShard = FULL_BATCH) -> DataLoader[Any]:
     """Build a loader that iterates over a dataset in order and leaves the global random state unchanged.
 
     Args:
         dataset: Dataset with a length.
         batch_size: Number of samples in a full batch, over all processes. The last batch may be smaller.
-        share: Batch shard of this process. Default: the full batch.
+        shard: Batch shard of this process. Default: the full batch.
     """
-    batches = _Shares(len(dataset), batch_size, share)  # type: ignore[arg-type]
+    batches = _ShardedBatchSampler(len(dataset), batch_size, shard)  # type: ignore[arg-type]
     # Without an explicit generator, DataLoader draws a seed from the global one.
     return DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())  # type: ignore[arg-type]
 
 
-def refuse_small_batches(dataset: Dataset[Any], batch_size: int, share: Share, where: str) -> None:
+def check_batch_size(dataset: Dataset[Any], batch_size: int, shard: BatchShard, where: str) -> None:
     """Check that every process receives at least one sample of every batch.
 
     Args:
         dataset: Dataset with a length.
         batch_size: Number of samples in a full batch, over all processes.
-        share: Batch shard of this process.
+        shard: Batch shard of this process.
         where: Configuration key to name in the error.
 
     Raises:
@@ -87,16 +87,16 @@ def refuse_small_batches(dataset: Dataset[Any], batch_size: int, share: Share, w
     """
     length = len(dataset)  # type: ignore[arg-type]
     last = length % batch_size or batch_size
-    if batch_size < share.size:
-        problem = f"each of the {share.size} processes needs a sample of every batch"
-        raise ConfigError(Mistake(where, problem, written=batch_size, allowed=f"{share.size} or more"))
-    if last < share.size:
-        problem = f"{length} samples leave {last} for the last of the batches, and there are {share.size} processes"
-        allowed = f"a size and a slice that leave it {share.size} or more"
-        raise ConfigError(Mistake(where, problem, written=batch_size, allowed=allowed))
+    if batch_size < shard.size:
+        message = f"every batch needs at least one sample for each of the {shard.size} processes"
+        raise ConfigError(Problem(where, message, given=batch_size, allowed=f"{shard.size} or more"))
+    if last < shard.size:
+        message = f"the last batch has {last} of the {length} samples, but there are {shard.size} processes"
+        allowed = f"a batch size and a slice whose last batch has {shard.size} or more samples"
+        raise ConfigError(Problem(where, message, given=batch_size, allowed=allowed))
 
 
-class Group(list[Any]):
+class StepBatches(list[Any]):
     """The micro-batches of one step.
 
     Attributes:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.reducer import Ranks
-from ..errors import ConfigError, InstrumentError, Mistake
+from ..errors import ConfigError, InstrumentError, Problem
 from ..kinds.scope import Parallel
 from ..spec.config import RunConfig
 from ..tasks.forward import Forward
-from .sharding import WHOLE, Share
+from .sharding import FULL_BATCH, BatchShard
 from .torchrun import check_processes
-from .unsupported import budget_mistakes, shard_mistakes
+from .unsupported import budget_problems, shard_problems
 
 if TYPE_CHECKING:
     from .processes import Processes
@@ -33,23 +33,23 @@ class Strategy:
     """Training in a single process; base class of the distributed strategies.
 
     Attributes:
-        share: Batch shard of this process.
+        batch_shard: Batch shard of this process.
         ranks: Description of the ranks for the probe; None for a single process.
         processes: Processes of the run; None for a single process.
-        waits_for_all: Whether the backward pass waits for the gradient of every trainable parameter.
+        needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
     """
 
-    waits_for_all = False
-    share = WHOLE
+    needs_all_gradients = False
+    batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
 
     @property
-    def keeps_state(self) -> bool:
+    def saves_state(self) -> bool:
         """Whether a checkpoint needs the parameters and the optimizer state of this process."""
         return True
 
-    def refuse(self, config: RunConfig) -> None:
+    def check_config(self, config: RunConfig) -> None:
         """Check that this strategy supports a configuration.
 
         Args:
@@ -67,29 +67,29 @@ class Strategy:
         """
         return False
 
-    def refuse_parts(self, *, called_whole: bool) -> None:
+    def check_model_call(self, *, calls_model: bool) -> None:
         """Check that this strategy supports the way in which the task calls the model.
 
         Args:
-            called_whole: Whether the task calls the model itself, and not only submodules of it.
+            calls_model: Whether the task calls the model itself, and not only submodules of it.
 
         Raises:
             ConfigError: The strategy needs calls of the full model. The message names an alternative.
         """
 
-    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
+    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
         """Wrap the forward module for training.
 
         Args:
             forward: Module that computes the loss of a batch.
-            idle: Whether some trainable parameters may receive no gradient.
+            has_unused: Whether some trainable parameters may receive no gradient.
 
         Returns:
             The module that the training loop calls.
         """
         return forward
 
-    def draw_apart(self, seed: int) -> None:
+    def seed_ranks(self, seed: int) -> None:
         """Give each process a different random state, for example for dropout.
 
         Args:
@@ -122,7 +122,7 @@ class Strategy:
         """Return the number of samples summed over all processes."""
         return samples
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Copy the buffers of rank 0, such as the running mean of BatchNorm, to all processes."""
 
 
@@ -135,45 +135,45 @@ class DataParallel(Strategy):
     """
 
     name: Parallel = "ddp"
-    waits_for_all = True
+    needs_all_gradients = True
     processes: Processes
 
     def __init__(self, processes: Processes, *, reduces: bool) -> None:
         self.processes = processes
-        self.share = Share(processes.rank, processes.size)
-        self._brought_all = False
+        self.batch_shard = BatchShard(processes.rank, processes.size)
+        self._all_reduced = False
         self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
 
     @property
-    def keeps_state(self) -> bool:
+    def saves_state(self) -> bool:
         """True for rank 0 only: all processes have the same parameters and optimizer state."""
-        return self.processes.leads
+        return self.processes.is_rank_zero
 
-    def refuse(self, config: RunConfig) -> None:
+    def check_config(self, config: RunConfig) -> None:
         """Check that several processes support a configuration.
 
         Raises:
             ConfigError: A recording budget is combined with `reduce=global`.
         """
-        mistakes = _refused(config)
-        if mistakes:
-            raise ConfigError(*mistakes)
+        problems = _budget_problems(config)
+        if problems:
+            raise ConfigError(*problems)
 
-    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:
+    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
         """Wrap the forward module so that the last backward pass of a step sums gradients over all processes.
 
         Args:
             forward: Module that computes the loss of a batch.
-            idle: Whether some trainable parameters may receive no gradient in this process. True in one process
+            has_unused: Whether some trainable parameters may receive no gradient in this process. True in one process
                 enables `find_unused_parameters` in all.
         """
-        finds = any(self.processes.exchange(idle))
-        wrapped = DistributedDataParallel(forward, find_unused_parameters=finds)
-        wrapped.register_comm_hook(None, lambda _, bucket: self._bring_together(bucket))
+        find_unused = any(self.processes.exchange(has_unused))
+        wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
+        wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         return wrapped
 
-    def _bring_together(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        self._brought_all |= bucket.is_last()  # Buckets arrive in order.
+    def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self._all_reduced |= bucket.is_last()  # Buckets arrive in order.
         return _sum(bucket)
 
     @contextmanager
@@ -184,16 +184,18 @@ class DataParallel(Strategy):
             InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
         """
         assert isinstance(trained, DistributedDataParallel)
-        self._brought_all = False
+        self._all_reduced = False
         with nullcontext() if last else trained.no_sync():
             yield
-        if last and not self._brought_all:  # PyTorch would raise only in the next step.
-            problem = "the loss of this step does not depend on all parameters, and that of the first batch did"
-            raise InstrumentError(f"{problem}: train.find_unused_parameters=true is for models like this")
+        if last and not self._all_reduced:  # PyTorch would raise only in the next step.
+            problem = (
+                "the loss of this step does not depend on all trainable parameters, but the loss of the first batch did"
+            )
+            raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
 
-    def draw_apart(self, seed: int) -> None:
+    def seed_ranks(self, seed: int) -> None:
         """Seed every rank but 0 with `seed + rank`. Rank 0 keeps the random state of a single-process run."""
-        if not self.processes.leads:
+        if not self.processes.is_rank_zero:
             torch.manual_seed(seed + self.processes.rank)
 
     def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:
@@ -219,7 +221,7 @@ class DataParallel(Strategy):
         """Return the number of samples summed over all processes. Blocks until all processes have called it."""
         return self.processes.sum(samples)
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast all buffers from rank 0."""
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
@@ -233,30 +235,42 @@ class FullySharded(DataParallel):
     """
 
     name: Parallel = "fsdp2"
-    waits_for_all = False
+    needs_all_gradients = False
 
     @property
-    def keeps_state(self) -> bool:
+    def saves_state(self) -> bool:
         """Always True: each process has a different shard."""
         return True
 
-    def refuse(self, config: RunConfig) -> None:
+    def check_config(self, config: RunConfig) -> None:
         """Check that sharded parameters support a configuration.
 
         Raises:
             ConfigError: The configuration uses fp16, `train.compile`, or hooks that never fire on sharded parameters,
                 or combines a recording budget with `reduce=global`. The error lists all problems.
         """
-        mistakes = _refused(config)
+        problems = _budget_problems(config)
         if config.train.precision == "fp16":
-            mistakes.append(
-                Mistake("train.precision", "fp16's gradient scaler does not know shards", "fp16", "fp32, bf16")
+            problems.append(
+                Problem(
+                    "train.precision",
+                    "the gradient scaler of fp16 does not support sharded parameters",
+                    "fp16",
+                    "fp32, bf16",
+                )
             )
         if config.train.compile:
-            mistakes.append(Mistake("train.compile", "a sharded model is not compiled", True, "false, or ddp"))
-        mistakes += shard_mistakes(config.hooks)
-        if mistakes:
-            raise ConfigError(*mistakes)
+            problems.append(
+                Problem(
+                    "train.compile",
+                    "torch.compile is not supported for sharded models",
+                    True,
+                    "false, or train.parallel=ddp",
+                )
+            )
+        problems += shard_problems(config.hooks)
+        if problems:
+            raise ConfigError(*problems)
 
     def shard(self, model: nn.Module) -> bool:
         """Replace the parameters of a model by the shards of this process.
@@ -278,17 +292,19 @@ class FullySharded(DataParallel):
                 module.set_force_sum_reduction_for_comms(True)
         return True
 
-    def refuse_parts(self, *, called_whole: bool) -> None:
+    def check_model_call(self, *, calls_model: bool) -> None:
         """Check that the task calls the full model: FSDP2 gathers parameters when the wrapped module is called.
 
         Raises:
             ConfigError: The task calls only submodules of the model.
         """
-        if not called_whole:
-            problem = "this task calls parts of the model, and shards are gathered where the whole of it is called"
-            raise ConfigError(Mistake("train.parallel", problem, written=self.name, allowed=DataParallel.name))
+        if not calls_model:
+            message = (
+                "the task calls submodules of the model, but fsdp2 gathers shards only when the full model is called"
+            )
+            raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
 
-    def wrap(self, forward: Forward, *, idle: bool) -> nn.Module:  # noqa: ARG002
+    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
         """Return the forward module unchanged: FSDP2 reduces the gradients of the shards itself."""
         return forward
 
@@ -315,8 +331,8 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     return made(processes, reduces=config.reduce == "global")
 
 
-def _refused(config: RunConfig) -> list[Mistake]:
-    return budget_mistakes(config.budget) if config.reduce == "global" else []
+def _budget_problems(config: RunConfig) -> list[Problem]:
+    return budget_problems(config.budget) if config.reduce == "global" else []
 
 
 def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
@@ -332,7 +348,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
 
-    def look(module: nn.Module) -> None:
+    def search(module: nn.Module) -> None:
         for child in module.children():
             is_block = (
                 isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward
@@ -340,9 +356,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
             if is_block and any(True for _ in child.parameters()):
                 found.append(child)
             else:
-                look(child)
+                search(child)
 
-    look(model)
+    search(model)
     owners: dict[int, int] = {}
     for block in found:
         for parameter in {id(parameter) for parameter in block.parameters()}:

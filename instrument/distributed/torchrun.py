@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, Mistake
-from ..folders.run_folder import refuse_other_count
+from ..errors import ConfigError, Problem
+from ..folders.run_folder import check_process_count
 from ..spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def joined() -> Processes | None:
+def process_group() -> Processes | None:
     """Join the process group of this run, once per process.
 
     Returns:
@@ -31,21 +31,21 @@ def joined() -> Processes | None:
     return Processes.open()
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Return whether this is rank 0, the only process that prints and writes shared files."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def agreed(processes: Processes | None) -> AbstractContextManager[None]:
-    """Return `Processes.agreed()`, or a context manager that does nothing for a single process."""
-    return nullcontext() if processes is None else processes.agreed()
+def synced_errors(processes: Processes | None) -> AbstractContextManager[None]:
+    """Return `Processes.synced_errors()`, or a context manager that does nothing for a single process."""
+    return nullcontext() if processes is None else processes.synced_errors()
 
 
-def failing_together(
-    processes: Processes | None, folder: Path, failed: Callable[[int], None]
+def stop_together(
+    processes: Processes | None, folder: Path, on_failure: Callable[[int], None]
 ) -> AbstractContextManager[None]:
-    """Return `Processes.failing_together()`, or a context manager that does nothing for a single process."""
-    return nullcontext() if processes is None else processes.failing_together(folder, failed)
+    """Return `Processes.stop_together()`, or a context manager that does nothing for a single process."""
+    return nullcontext() if processes is None else processes.stop_together(folder, on_failure)
 
 
 def check_processes(config: RunConfig, processes: Processes | None) -> None:
@@ -61,13 +61,17 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     """
     ranks, parallel = 1 if processes is None else processes.size, config.train.parallel
     if config.resume is not None:
-        refuse_other_count(Path(config.resume), ranks)
+        check_process_count(Path(config.resume), ranks)
     if ranks == 1 and parallel is not None:
         allowed = "torchrun --nproc-per-node N -m instrument ...; or null"
-        raise ConfigError(Mistake("train.parallel", "there is one process", written=parallel, allowed=allowed))
+        raise ConfigError(
+            Problem(
+                "train.parallel", "this needs several processes, but the run has one", given=parallel, allowed=allowed
+            )
+        )
     if ranks > 1 and parallel is None:
-        problem = f"torchrun started {ranks} processes, each of which would train for itself"
-        raise ConfigError(Mistake("train.parallel", problem, allowed="ddp, fsdp2"))
+        message = f"torchrun started {ranks} processes, which would train independently of each other"
+        raise ConfigError(Problem("train.parallel", message, allowed="ddp, fsdp2"))
     if ranks > 1 and config.plan:
         allowed = "the same command without torchrun and train.parallel"
-        raise ConfigError(Mistake("plan", "a plan is made by one process", written=True, allowed=allowed))
+        raise ConfigError(Problem("plan", "a dry run uses one process", given=True, allowed=allowed))

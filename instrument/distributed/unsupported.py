@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import Mistake
+from ..errors import Problem
 from ..spec.budget import BudgetConfig
 from ..spec.functions import PenaltySpec
 from ..spec.hooks import HookSpec
 
 
-def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:
+def budget_problems(budget: BudgetConfig | None) -> list[Problem]:
     """Report a recording budget, which cannot be combined with `reduce=global`.
 
     Args:
@@ -21,11 +21,11 @@ def budget_mistakes(budget: BudgetConfig | None) -> list[Mistake]:
     """
     if budget is None or (budget.time is None and budget.bytes is None):
         return []
-    problem = "each rank would look away at other times, and rows of all ranks need all of them"
-    return [Mistake("budget", problem, allowed="reduce=none")]
+    message = "each rank would pause hooks at different steps, but reduce=global needs the rows of all ranks"
+    return [Problem("budget", message, allowed="reduce=none")]
 
 
-def shard_mistakes(hooks: Mapping[str, HookSpec]) -> list[Mistake]:
+def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
     """Report hooks that never fire, or have no effect, on parameters that FSDP2 shards.
 
     Args:
@@ -34,25 +34,25 @@ def shard_mistakes(hooks: Mapping[str, HookSpec]) -> list[Mistake]:
     Returns:
         One problem for each such hook. Its `allowed` names a kind that works.
     """
-    mistakes = []
+    problems = []
     for name, spec in hooks.items():
         if spec.kind == "parameter_grad_micro":
-            mistakes.append(
-                Mistake(
+            problems.append(
+                Problem(
                     f"hooks.{name}.kind",
-                    "Tensor.register_hook never fires on parameters that fsdp2 shards",
-                    written=spec.kind,
+                    "Tensor.register_hook never fires on parameters sharded by fsdp2",
+                    given=spec.kind,
                     allowed="post_accumulate_grad: the averaged gradient, in this rank's shard; parameter_grad: at the "
                     "optimizer boundary",
                 )
             )
         if isinstance(spec, PenaltySpec) and spec.kind == "loss":
-            mistakes.append(
-                Mistake(
+            problems.append(
+                Problem(
                     f"hooks.{name}.kind",
-                    "a penalty on the loss does not reach parameters that fsdp2 shards",
-                    written=spec.kind,
+                    "a penalty on the loss has no effect on parameters sharded by fsdp2",
+                    given=spec.kind,
                     allowed="parameter_grad",
                 )
             )
-    return mistakes
+    return problems

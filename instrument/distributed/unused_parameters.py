@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-def has_idle(model: nn.Module, loss: Tensor) -> bool:
+def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:
     """Return whether a trainable parameter receives no gradient from a loss.
 
     The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.

@@ -14,15 +14,15 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 from ..capture.tables import TABLES
-from ..errors import ConfigError, InstrumentError, Mistake, own_frame
-from ..kinds.hook_timer import hidden_factor
+from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..training.experiment import Experiment
-from .profiling import SECONDS, TABLES_OF_ROWS, Found, Visit, bare_steps, first_batches, hooked_steps
-from .size_estimates import Seen, bytes_of_rows, bytes_of_tensors, estimate
+from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
+from .size_estimates import Sample, bytes_of_rows, bytes_of_tensors
 
 
-def rehearse(experiment: Experiment) -> Forecast:
+def dry_run(experiment: Experiment) -> Forecast:
     """Estimate the cost of a run from a few of its steps.
 
     The steps change the experiment, so it cannot be used for training afterwards.
@@ -36,55 +36,63 @@ def rehearse(experiment: Experiment) -> Forecast:
     Raises:
         ConfigError: A step fails. The message says whether it fails without hooks or with them.
     """
-    spent = replace(experiment, scheduler=None)
+    without_scheduler = replace(experiment, scheduler=None)
     try:
-        batches, loading = first_batches(experiment)
-        bare = bare_steps(spent, batches, seconds=0.0)
+        batches, loading = load_batches(experiment)
+        baseline = profile_baseline(without_scheduler, batches, seconds=0.0)
     except Exception as error:
-        raise ConfigError(_failure("model, task, data", "a step fails, without any hooks", error)) from error
-    with TemporaryDirectory(prefix="instrument-rehearsal-") as name:
+        raise ConfigError(_failure("model, task, data", "a step without hooks fails", error)) from error
+    with TemporaryDirectory(prefix="instrument-dry-run-") as name:
         folder = Path(name)
         try:
-            found = hooked_steps(spent, batches, folder)
+            profile = profile_hooks(without_scheduler, batches, folder)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(_failure("hooks", "a step with these hooks fails", error)) from error
-        bare += bare_steps(spent, batches, SECONDS / 2)
-        return _result(experiment, found, bare, loading, folder)
+        baseline += profile_baseline(without_scheduler, batches, SECONDS / 2)
+        return _result(experiment, profile, baseline, loading, folder)
 
 
-def _result(experiment: Experiment, found: Found, bare: Sequence[float], loading: float, folder: Path) -> Forecast:
+def _result(
+    experiment: Experiment, profile: Profile, baseline: Sequence[float], loading: float, folder: Path
+) -> Forecast:
     """Compute the estimated cost of the run.
 
     Args:
         experiment: The experiment.
-        found: The measurements of the steps with hooks.
-        bare: The durations of steps without hooks, in seconds.
+        profile: The measurements of the steps with hooks.
+        baseline: The durations of steps without hooks, in seconds.
         loading: The time to load the batches of a step, in seconds.
         folder: The temporary folder with the rows.
     """
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
-    seen: dict[str, dict[str, Seen]] = {table: {} for table in TABLES_OF_ROWS}
-    kept: dict[str, list[int]] = {}
+    samples: dict[str, dict[str, Sample]] = {table: {} for table in TABLES_OF_ROWS}
+    tensor_bytes: dict[str, list[int]] = {}
     times: dict[str, float] = {}
     for name, spec in plan.specs.items():
         due = firings[name]
-        visits = [visit for visit in found.kept if visit.phase == spec.phase and visit.step in due.steps]
-        in_a_visit = found.micro_batches if spec.phase == "train" and spec.definition.rhythm == "micro_step" else 1
+        step_profiles = [
+            step_profile
+            for step_profile in profile.steps_with_rows
+            if step_profile.phase == spec.phase and step_profile.step in due.steps
+        ]
+        micro_steps = (
+            profile.micro_batches if spec.phase == "train" and spec.definition.frequency == "micro_step" else 1
+        )
         for table in TABLES_OF_ROWS:
-            written = [visit.rows[table][name] for visit in visits]
+            written = [step_profile.rows[table][name] for step_profile in step_profiles]
             shortest = min(map(len, written), default=0)
-            count = shortest // in_a_visit
-            seen[table][name] = Seen([some[:shortest] for some in written], due.steps, count * due.times)
+            count = shortest // micro_steps
+            samples[table][name] = Sample([some[:shortest] for some in written], due.steps, count * due.times)
             rows[name] = rows.get(name, 0) + count
-        kept[name] = [size for visit in visits for size in visit.kept[name]]
-        times[name] = due.times / in_a_visit / max(1, len(visits))
-        rows[name] += len(kept[name]) // max(1, len(visits)) // in_a_visit
-    sizes = _sizes(folder, seen, estimate(found.tensors), kept, times, _checkpoints(experiment))
-    seconds, fixed = _seconds(found, bare, [name for name, spec in plan.specs.items() if spec.phase == "train"])
+        tensor_bytes[name] = [size for step_profile in step_profiles for size in step_profile.tensor_bytes[name]]
+        times[name] = due.times / micro_steps / max(1, len(step_profiles))
+        rows[name] += len(tensor_bytes[name]) // max(1, len(step_profiles)) // micro_steps
+    sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, _checkpoints(experiment))
+    seconds, fixed = _seconds(profile, baseline, [name for name, spec in plan.specs.items() if spec.phase == "train"])
     cost = {
         name: Cost(
             len(due.steps),
@@ -96,7 +104,7 @@ def _result(experiment: Experiment, found: Found, bare: Sequence[float], loading
         for name, due in firings.items()
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
-    without = loading + median(bare)
+    without = loading + median(baseline)
     return Forecast(cost, without, without + fixed + added)
 
 
@@ -108,9 +116,9 @@ def _checkpoints(experiment: Experiment) -> float:
 
 def _sizes(
     folder: Path,
-    seen: Mapping[str, Mapping[str, Seen]],
-    estimated: int,
-    kept: Mapping[str, list[int]],
+    samples: Mapping[str, Mapping[str, Sample]],
+    written: Sequence[int],
+    tensor_bytes: Mapping[str, list[int]],
     times: Mapping[str, float],
     checkpoints: float,
 ) -> dict[str, float]:
@@ -118,65 +126,77 @@ def _sizes(
 
     Args:
         folder: The temporary folder with the rows.
-        seen: By table and spec, the measured rows.
-        estimated: The approximate size of all tensors in the folder, in bytes.
-        kept: By spec, the size of each recorded tensor, in bytes.
+        samples: By table and spec, the measured rows.
+        written: The size of each tensor in the folder, in bytes, in the order of the rows.
+        tensor_bytes: By spec, the size of each recorded tensor, in bytes.
         times: By spec, the number of times that the run records this amount.
         checkpoints: The expected number of checkpoints.
     """
     scratch = folder / "scratch"
     scratch.mkdir()
-    tables = [bytes_of_tensors(scratch, folder, estimated, kept, times, checkpoints)]
-    for table, specs in seen.items():
+    tables = [bytes_of_tensors(scratch, folder, written, tensor_bytes, times, checkpoints)]
+    for table, specs in samples.items():
         between = sum(spec.rows for spec in specs.values()) / checkpoints if checkpoints else math.inf
         tables.append(bytes_of_rows(scratch, TABLES[table], specs, between))
-    return {name: sum(sizes[name] for sizes in tables) for name in kept}
+    return {name: sum(sizes[name] for sizes in tables) for name in tensor_bytes}
 
 
-def _seconds(found: Found, bare: Sequence[float], specs: Sequence[str]) -> tuple[dict[str, float], float]:
+def _seconds(profile: Profile, baseline: Sequence[float], specs: Sequence[str]) -> tuple[dict[str, float], float]:
     """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step.
 
     Args:
-        found: The measurements of the steps with hooks.
-        bare: The durations of steps without hooks, in seconds.
+        profile: The measurements of the steps with hooks.
+        baseline: The durations of steps without hooks, in seconds.
         specs: The names of the specs of the training phase.
 
     Returns:
         Seconds by spec, and seconds per step.
     """
-    visits = [visit for visit in found.visits if visit.phase == "train"]
-    if not visits:
+    step_profiles = [step_profile for step_profile in profile.steps if step_profile.phase == "train"]
+    if not step_profiles:
         return {}, 0.0
-    steps = [_usual([visit for visit in visits if visit.step == step]) for step in sorted({v.step for v in visits})]
+    steps = [
+        _usual([step_profile for step_profile in step_profiles if step_profile.step == step])
+        for step in sorted({v.step for v in step_profiles})
+    ]
     usual = {step.step: step.seconds for step in steps}
-    middle = fmean(usual.values())
-    certain = [middle + visit.seconds - usual[visit.step] for visit in visits] if len(visits) >= 3 * len(steps) else []
-    factor = hidden_factor(certain, bare, fmean(step.told for step in steps))
+    mean_seconds = fmean(usual.values())
+    hooked_seconds = (
+        [mean_seconds + step_profile.seconds - usual[step_profile.step] for step_profile in step_profiles]
+        if len(step_profiles) >= 3 * len(steps)
+        else []
+    )
+    factor = overhead_factor(hooked_seconds, baseline, fmean(step.hook_seconds for step in steps))
     spent: dict[str, float] = {}
     for name in specs:
-        with_it = [step for step in steps if step.firings[name]]
-        if with_it:
-            around = fmean(
-                max(0.0, step.told - found.idle - sum(step.acting.values()))
+        steps_with_firings = [step for step in steps if step.firings[name]]
+        if steps_with_firings:
+            outside_actions = fmean(
+                max(0.0, step.hook_seconds - profile.unscheduled_seconds - sum(step.action_seconds.values()))
                 * step.firings[name]
                 / sum(step.firings.values())
-                for step in with_it
+                for step in steps_with_firings
             )
-            spent[name] = factor * (fmean(step.acting[name] for step in with_it) + around)
-    return spent, factor * found.idle
+            spent[name] = factor * (fmean(step.action_seconds[name] for step in steps_with_firings) + outside_actions)
+    return spent, factor * profile.unscheduled_seconds
 
 
-def _usual(visits: Sequence[Visit]) -> Visit:
+def _usual(step_profiles: Sequence[StepProfile]) -> StepProfile:
     """Return the medians over several measurements of one step. Medians suppress interruptions by other processes."""
-    first = visits[0]
-    acting = {name: median(visit.acting[name] for visit in visits) for name in first.firings}
-    seconds, told = median(visit.seconds for visit in visits), median(visit.told for visit in visits)
-    return replace(first, seconds=seconds, told=told, acting=acting)
+    first = step_profiles[0]
+    action_seconds = {
+        name: median(step_profile.action_seconds[name] for step_profile in step_profiles) for name in first.firings
+    }
+    seconds, hook_seconds = (
+        median(step_profile.seconds for step_profile in step_profiles),
+        median(step_profile.hook_seconds for step_profile in step_profiles),
+    )
+    return replace(first, seconds=seconds, hook_seconds=hook_seconds, action_seconds=action_seconds)
 
 
-def _failure(where: str, problem: str, error: Exception) -> Mistake:
+def _failure(where: str, message: str, error: Exception) -> Problem:
     """Return the error for a step that failed."""
-    told = str(error).strip()
+    description = str(error).strip()
     if not isinstance(error, InstrumentError):
-        told = f"{type(error).__name__}: {told.splitlines()[0] if told else ''}"
-    return Mistake(where, f"{problem}{own_frame(error)}", written=told)
+        description = f"{type(error).__name__}: {description.splitlines()[0] if description else ''}"
+    return Problem(where, f"{message}{user_code_location(error)}", given=description)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..capture.probe import Probe
 from ..capture.sink import Row
 from ..capture.tables import TABLES
-from ..distributed.sharding import Group
-from ..kinds.hook_timer import Meter
+from ..distributed.sharding import StepBatches
+from ..kinds.hook_timer import HookTimer
 from ..nested import number_of_samples
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
@@ -26,15 +26,19 @@ from ..training.experiment import Experiment
 from ..training.loop import evaluate, make_step
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
-LEAST, MOST, KEPT = 2, 40, 4  # Repetitions of the steps: minimum, maximum, and those whose rows are stored.
+MIN_REPEATS, MAX_REPEATS, REPEATS_WITH_ROWS = (
+    2,
+    40,
+    4,
+)  # Repetitions of the steps: minimum, maximum, and those whose rows are stored.
 BATCHES = 8  # Micro-batches to train on; more if one step has more.
-MOST_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
+MAX_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
 HOOK = TABLES["stats"].names.index("hook")
 TABLES_OF_ROWS = ("stats", "distributions", "effects")
 
 
-class _Bare:
-    """A watcher that does nothing, for steps without hooks."""
+class _NoHooks:
+    """An observer that does nothing, for steps without hooks."""
 
     def loss(self, loss: Tensor) -> Tensor:
         return loss
@@ -47,52 +51,52 @@ class _Bare:
 
 
 @dataclass
-class Visit:
+class StepProfile:
     """The measurements of one step, or of one batch of an evaluation, with hooks.
 
     Attributes:
         step: The index of the step.
         phase: `train` or `eval`.
         rows: The written rows, by table and spec.
-        kept: By spec, the size of each recorded tensor, in bytes.
+        tensor_bytes: By spec, the size of each recorded tensor, in bytes.
         seconds: The duration of the step.
-        told: The time spent in hooks, from the stopwatch, in seconds.
-        acting: By spec, the part of `told` that its actions took, in seconds.
+        hook_seconds: The time spent in hooks, from the stopwatch, in seconds.
+        action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
         firings: By spec, the number of firings.
     """
 
     step: int
     phase: str
     rows: dict[str, dict[str, list[Row]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
-    kept: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
-    told: float = 0.0
-    acting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    hook_seconds: float = 0.0
+    action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     firings: Counter[str] = field(default_factory=Counter)
 
 
-class _Noting:
+class _RecordingSink:
     """A sink that passes all rows to another sink and stores them for the profile.
 
     Args:
         sink: The other sink.
 
     Attributes:
-        visit: The present step, to which rows are added.
-        notes: Whether rows are stored.
+        step_profile: The measurements of the present step, to which rows are added.
+        stores_rows: Whether rows are stored.
         sizes: The size of each recorded tensor, in bytes.
     """
 
     def __init__(self, sink: ParquetSink) -> None:
         self.sink = sink
-        self.visit = Visit(0, "train")
-        self.notes = True
+        self.step_profile = StepProfile(0, "train")
+        self.stores_rows = True
         self.sizes: list[int] = []
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        if table in TABLES_OF_ROWS and self.notes:
+        if table in TABLES_OF_ROWS and self.stores_rows:
             for row in rows:
-                self.visit.rows[table][row[HOOK]].append(row)
+                self.step_profile.rows[table][row[HOOK]].append(row)
         self.sink.write(table, rows)
 
     def keep(
@@ -100,7 +104,7 @@ class _Noting:
     ) -> int | None:
         size = self.sink.keep(key, source_shape, tensor, dtype)
         assert size is not None, "a sink that waits for room drops nothing"
-        self.visit.kept[key[HOOK]].append(size)
+        self.step_profile.tensor_bytes[key[HOOK]].append(size)
         self.sizes.append(size)
         return size
 
@@ -112,25 +116,25 @@ class _Noting:
 
 
 @dataclass
-class Found:
+class Profile:
     """The measurements of all steps with hooks.
 
     Attributes:
-        visits: The measurements for durations.
-        idle: The time spent in hooks in a step at which no hook is scheduled, in seconds.
-        kept: The measurements for rows.
+        steps: The measurements for durations.
+        unscheduled_seconds: The time spent in hooks in a step at which no hook is scheduled, in seconds.
+        steps_with_rows: The measurements for rows.
         micro_batches: The number of micro-batches per step.
-        tensors: The size of each recorded tensor, in bytes.
+        tensor_bytes: The size of each recorded tensor, in bytes.
     """
 
-    visits: list[Visit]
-    idle: float
-    kept: list[Visit]
+    steps: list[StepProfile]
+    unscheduled_seconds: float
+    steps_with_rows: list[StepProfile]
     micro_batches: int
-    tensors: list[int]
+    tensor_bytes: list[int]
 
 
-def first_batches(experiment: Experiment) -> tuple[list[Group], float]:
+def load_batches(experiment: Experiment) -> tuple[list[StepBatches], float]:
     """Load the micro-batches of the first steps: of several steps if they are few, of at least one step.
 
     Args:
@@ -140,7 +144,7 @@ def first_batches(experiment: Experiment) -> tuple[list[Group], float]:
         The micro-batches of each step, and the time to load those of one step, in seconds. Training waits for this
         time.
     """
-    groups: list[Group] = []
+    groups: list[StepBatches] = []
     taken: list[float] = []
     began = time.perf_counter()
     for _, group in experiment.batches:
@@ -153,36 +157,38 @@ def first_batches(experiment: Experiment) -> tuple[list[Group], float]:
     return groups, median(taken[1:] or taken)  # The first step also waits for the dataset.
 
 
-def bare_steps(experiment: Experiment, batches: Sequence[Group], seconds: float) -> list[float]:
+def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], seconds: float) -> list[float]:
     """Measure steps without hooks. The first step is omitted, because it allocates memory.
 
     Args:
         experiment: The experiment.
         batches: The micro-batches of each step, used in turn.
-        seconds: The duration of the measurement. It ends earlier after `MOST` steps.
+        seconds: The duration of the measurement. It ends earlier after `MAX_REPEATS` steps.
 
     Returns:
         The duration of each step, in seconds.
     """
-    _compile_anew(experiment)
+    _reset_compiler(experiment)
     experiment.model.train()
-    watcher = _Bare()
+    observer = _NoHooks()
     taken: list[float] = []
     began = time.perf_counter()
-    while len(taken) <= max(LEAST, len(batches)) or (time.perf_counter() - began < seconds and len(taken) <= MOST):
+    while len(taken) <= max(MIN_REPEATS, len(batches)) or (
+        time.perf_counter() - began < seconds and len(taken) <= MAX_REPEATS
+    ):
         step_began = time.perf_counter()
-        make_step(experiment, watcher, batches[len(taken) % len(batches)])
+        make_step(experiment, observer, batches[len(taken) % len(batches)])
         taken.append(time.perf_counter() - step_began)
     return taken[1:]
 
 
-def _compile_anew(experiment: Experiment) -> None:
+def _reset_compiler(experiment: Experiment) -> None:
     """Discard compiled code, because it does not notice that hooks were attached or removed."""
     if experiment.config.train.compile:
         torch.compiler.reset()
 
 
-def _of_sizes(batches: Sequence[Group], sizes: Sequence[int]) -> Sequence[Group]:
+def _of_sizes(batches: Sequence[StepBatches], sizes: Sequence[int]) -> Sequence[StepBatches]:
     """Return the steps with the given micro-batch sizes; all steps if no step has them.
 
     Recorded tensors of another run fit only batches of the same size.
@@ -190,7 +196,68 @@ def _of_sizes(batches: Sequence[Group], sizes: Sequence[int]) -> Sequence[Group]
     return [group for group in batches if [number_of_samples(batch) for batch in group] == sizes] or batches
 
 
-def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path) -> Found:
+class _Profiler:
+    """A probe for selected steps and evaluations, with a timer and a sink that stores the rows.
+
+    Args:
+        experiment: The experiment.
+        batches: The micro-batches of each step, used in turn.
+        folder: The folder to which rows are written.
+
+    Attributes:
+        first_steps: The first scheduled step of each hook, by phase.
+    """
+
+    def __init__(self, experiment: Experiment, batches: Sequence[StepBatches], folder: Path) -> None:
+        config, plan = experiment.config, experiment.plan
+        firings = {name: firings_of(spec, experiment.length) for name, spec in plan.specs.items()}
+        self.first_steps = {
+            phase: sorted({firings[n].steps[0] for n, s in plan.specs.items() if s.phase == phase and firings[n].steps})
+            for phase in ("train", "eval")
+        }
+        self.sink = _RecordingSink(ParquetSink(folder, tensors=config.sink.tensors))
+        self.probe = Probe(
+            plan,
+            self.sink,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=config.seed,
+            archive=experiment.archive,
+        )
+        self.timer = self.probe.clock.timer = HookTimer()
+        one_batch: Any = [next(iter(experiment.evaluation))] if self.first_steps["eval"] else []
+        self.experiment = experiment
+        self.evaluation = replace(experiment, evaluation=one_batch)
+        self.batches = {
+            step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in self.first_steps["train"]
+        }
+
+    def measure(self, step: int, phase: str) -> StepProfile:
+        """Execute and measure one step, or one batch of an evaluation."""
+        self.sink.step_profile = profile = StepProfile(step, phase)
+        self.probe.go_to(step)
+        self.timer.reset()
+        began = time.perf_counter()
+        if phase == "train":
+            metrics = make_step(self.experiment, self.probe, next(self.batches[step]))
+        else:
+            metrics = evaluate(self.evaluation, self.probe)
+        metrics["loss"]  # Synchronizes with the device.
+        profile.seconds = time.perf_counter() - began
+        profile.hook_seconds = self.timer.seconds
+        for attached, seconds in self.timer.at.items():
+            profile.action_seconds[attached.site.spec.name] += seconds
+        for attached, count in self.timer.firings.items():
+            profile.firings[attached.site.spec.name] += count
+        self.probe.recorder.flush()
+        return profile
+
+    def measure_all(self) -> list[StepProfile]:
+        """Execute and measure all first scheduled steps once."""
+        return [self.measure(step, phase) for phase, steps in self.first_steps.items() for step in steps]
+
+
+def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder: Path) -> Profile:
     """Measure steps with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
     Args:
@@ -201,65 +268,31 @@ def hooked_steps(experiment: Experiment, batches: Sequence[Group], folder: Path)
     Returns:
         The measurements.
     """
-    config, plan = experiment.config, experiment.plan
-    firings = {name: firings_of(spec, experiment.length) for name, spec in plan.specs.items()}
-    first = {
-        phase: sorted({firings[n].steps[0] for n, s in plan.specs.items() if s.phase == phase and firings[n].steps})
-        for phase in ("train", "eval")
-    }
-    sink = _Noting(ParquetSink(folder, tensors=config.sink.tensors))
-    probe = Probe(
-        plan,
-        sink,
-        optimizer=experiment.optimizers,
-        scaler=experiment.scaler,
-        seed=config.seed,
-        archive=experiment.archive,
-    )
-    meter = probe.clock.meter = Meter()
-    _compile_anew(experiment)
-    one_batch: Any = [next(iter(experiment.evaluation))] if first["eval"] else []
-    evaluation = replace(experiment, evaluation=one_batch)
-
-    shown = {step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in first["train"]}
-
-    def visit(step: int, phase: str) -> Visit:
-        """Execute and measure one step or evaluation."""
-        sink.visit = made = Visit(step, phase)
-        probe.go_to(step)
-        meter.reset()
-        began = time.perf_counter()
-        metrics = make_step(experiment, probe, next(shown[step])) if phase == "train" else evaluate(evaluation, probe)
-        metrics["loss"]  # Synchronizes with the device.
-        made.seconds = time.perf_counter() - began
-        made.told = meter.seconds
-        for live, seconds in meter.at.items():
-            made.acting[live.site.spec.name] += seconds
-        for live, count in meter.firings.items():
-            made.firings[live.site.spec.name] += count
-        probe.recorder.flush()
-        return made
-
-    visits: list[Visit] = []
+    profiler = _Profiler(experiment, batches, folder)
+    sink = profiler.sink
+    _reset_compiler(experiment)
+    steps: list[StepProfile] = []
     passes = 0
-    with probe:
+    with profiler.probe:
         began = time.perf_counter()
         while not passes or (
-            sum(sink.sizes) < MOST_BYTES
-            and (passes <= LEAST or (passes <= MOST and time.perf_counter() - began < SECONDS))
+            sum(sink.sizes) < MAX_BYTES
+            and (passes <= MIN_REPEATS or (passes <= MAX_REPEATS and time.perf_counter() - began < SECONDS))
         ):
-            visits += [visit(step, phase) for phase, steps in first.items() for step in steps]
+            steps += profiler.measure_all()
             passes += 1
-            sink.notes = passes < KEPT
-        for live in probe.lives:
-            live.away = live.records
-        idle = [visit(step, "train") for step in first["train"][:1] for _ in range(min(passes, 8))]
-    in_a_pass = sum(map(len, first.values()))
-    idle_told = [made.told - sum(made.acting.values()) for made in idle]
-    return Found(
-        visits[in_a_pass:] or visits,
-        median(idle_told or [0.0]),
-        visits[: KEPT * in_a_pass],
+            sink.stores_rows = passes < REPEATS_WITH_ROWS
+        for attached in profiler.probe.attached_hooks:
+            attached.is_paused = attached.is_record_hook
+        unscheduled = [
+            profiler.measure(step, "train") for step in profiler.first_steps["train"][:1] for _ in range(min(passes, 8))
+        ]
+    in_a_pass = len(steps) // passes
+    overheads = [profile.hook_seconds - sum(profile.action_seconds.values()) for profile in unscheduled]
+    return Profile(
+        steps[in_a_pass:] or steps,
+        median(overheads or [0.0]),
+        steps[: REPEATS_WITH_ROWS * in_a_pass],
         len(batches[0]),
         sink.sizes,
     )

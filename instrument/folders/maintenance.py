@@ -13,12 +13,12 @@ from ..errors import ConfigError, InstrumentError
 from ..sinks.lock import FolderLock, is_written
 from ..sinks.remote import refuse_address
 
-Work = Callable[[Path], tuple[str, Sequence[str]]]
+Operation = Callable[[Path], tuple[str, Sequence[str]]]
 """An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
 
     Args:
@@ -30,21 +30,21 @@ def held(folder: Path) -> Iterator[None]:
     """
     lock = FolderLock(folder)
     if is_written(folder) or not lock.acquire():
-        raise InstrumentError("still running; left as it is")
+        raise InstrumentError("the run is still running; nothing was changed")
     try:
         yield
     finally:
         lock.release()
 
 
-def each_run(
-    arguments: Sequence[str] | None, work: Work, *, name: str, description: str, metavar: str, reason: str
+def for_each_run(
+    arguments: Sequence[str] | None, operation: Operation, *, name: str, description: str, metavar: str, reason: str
 ) -> int:
     """Apply an operation to each run that the command line names.
 
     Args:
         arguments: The command-line arguments; None uses those of the process.
-        work: The operation. Called with the folder of each run.
+        operation: The operation. Called with the folder of each run.
         name: The name of the module, for `--help`.
         description: The description of the command, for `--help`.
         metavar: The name of the folder argument, for `--help`.
@@ -54,30 +54,36 @@ def each_run(
         The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
     """
     parser = argparse.ArgumentParser(prog=f"python -m instrument.{name}", description=description)
-    parser.add_argument("runs", nargs="+", metavar=metavar, type=Path, help="a run's folder, or one above several")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar=metavar,
+        type=Path,
+        help="the folder of a run, or a folder that contains several runs",
+    )
     code = 0
     for path in parser.parse_args(arguments).runs:
         try:
-            refuse_address(path, metavar, reason, allowed="a folder of this machine")
+            refuse_address(path, metavar, reason, allowed="a local folder")
             _, folders = find_runs(path)
         except (NoRunError, ConfigError) as error:
             print(error, file=sys.stderr)
             code = 2
             continue
         for folder in folders:
-            code = max(code, _done(folder, work))
+            code = max(code, _apply(folder, operation))
     return code
 
 
-def _done(folder: Path, work: Work) -> int:
+def _apply(folder: Path, operation: Operation) -> int:
     """Apply the operation to one run, print the result, and return the exit code."""
     try:
-        with held(folder):
-            told, problems = work(folder)
+        with locked(folder):
+            summary, problems = operation(folder)
     except (OSError, InstrumentError) as error:
         print(f"{folder}: {error}", file=sys.stderr)
         return 1
-    print(f"{folder}: {told}")
+    print(f"{folder}: {summary}")
     for problem in problems:
         print(f"{folder}: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError, Mistake, RankError, SinkError
+from ..errors import ConfigError, Problem, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote import refuse_address
+from .run_record import PACKAGES, Status, final_entries, git_revision, installed_version, read_record, write_json
 from .snapshot import Snapshot
 
-CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
-PATIENCE = 60.0  # Seconds that the other processes of a run wait for rank 0.
-Status = Literal["running", "done", "failed", "interrupted", "killed"]
-# Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
-ASIDE = ".aside"
-PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
+RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
 
 
-def refuse_taken(folder: Path, where: str) -> None:
+def check_folder_is_free(folder: Path, where: str) -> None:
     """Check that a new run can use a folder. A run never overwrites another run.
 
     Args:
@@ -42,10 +34,10 @@ def refuse_taken(folder: Path, where: str) -> None:
     refuse_address(folder, where)
     if (folder / "run.json").exists():
         raise ConfigError(
-            Mistake(
+            Problem(
                 where,
-                "there is a run in this folder already, and none is ever overwritten",
-                written=str(folder),
+                "the folder already contains a run, and runs are never overwritten",
+                given=str(folder),
             )
         )
     try:
@@ -55,16 +47,16 @@ def refuse_taken(folder: Path, where: str) -> None:
         probe.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
     except OSError as error:
         raise ConfigError(
-            Mistake(
+            Problem(
                 where,
-                f"this folder cannot be written: {error.strerror}",
-                written=str(folder),
-                allowed=f"{where}=FOLDER, one that you may write to",
+                f"the folder is not writable: {error.strerror}",
+                given=str(folder),
+                allowed=f"{where}=FOLDER, with a writable folder",
             )
         ) from None
 
 
-def refuse_other_count(path: Path, ranks: int) -> None:
+def check_process_count(path: Path, ranks: int) -> None:
     """Check that a run is resumed with the same number of processes.
 
     Args:
@@ -79,9 +71,9 @@ def refuse_other_count(path: Path, ranks: int) -> None:
         many, torchrun = (
             ("one process", "") if before == 1 else (f"{before} processes", f"torchrun --nproc-per-node {before} ")
         )
-        problem = f"this run was begun by {many}, and goes on with as many; this time it is {ranks}"
+        message = f"the run was started with {many} and must be resumed with the same number, not with {ranks}"
         allowed = f"{torchrun or 'python '}-m instrument resume={path}"
-        raise ConfigError(Mistake("resume", problem, written=str(path), allowed=allowed))
+        raise ConfigError(Problem("resume", message, given=str(path), allowed=allowed))
 
 
 class RunFolder:
@@ -111,14 +103,14 @@ class RunFolder:
         **record: Any,
     ) -> None:
         self._before = Snapshot.take(path)
-        refuse_taken(path, where)
+        check_folder_is_free(path, where)
         self.path = path
         self.on_error = on_error
         self._lock = FolderLock(path)
         if not self._lock.acquire():
-            raise ConfigError(Mistake(where, "another process has just begun a run in this folder", written=str(path)))
+            raise ConfigError(Problem(where, "another process has just started a run in this folder", given=str(path)))
         try:
-            refuse_taken(path, where)  # A run may have started and ended since the first check.
+            check_folder_is_free(path, where)  # A run may have started and ended since the first check.
         except ConfigError:
             self._lock.release()
             raise
@@ -128,14 +120,14 @@ class RunFolder:
             "ended": None,
             "error": None,
             **record,
-            "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+            "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
             "git_revision": git_revision(),
             "command": sys.argv,
         }
         self._write()
 
     @classmethod
-    def again(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
+    def reopen(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
         """Open the folder of a stopped run, to resume the run.
 
         Args:
@@ -147,26 +139,26 @@ class RunFolder:
         """
         record = read_record(path, "resume")
         if record["status"] == "done":
-            raise ConfigError(Mistake("resume", "this run is done: there is nothing left to do", written=str(path)))
-        place = cls.__new__(cls)
-        place.path, place.on_error = path, on_error
-        place._before = Snapshot.take(path)
-        place._lock = FolderLock(path)
-        if not place._lock.acquire():
-            raise ConfigError(Mistake("resume", "this run is still running, in another process", written=str(path)))
+            raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))
+        folder = cls.__new__(cls)
+        folder.path, folder.on_error = path, on_error
+        folder._before = Snapshot.take(path)
+        folder._lock = FolderLock(path)
+        if not folder._lock.acquire():
+            raise ConfigError(Problem("resume", "the run is still running in another process", given=str(path)))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
-        place.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
-        place._write()
-        return place
+        folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
+        folder._write()
+        return folder
 
     @contextmanager
-    def recording(self, is_begun: Callable[[], bool]) -> Iterator[None]:
+    def recording(self, has_started: Callable[[], bool]) -> Iterator[None]:
         """Write to run.json how the block ended: `done`, `interrupted` or `failed`. Then release the lock.
 
         Args:
-            is_begun: Returns whether training has begun. If a configuration error occurs earlier, the folder is
+            has_started: Returns whether training has begun. If a configuration error occurs earlier, the folder is
                 restored to its previous content.
         """
         try:
@@ -175,7 +167,7 @@ class RunFolder:
             self.finish("interrupted", interrupt)
             raise
         except ConfigError as error:
-            if is_begun():
+            if has_started():
                 self.finish("failed", error)
             else:
                 self._lock.release()
@@ -200,7 +192,7 @@ class RunFolder:
                 None.
         """
         try:
-            self.update(**ending(status, error))
+            self.update(**final_entries(status, error))
         except SinkError:
             if error is None:
                 raise
@@ -235,23 +227,25 @@ class JoinedFolder:
     def __init__(self, path: Path, rank: int, *, where: str = "hydra.run.dir") -> None:
         self.path = path
         self._lock = FolderLock(path, rank)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + RANK_0_TIMEOUT
         while not is_locked(path):  # Rank 0 locks the folder, after it checked that it contains no other run.
             if time.monotonic() > deadline:
-                problem = f"the first process has begun no run in this folder within {PATIENCE:.0f} seconds"
-                raise ConfigError(Mistake(where, problem, written=str(path)))
+                message = f"rank 0 did not start a run in this folder within {RANK_0_TIMEOUT:.0f} seconds"
+                raise ConfigError(Problem(where, message, given=str(path)))
             time.sleep(0.05)
         if not self._lock.acquire():
-            raise ConfigError(Mistake(where, "another process of this rank writes to this folder", written=str(path)))
+            raise ConfigError(
+                Problem(where, "another process with the same rank writes to this folder", given=str(path))
+            )
 
     @contextmanager
-    def recording(self, is_begun: Callable[[], bool]) -> Iterator[None]:  # noqa: ARG002
+    def recording(self, has_started: Callable[[], bool]) -> Iterator[None]:  # noqa: ARG002
         """Release the lock at the end of the block.
 
         If rank 0 died before it wrote a final status, this method writes the failure to run.json.
 
         Args:
-            is_begun: Ignored; see `RunFolder.recording`.
+            has_started: Ignored; see `RunFolder.recording`.
         """
         try:
             yield
@@ -270,94 +264,6 @@ class JoinedFolder:
         record = json.loads((self.path / "run.json").read_text())
         if record["status"] == "running":
             with suppress(FileNotFoundError):  # Another process wrote the file at the same time.
-                write_json(self.path / "run.json", {**record, **ending("failed", error), "failed_rank": error.rank})
-
-
-def ending(status: Status, error: BaseException | None) -> dict[str, Any]:
-    """Return the entries of run.json at the end of a run.
-
-    Args:
-        status: The final status.
-        error: The exception that ended the run; None without one.
-    """
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": told}
-
-
-def read_record(path: Path, where: str) -> dict[str, Any]:
-    """Read the run.json of a folder.
-
-    Args:
-        path: The folder of the run.
-        where: The configuration key of the folder, for error messages.
-
-    Raises:
-        ConfigError: The file does not exist, is not JSON, or was not written by this package.
-    """
-    try:
-        record = json.loads((path / "run.json").read_text())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            Mistake(where, f"its run.json cannot be read: {reason}", written=str(path), allowed="the folder of a run")
-        ) from None
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
-        raise ConfigError(Mistake(where, "its run.json is not one of a run of ours", written=str(path)))
-    return record
-
-
-def mark_killed(folder: Path) -> None:
-    """Set the status in run.json to `killed`, if it is `running`. Call it only if the process of the run is gone.
-
-    Args:
-        folder: The folder of the run.
-    """
-    path = folder / "run.json"
-    record = None
-    with suppress(ValueError):  # The file is damaged; `load` reports it.
-        record = json.loads(path.read_text())
-    if isinstance(record, dict) and record.get("status") == "running":
-        write_json(path, {**record, "status": "killed"})
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a JSON file atomically: the previous file remains until the new one is complete.
-
-    Args:
-        path: The file.
-        record: Its content.
-    """
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(json.dumps(record, indent=2, default=str) + "\n")
-    os.replace(aside, path)
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a configuration, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def git_revision() -> str | None:
-    """Return the commit of the working directory; None outside a git checkout.
-
-    The suffix `-dirty` marks uncommitted changes.
-    """
-    try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+                write_json(
+                    self.path / "run.json", {**record, **final_entries("failed", error), "failed_rank": error.rank}
+                )

@@ -55,7 +55,7 @@ class Snapshot:
             return
         for path in self.folder.glob("*"):
             if path.name not in self.names:
-                _remove_what_is_of_a_run(path)
+                _remove_run_files(path)
         for name in RECORDS:
             if name not in self.records and (self.folder / name).is_file():
                 (self.folder / name).unlink()
@@ -66,14 +66,14 @@ class Snapshot:
                 path.rmdir()
 
 
-def _remove_what_is_of_a_run(path: Path) -> None:
+def _remove_run_files(path: Path) -> None:
     """Remove a file or folder that a run or a sweep creates.
 
     In the folder of a table, only the parts are removed, and then the folder if it is empty.
     """
     from ..capture.tables import TABLES  # Imported late: it imports pyarrow, which is not needed for most errors.
     from ..sinks.parts import JOURNALS
-    from ..sinks.tracking import PLACES
+    from ..sinks.tracking import TRACKER_FOLDERS
 
     if path.is_symlink():  # Runs do not create symbolic links.
         return
@@ -85,7 +85,7 @@ def _remove_what_is_of_a_run(path: Path) -> None:
             part.unlink()
         with suppress(OSError):  # The folder is not empty.
             path.rmdir()
-    elif path.name in {".hydra", *PLACES.values(), JOURNALS, SUBMITTED} or (
+    elif path.name in {".hydra", *TRACKER_FOLDERS.values(), JOURNALS, SUBMITTED} or (
         _has(path, ".hydra", REFUSED) and not _has(path, "run.json")  # A job of a sweep that did not start.
     ):
         shutil.rmtree(path, ignore_errors=True)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-BY_THE_CLOCK = "${now:"
+NOW_RESOLVER = "${now:"
 
 
-def is_named_by_clock(part: DictConfig) -> bool:
+def contains_time(part: DictConfig) -> bool:
     """Return whether a folder name contains the current time (`${now:...}`), so that another name also serves.
 
     Args:
         part: Section `hydra.run` or `hydra.sweep`, with the key `dir`.
     """
-    return BY_THE_CLOCK in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
+    return NOW_RESOLVER in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
 
 
-def claim(folder: Path) -> Path:
+def create_unique_folder(folder: Path) -> Path:
     """Create a folder that does not exist yet.
 
     Args:
@@ -37,4 +37,4 @@ def claim(folder: Path) -> Path:
         except OSError:
             return folder
         return own
-    raise AssertionError("there is always a next number")
+    raise AssertionError("unreachable: count() never ends")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-import yaml
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -19,27 +18,25 @@ from ..analysis.archive import RunArchive
 from ..capture.optimizer_checks import Optimizers
 from ..capture.probe import Probe
 from ..capture.reducer import Ranks, own_rank
-from ..capture.sink import Sink
-from ..distributed.processes import told_who_died
-from ..distributed.unsupported import budget_mistakes, shard_mistakes
-from ..errors import ConfigError, InstrumentWarning, Mistake
+from ..distributed.processes import report_dead_ranks
+from ..distributed.unsupported import budget_problems, shard_problems
+from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.remote_copy import RemoteCopy
-from ..folders.run_folder import JoinedFolder, RunFolder, config_hash
+from ..folders.run_folder import JoinedFolder, RunFolder
+from ..folders.run_record import config_hash
 from ..kinds.scope import Parallel
 from ..plan.dimension_checks import refuse_misfits
 from ..plan.sites import make_plan
 from ..sharded import is_sharded
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
-from ..spec.base import HookBase
 from ..spec.budget import BudgetConfig
 from ..spec.config import SinkConfig
 from ..spec.hooks import HookSpec
-from ..spec.parse import parse_budget, parse_hooks
+from ..spec.parse import parse_budget
+from ..spec.spec_file import Specs, read_specs
 from ..stats.single_pass import KERNEL
-from ..training.compiled import broken_graphs, graph_breaks, meet_compiled
-
-Specs = str | Path | Mapping[str, Any] | Sequence[Any]
+from ..training.compiled import describe_graph_breaks, graph_breaks, prepare_compiled
 
 
 @contextmanager
@@ -109,13 +106,12 @@ def attach(
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
     refuse_misfits(plan, {})
-    notice = meet_compiled(model, plan)
+    notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
-    sink: Sink = MemorySink() if out is None else ParquetSink(Path(out))
-    attached = Probe(
+    probe = Probe(
         plan,
-        sink,
+        MemorySink() if out is None else ParquetSink(Path(out)),
         optimizer=optimizer,
         scaler=scaler,
         seed=seed,
@@ -126,29 +122,36 @@ def attach(
     )
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
-    place = None if out is None else _folder(Path(out), hooks, model, seed, copy.address)
+    folder = None if out is None else _folder(Path(out), hooks, model, seed, copy.address)
     try:
-        with copy, contextlib.nullcontext() if place is None else _recording(place, attached), attached as probe:
+        with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
-            if notice is not None:
-                probe.event("compiled", notice, severity="info")
-            breaks = graph_breaks()
-            yield probe
-            if message := broken_graphs(breaks):
-                probe.event("graph_break", message, severity="info")
+            with _events_of_compiler(probe, notice):
+                yield probe
             for message in copy.messages():
                 probe.event("remote", message)
     finally:
-        for message in attached.warnings:
+        for message in probe.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=3)
 
 
 @contextmanager
-def _recording(place: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
+def _events_of_compiler(probe: Probe, notice: str | None) -> Iterator[None]:
+    """Write an event for a compiled model (`notice`) and one for the graph breaks of the block."""
+    if notice is not None:
+        probe.event("compiled", notice, severity="info")
+    breaks = graph_breaks()
+    yield
+    if message := describe_graph_breaks(breaks):
+        probe.event("graph_break", message, severity="info")
+
+
+@contextmanager
+def _recording(run_folder: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    told = told_who_died(place.path, lambda rank: place.update(failed_rank=rank))
-    with place.recording(is_begun=lambda: probe.step > 0), told if several else contextlib.nullcontext():
+    dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
+    with run_folder.recording(has_started=lambda: probe.step > 0), dead_ranks if several else contextlib.nullcontext():
         yield
 
 
@@ -158,7 +161,7 @@ class _Warnings:
     def warn(self, message: str) -> None:
         warnings.warn(message, InstrumentWarning, stacklevel=2)
 
-    def sent(self, address: str, size: int) -> None:
+    def uploaded(self, address: str, size: int) -> None:
         pass
 
 
@@ -170,7 +173,7 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
     """
     if out is None and remote is not None:
         raise ConfigError(
-            Mistake("remote", "rows are kept in memory, and there are no files to send", allowed="out=FOLDER")
+            Problem("remote", "the rows are kept in memory, so there are no files to upload", allowed="out=FOLDER")
         )
     return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), _Warnings(), where="remote")
 
@@ -182,21 +185,21 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
         ConfigError: An argument or a hook is not supported with several processes or with sharded parameters.
     """
     if reduce not in ("none", "global"):
-        raise ConfigError(Mistake("reduce", "has to be one of two", written=reduce, allowed=("none", "global")))
+        raise ConfigError(Problem("reduce", "not one of the allowed values", given=reduce, allowed=("none", "global")))
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     parallel: Parallel = "own"
-    mistakes = budget_mistakes(budget) if reduce == "global" else []
+    problems = budget_problems(budget) if reduce == "global" else []
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         parallel = "ddp"
     elif sharded := [parameter for parameter in model.parameters() if is_sharded(parameter)]:
         parallel = "fsdp2"
-        mistakes += shard_mistakes(hooks)
-        if reduce == "global" and not all(place.is_shard() for parameter in sharded for place in parameter.placements):
-            problem = "some parameters are the same in several processes, and would count as often"
-            mistakes.append(Mistake("reduce", problem, written=reduce, allowed="none"))
-    if mistakes:
-        raise ConfigError(*mistakes)
+        problems += shard_problems(hooks)
+        if reduce == "global" and not all(placement.is_shard() for parameter in sharded for placement in parameter.placements):
+            message = "some parameters are replicated in several processes and would be counted more than once"
+            problems.append(Problem("reduce", message, given=reduce, allowed="none"))
+    if problems:
+        raise ConfigError(*problems)
     return Ranks(parallel, reduces=reduce == "global")
 
 
@@ -206,14 +209,14 @@ def _folder(
     """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
         return JoinedFolder(path, own_rank(), where="out")
-    told = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
+    given = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     return RunFolder(
         path,
         where="out",
         name=path.name,
         seed=seed,
-        config={"hooks": told},
-        config_hash=config_hash(told),
+        config={"hooks": given},
+        config_hash=config_hash(given),
         overrides={},
         device=_device(model),
         data=None,
@@ -221,53 +224,6 @@ def _folder(
         remote=remote,
         ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     )
-
-
-def read_specs(specs: Specs) -> dict[str, HookSpec]:
-    """Parse hook specs from a file, from plain mappings, or from spec objects.
-
-    Args:
-        specs: See `attach`.
-
-    Returns:
-        The specs by name.
-
-    Raises:
-        ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
-    """
-    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
-    if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
-        given = given["hooks"]
-    if isinstance(given, Mapping):
-        return parse_hooks({name: _plain(spec) for name, spec in given.items()})
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return parse_hooks([_plain(spec) for spec in given])
-    return parse_hooks(given)
-
-
-def _read_file(path: Path) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: The file cannot be read or is not YAML.
-    """
-    try:
-        return yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(Mistake("specs", f"the file cannot be read: {error.strerror}", written=str(path))) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(Mistake("specs", f"the file is not YAML: {error}", written=str(path))) from None
-
-
-def _plain(spec: Any) -> Any:
-    """Convert a spec object to a mapping. Other values are returned unchanged."""
-    if isinstance(spec, HookBase):
-        return {
-            name: value
-            for name, value in spec.model_dump(exclude_unset=True, by_alias=True).items()
-            if name != "name" or value
-        }
-    return spec
 
 
 def _device(model: nn.Module) -> str:

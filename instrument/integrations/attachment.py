@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from ..capture.probe import Probe
-from .attach import Specs, attach
+from ..spec.spec_file import Specs
+from .attach import attach
 
 
-class Attachment:
+class TrainerCallbackBase:
     """Hook specs, the output folder, and the probe after attaching.
 
     Args:
@@ -36,7 +37,7 @@ class Attachment:
             RuntimeError: Training has not started yet.
         """
         if self._probe is None:
-            raise RuntimeError("nothing is attached before the trainer trains")
+            raise RuntimeError("no probe: training has not started yet")
         return self._probe
 
     def _attach(self, model: nn.Module, **more: Any) -> None:

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .attachment import Attachment
+from .attachment import TrainerCallbackBase
 
 
-class LightningCallback(Attachment, Callback):
+class LightningCallback(TrainerCallbackBase, Callback):
     """Attach hooks while `trainer.fit` runs.
 
     Layer names start at the LightningModule: `net.layer1`, if the network is stored as `self.net`.
@@ -80,7 +80,7 @@ class LightningCallback(Attachment, Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switch the phase to `eval`, or to `sanity` for the sanity check."""
-        self._phase("sanity" if trainer.sanity_checking else "eval")
+        self._set_phase("sanity" if trainer.sanity_checking else "eval")
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any, **more: Any) -> None:
         """End the micro-step of an evaluation batch."""
@@ -89,7 +89,7 @@ class LightningCallback(Attachment, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switch the phase back to `train`."""
-        self._phase("train")
+        self._set_phase("train")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the hooks."""
@@ -99,6 +99,6 @@ class LightningCallback(Attachment, Callback):
         """Detach the hooks and record the error."""
         self._stack.__exit__(type(exception), exception, exception.__traceback__)
 
-    def _phase(self, phase: str) -> None:
+    def _set_phase(self, phase: str) -> None:
         if self._probe is not None:  # no probe is attached if `trainer.validate` is called without `fit`
             self._probe.phase = phase

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .attachment import Attachment
+from .attachment import TrainerCallbackBase
 
 
-class TransformersCallback(Attachment, TrainerCallback):
+class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     """Attach hooks while `trainer.train` runs.
 
     The Trainer does not report errors to its callbacks. Use the callback as a context manager, so that the hooks are

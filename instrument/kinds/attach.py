@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch.optim import Optimizer
 
-from .attached import Clock, Family, LiveSite
+from .attached import AttachedHook
+from .clock import Clock
+from .family import Family
 from .loss import LossHooks
 from .module import ModuleHooks
 from .module_backward import ModuleBackwardHooks
@@ -15,23 +17,23 @@ from .optimizer_owners import Owners
 from .parameter import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
 
-Place = tuple[type[Family], int, bool, bool]
+Location = tuple[type[Family], int, bool, bool]
 
 
 def attach_sites(
-    lives: Sequence[LiveSite], optimizers: Sequence[Optimizer], clock: Clock, *, by_loop: bool = False
+    attached_hooks: Sequence[AttachedHook], optimizers: Sequence[Optimizer], clock: Clock, *, by_loop: bool = False
 ) -> Iterator[Family]:
     """Attach all sites. Each family is yielded as soon as it is attached, so that it can be detached after an error.
 
     Args:
-        lives: The sites.
+        attached_hooks: The sites.
         optimizers: The optimizers; empty if no site requires one.
         clock: The clock of the probe.
         by_loop: Whether the loop announces optimizer steps itself, since a hook on the optimizer would run too early.
     """
-    groups: dict[Place, list[LiveSite]] = {}
-    for live in lives:
-        groups.setdefault(_place(live), []).append(live)
+    groups: dict[Location, list[AttachedHook]] = {}
+    for attached in attached_hooks:
+        groups.setdefault(_location(attached), []).append(attached)
     for (family, _, prepend, always_call), sites in groups.items():
         module = sites[0].site.layer.module
         if family is ModuleHooks:
@@ -47,14 +49,14 @@ def attach_sites(
         else:
             owners = Owners(optimizers)
             for optimizer in optimizers:
-                yield _around(family, optimizer, owners, sites, clock, by_loop)
+                yield _optimizer_hooks(family, optimizer, owners, sites, clock, by_loop)
 
 
-def _around(
+def _optimizer_hooks(
     family: type[Family],
     optimizer: Optimizer,
     owners: Owners,
-    sites: Sequence[LiveSite],
+    sites: Sequence[AttachedHook],
     clock: Clock,
     by_loop: bool,
 ) -> Family:
@@ -66,9 +68,9 @@ def _around(
     return OptimizerStateDictHooks(optimizer, owners, sites, clock)
 
 
-def _place(live: LiveSite) -> Place:
+def _location(attached: AttachedHook) -> Location:
     """Return the family of hooks for a site, and the properties that its sites have in common."""
-    spec, site = live.site.spec, live.site
+    spec, site = attached.site.spec, attached.site
     module = id(site.layer.module)
     match spec.definition.family:
         case "module" if spec.via == "module":

@@ -8,20 +8,17 @@ several segments, several times.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils import checkpoint
 
 from ..actions.base import UNKNOWN_CALL
-from .attached import Clock
-
-if TYPE_CHECKING:
-    from .tensor import Given
+from .clock import Clock
 
 
 @dataclass(slots=True)
@@ -30,24 +27,24 @@ class Call:
 
     Attributes:
         number: The index within the micro-step, from 0, in the order in which calls started.
-        again: Whether activation checkpointing recomputes it during the backward pass.
+        is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
-        given: The inputs of the module, if their gradients are awaited.
+        on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity.
         on_data: Whether no input requires a gradient.
     """
 
     number: int
-    again: bool
+    is_recomputed: bool
     segment: object | None
-    given: Given | None = None
+    on_output: Callable[[Any], None] | None = None
     versions: dict[int, int] = field(default_factory=dict)
-    on_data: bool = False
+    inputs_are_data: bool = False
 
     @property
-    def seen_before(self) -> bool:
+    def graph_is_discarded(self) -> bool:
         """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
-        return self.again and isinstance(self.segment, checkpoint._CheckpointFrame)
+        return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
 
 class Calls:
@@ -55,52 +52,52 @@ class Calls:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.turn = -1
-        self.made = 0
-        self.under_way: list[Call] = []
+        self.micro_step_index = -1
+        self.count = 0
+        self.active: list[Call] = []
         self.numbers: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
         # The backward pass, and the number of its calls so far.
-        self.repeated: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
+        self.recomputed: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
 
     def enter(self) -> Call:
         """Start a call."""
-        if self.turn != self.clock.turn:
-            self.turn, self.made = self.clock.turn, 0
-            self.under_way.clear()
-        again = in_backward()
-        around = list(_segments()) if again or _may_be_checkpointed() else []
-        number = self._number_of_repeated(around) if again else self.made
-        self.made += not again
-        for segment, repeated in around:
-            if repeated:
+        if self.micro_step_index != self.clock.micro_step_index:
+            self.micro_step_index, self.count = self.clock.micro_step_index, 0
+            self.active.clear()
+        is_recomputed = in_backward()
+        segments = list(_segments()) if is_recomputed or _may_be_checkpointed() else []
+        number = self._original_number(segments) if is_recomputed else self.count
+        self.count += not is_recomputed
+        for segment, recomputed in segments:
+            if recomputed:
                 break
             self.numbers.setdefault(segment, []).append(number)
-        while self.under_way and _was_broken_off(self.under_way[-1], around):
-            self.under_way.pop()
-        call = Call(number, again, around[0][0] if around else None)
-        self.under_way.append(call)
+        while self.active and _was_abandoned(self.active[-1], segments):
+            self.active.pop()
+        call = Call(number, is_recomputed, segments[0][0] if segments else None)
+        self.active.append(call)
         return call
 
     def leave(self) -> Call | None:
         """End the last active call; None if its start was not seen."""
-        return self.under_way.pop() if self.under_way else None
+        return self.active.pop() if self.active else None
 
     @property
-    def broke_off(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return self.turn == self.clock.turn and any(not call.again for call in self.under_way)
+        return self.micro_step_index == self.clock.micro_step_index and any(not call.is_recomputed for call in self.active)
 
-    def _number_of_repeated(self, around: list[tuple[object, bool]]) -> int:
+    def _original_number(self, segments: list[tuple[object, bool]]) -> int:
         """Return the index of the original call, given its position among the calls of its segment."""
         task = torch._C._current_graph_task_id()
-        segment = next((segment for segment, repeated in around if repeated), None)
+        segment = next((segment for segment, recomputed in segments if recomputed), None)
         if segment is None:
-            return 0 if self.made == 1 else UNKNOWN_CALL
-        before, place = self.repeated.get(segment, (task, 0))
-        place = place if before == task else 0
-        self.repeated[segment] = task, place + 1
+            return 0 if self.count == 1 else UNKNOWN_CALL
+        before, position = self.recomputed.get(segment, (task, 0))
+        position = position if before == task else 0
+        self.recomputed[segment] = task, position + 1
         known = self.numbers.get(segment, [])
-        return known[place] if place < len(known) else UNKNOWN_CALL
+        return known[position] if position < len(known) else UNKNOWN_CALL
 
 
 def in_backward() -> bool:
@@ -108,9 +105,9 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _was_broken_off(call: Call, around: list[tuple[object, bool]]) -> bool:
+def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
     """Return whether a call will not return. Checkpointing recomputes no more of a segment than required."""
-    return call.again and call.segment is not None and all(segment is not call.segment for segment, _ in around)
+    return call.is_recomputed and call.segment is not None and all(segment is not call.segment for segment, _ in segments)
 
 
 def _may_be_checkpointed() -> bool:
@@ -123,9 +120,9 @@ def _segments() -> Iterator[tuple[object, bool]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
-            segment, repeated = _segment_at(frame)
+            segment, recomputed = _segment_at(frame)
             if segment is not None:
-                yield segment, repeated
+                yield segment, recomputed
         frame = frame.f_back
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .attached import LiveSite
-
+from typing import Generic, TypeVar
 
 # Measured with three networks, for several minutes each.
-USUAL_FACTOR, FACTOR_SPREAD, MOST_FACTOR = 1.25, 0.15, 5.0
+USUAL_FACTOR, FACTOR_SPREAD, MAX_FACTOR = 1.25, 0.15, 5.0
 
 # A step that deviates from the median by more than this multiple of the median deviation was interrupted.
-HELD_UP = 5.0
+OUTLIER_DEVIATIONS = 5.0
 
 
-def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) -> float:
+def overhead_factor(recording: Sequence[float], paused: Sequence[float], measured: float) -> float:
     """Estimate the ratio of the real cost of hooks to the time measured inside them.
 
     Hooks also evict data from the caches, which slows down the rest of a step. The real cost is the difference of two
@@ -28,31 +24,34 @@ def hidden_factor(looking: Sequence[float], away: Sequence[float], told: float) 
     by their precision.
 
     Args:
-        looking: Durations of steps with hooks, in seconds.
-        away: Durations of comparable steps without hooks, in seconds.
-        told: The time measured inside the hooks per step, in seconds, minus that of a step without hooks.
+        recording: Durations of steps with hooks, in seconds.
+        paused: Durations of comparable steps without hooks, in seconds.
+        measured: The time measured inside the hooks per step, in seconds, minus that of a step without hooks.
 
     Returns:
-        The ratio, from 1 to `MOST_FACTOR`.
+        The ratio, from 1 to `MAX_FACTOR`.
     """
-    if min(len(looking), len(away)) < 3 or told <= 0.0:
+    if min(len(recording), len(paused)) < 3 or measured <= 0.0:
         return USUAL_FACTOR
-    found = (median(looking) - median(away)) / told
-    variance = (usual_variance(looking) / len(looking) + usual_variance(away) / len(away)) / told**2 + 1e-9
+    found = (median(recording) - median(paused)) / measured
+    variance = (robust_variance(recording) / len(recording) + robust_variance(paused) / len(paused)) / measured**2 + 1e-9
     usual, own = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
-    return min(max((USUAL_FACTOR * usual + found * own) / (usual + own), 1.0), MOST_FACTOR)
+    return min(max((USUAL_FACTOR * usual + found * own) / (usual + own), 1.0), MAX_FACTOR)
 
 
-def usual_variance(seconds: Collection[float]) -> float:
+def robust_variance(seconds: Collection[float]) -> float:
     """Return the variance of step durations without outliers, which do not affect a median."""
     middle = median(seconds)
     usual = median(abs(taken - middle) for taken in seconds)
-    kept = [taken for taken in seconds if abs(taken - middle) <= HELD_UP * usual]
+    kept = [taken for taken in seconds if abs(taken - middle) <= OUTLIER_DEVIATIONS * usual]
     mean = fmean(kept)
     return fmean((taken - mean) ** 2 for taken in kept)
 
 
-class Meter:
+Site = TypeVar("Site", bound=Hashable)
+
+
+class HookTimer(Generic[Site]):
     """A stopwatch for hooks. Nested hooks are counted once.
 
     Attributes:
@@ -63,8 +62,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.at: Counter[LiveSite] = Counter()
-        self.firings: Counter[LiveSite] = Counter()
+        self.at: Counter[Site] = Counter()
+        self.firings: Counter[Site] = Counter()
         self._depth = 0
         self._began = 0.0
 
@@ -86,13 +85,13 @@ class Meter:
             self._began = now
 
     @contextmanager
-    def acting(self, live: LiveSite) -> Iterator[None]:
+    def measure_action(self, attached: Site) -> Iterator[None]:
         """Measure the action of a site."""
         began = time.perf_counter()
         with self:
             yield
-        self.at[live] += time.perf_counter() - began  # type: ignore[assignment]
-        self.firings[live] += 1
+        self.at[attached] += time.perf_counter() - began  # type: ignore[assignment]
+        self.firings[attached] += 1
 
     def reset(self) -> None:
         """Set all counts to zero."""

@@ -6,34 +6,35 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attached import Clock, Firing, LiveSite, fire_all
+from .attached import AttachedHook, fire_all
+from .clock import Clock, Firing
 
 
 class LossHooks:
     """The loss sites of all specs."""
 
-    def __init__(self, lives: Sequence[LiveSite], clock: Clock) -> None:
-        self.lives = lives
+    def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
+        self.attached_hooks = attached_hooks
         self.clock = clock
-        self.due: list[LiveSite] = []
-        self.turn = -1
+        self.due: list[AttachedHook] = []
+        self.micro_step_index = -1
         self.calls = 0
 
     def refresh(self) -> None:
         """Select the scheduled sites."""
-        self.due = [live for live in self.lives if live.due]
+        self.due = [attached for attached in self.attached_hooks if attached.due]
 
-    def see(self, loss: Tensor) -> Tensor:
+    def apply(self, loss: Tensor) -> Tensor:
         """Run the hooks on a loss. Return the loss to call `backward` on."""
         if self.clock.closed:
             return loss
-        if self.turn != self.clock.turn:
-            self.turn, self.calls = self.clock.turn, 0
+        if self.micro_step_index != self.clock.micro_step_index:
+            self.micro_step_index, self.calls = self.clock.micro_step_index, 0
         self.calls += 1
-        for live in self.lives:
-            if not live.due:
-                live.not_due()
-        firing = [live for live in self.due if live.meet(loss)]
+        for attached in self.attached_hooks:
+            if not attached.due:
+                attached.count_unscheduled()
+        firing = [attached for attached in self.due if attached.check_readable(loss)]
         return fire_all(firing, loss, "", Firing(self.calls - 1))
 
     def detach(self) -> None:

@@ -15,81 +15,84 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import UNKNOWN_CALL
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 from ..nested import leaves, map_leaves
+from ..plan.sites import Site
 from ..stats.vector import unreadable
-from .attached import Clock, Firing, LiveSite, Uncopied, fire_all, no_graph
+from .attached import AttachedHook, fire_all, no_graph
 from .calls import Call, Calls
+from .clock import Clock, Firing
+from .family import InertWhenCopied
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
 
-class ModuleBackwardHooks(Uncopied):
+class ModuleBackwardHooks(InertWhenCopied):
     """The `via: module` sites at one module.
 
     Raises:
         ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow in addition to these.
     """
 
-    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock, *, prepend: bool = False) -> None:
+    def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock, *, prepend: bool = False) -> None:
         if module._is_full_backward_hook is False:
-            site = lives[0].site
-            problem = (
-                f"module {site.label!r} has a hook of PyTorch's deprecated kind (register_backward_hook), beside which "
-                "PyTorch allows no full backward hook; leave 'via' out"
+            site = attached_hooks[0].site
+            message = (
+                f"module {site.label!r} has a hook of PyTorch's deprecated kind (register_backward_hook), which PyTorch "
+                "does not allow together with a full backward hook; remove 'via'"
             )
-            raise ConfigError(Mistake(f"hooks.{site.spec.name}.via", problem, written="module"))
+            raise ConfigError(Problem(f"hooks.{site.spec.name}.via", message, given="module"))
         self.module = module
         self.prepend = prepend
-        self.lives = lives
+        self.attached_hooks = attached_hooks
         self.clock = clock
-        self.bare = True  # whether the output is a tensor, not a tuple
+        self.returns_tensor = True  # whether the output is a tensor, not a tuple
         self.calls = Calls(clock)
-        for live in lives:
-            live.module_calls = self.calls
-        self.awaited: list[Call] = []  # calls whose gradients are expected, the last call first
+        for attached in attached_hooks:
+            attached.module_calls = self.calls
+        self.expected_calls: list[Call] = []  # calls whose gradients are expected, the last call first
         self.handles: list[RemovableHandle] = []
 
     def refresh(self) -> None:
         """Register the hooks if a site is scheduled, and remove them if none is."""
-        due = any(live.due for live in self.lives)
+        due = any(attached.due for attached in self.attached_hooks)
         if due and not self.handles:
             keep = self.handles.append  # stored one by one, since PyTorch may refuse the next one
-            keep(self.module.register_forward_pre_hook(self.entered, prepend=True))
+            keep(self.module.register_forward_pre_hook(self.forward_pre, prepend=True))
             keep(self.module.register_forward_hook(self.forward))
             keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
             keep(self.module.register_full_backward_hook(self.backward, prepend=self.prepend))
         elif not due:
             self.detach()
 
-    def entered(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+    def forward_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """Start a call."""
         if self.clock.closed:
             return
-        if self.calls.turn != self.clock.turn:
-            self.awaited.clear()
+        if self.calls.micro_step_index != self.clock.micro_step_index:
+            self.expected_calls.clear()
         self.calls.enter()
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """Count the call, the gradients to expect, and the sites that cannot get one."""
-        if self.clock.closed or (call := self.calls.leave()) is None or call.seen_before:
+        if self.clock.closed or (call := self.calls.leave()) is None or call.graph_is_discarded:
             return
-        self.bare = isinstance(output, Tensor)
+        self.returns_tensor = isinstance(output, Tensor)
         if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in leaves(output)):
-            self.awaited.append(call)
-        for live in () if call.again else self.lives:
-            if not live.due:
+            self.expected_calls.append(call)
+        for attached in () if call.is_recomputed else self.attached_hooks:
+            if not attached.due:
                 continue
-            at_input = live.site.spec.tensor_role == "grad_input"
+            at_input = attached.site.spec.tensor_role == "grad_input"
             value = args if at_input else output
-            obstacle = _obstacle(live, value) if isinstance(output, Tensor | tuple) else NO_TENSOR
-            if at_input and obstacle == NO_GRAPH and live.records:
-                live.excuse(NO_INPUT_GRAPH)
+            obstacle = _obstacle(attached, value) if isinstance(output, Tensor | tuple) else NO_TENSOR
+            if at_input and obstacle == NO_GRAPH and attached.is_record_hook:
+                attached.count_exempt(NO_INPUT_GRAPH)
                 continue
-            live.called()
+            attached.count_opportunity()
             if obstacle:
-                live.miss(obstacle)
+                attached.count_miss(obstacle)
 
     def backward_pre(self, module: nn.Module, grad_output: Any) -> Any:  # noqa: ARG002
         """The full backward pre hook."""
@@ -101,47 +104,63 @@ class ModuleBackwardHooks(Uncopied):
             return None
         self._act("full_backward", "grad_output", grad_output)
         new = self._act("full_backward", "grad_input", grad_input)
-        if self.awaited:
-            self.awaited.pop()
+        if self.expected_calls:
+            self.expected_calls.pop()
         return new
 
     def _act(self, kind: str, role: str, gradients: Any) -> Any:
-        lives = [
-            live
-            for live in self.lives
-            if live.due and (live.site.spec.kind, live.site.spec.tensor_role) == (kind, role)
+        attached_hooks = [
+            attached
+            for attached in self.attached_hooks
+            if attached.due and (attached.site.spec.kind, attached.site.spec.tensor_role) == (kind, role)
         ]
-        if not lives:
+        if not attached_hooks:
             return None
         firing = Firing(UNKNOWN_CALL)
-        if self.awaited:
-            firing = Firing(self.awaited[-1].number, recompute=self.awaited[-1].again)
-        fired: set[LiveSite] = set()
+        if self.expected_calls:
+            firing = Firing(self.expected_calls[-1].number, recompute=self.expected_calls[-1].is_recomputed)
+        fired: set[AttachedHook] = set()
 
         def act(path: str, gradient: Tensor) -> Tensor:
-            path = "" if role == "grad_output" and self.bare else path
-            mine = [live for live in lives if live.takes(gradient, path) and unreadable(gradient) is None]
-            fired.update(mine)
-            return fire_all(mine, gradient, path, firing)
+            path = "" if role == "grad_output" and self.returns_tensor else path
+            accepting = [attached for attached in attached_hooks if attached.accepts(gradient, path) and unreadable(gradient) is None]
+            fired.update(accepting)
+            return fire_all(accepting, gradient, path, firing)
 
         new = map_leaves(gradients, act)
-        for live in fired:
-            live.hit()
+        for attached in fired:
+            attached.count_firing()
         return None if new is gradients else new
 
     def detach(self) -> None:
         """Remove all hooks in reverse order."""
-        self.awaited.clear()
+        self.expected_calls.clear()
         while self.handles:
             self.handles.pop().remove()
 
 
-def _obstacle(live: LiveSite, value: Any) -> str:
+def _obstacle(attached: AttachedHook, value: Any) -> str:
     """Return why a site cannot get a gradient of a value; empty if it can."""
-    tensors = [tensor for path, tensor in leaves(value) if live.wants(path)]
+    tensors = [tensor for path, tensor in leaves(value) if attached.matches_path(path)]
     if not tensors:
         return NO_TENSOR
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return no_graph()
     causes = [unreadable(tensor) for tensor in tensors if tensor.requires_grad]
     return "" if None in causes else causes[0] or ""
+
+
+def in_place_message(sites: Sequence[Site], step: int) -> str:
+    """Return the message for an output that was changed in place after these hooks.
+
+    Args:
+        sites: All sites of the plan. Those with `via: module` are named.
+        step: The optimizer step.
+    """
+    affected = [site for site in sites if site.spec.via == "module"]
+    names = ", ".join(dict.fromkeys(f"{site.label!r} ({site.layer.type})" for site in affected))
+    return (
+        f"hook {affected[0].spec.name!r} ({affected[0].spec.kind}) at step {step}: with 'via: module' PyTorch wraps the "
+        f"output of a layer, and a later operation changes one of these outputs in place; the layers are {names}. Remove "
+        "'via': tensor hooks give the same values and allow in-place operations"
+    )

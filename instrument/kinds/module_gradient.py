@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from .gradient_hooks import Hook, Part
+from .gradient_hooks import Hook, ViewRegion
 
 Edge = tuple[Any, int]
 """A node of the graph and the index of one of its outputs."""
@@ -25,17 +25,17 @@ IN_PLACE_ON_VIEW = "CopySlices"
 """PyTorch's name for the node of an in-place operation on a view. Its first input is the base of the view."""
 
 
-class Share:
+class ModuleContribution:
     """The contribution of a module's operations to the gradient of one tensor in one backward pass."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
-        self.passed_on = False
+        self.is_returned = False
         self.sent: list[Tensor] = []
-        self.witness: Tensor | None = None
+        self.detached: Tensor | None = None
         self.version = 0
 
-    def take(self, node: Any, inputs: list[int]) -> None:
+    def collect_from(self, node: Any, inputs: list[int]) -> None:
         """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs."""
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
@@ -43,30 +43,30 @@ class Share:
 
         node.register_hook(after_node)
 
-    def take_part(self, node: Any, part: Part) -> None:
+    def collect_region_from(self, node: Any, region: ViewRegion) -> None:
         """Collect the view's part of what a node sends back that modifies the tensor, a view, in place."""
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
             if sent[0] is not None:
-                self.sent.append(part.of(sent[0]))
+                self.sent.append(region.extract(sent[0]))
 
         node.register_hook(after_node)
 
-    def given_away(self, tensor: Tensor) -> None:
+    def note_returned_view(self, tensor: Tensor) -> None:
         """Note that the module returned a view of the tensor.
 
         If it is modified, the nodes of the module drop out of the graph.
         """
-        self.witness, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
+        self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
     def complete(self, gradient: Tensor) -> None:
         """The hook on the tensor: its gradient is complete, and so is the contribution."""
         sent, self.sent = self.sent, []
-        if self.passed_on:
+        if self.is_returned:
             self.hook(gradient)
         elif sent:
             self.hook(sum(sent[1:], start=sent[0]))
-        elif self.witness is not None and self.witness._version != self.version:
+        elif self.detached is not None and self.detached._version != self.version:
             self.hook(gradient)
 
 
@@ -76,37 +76,37 @@ def edge_of(tensor: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def find_shares(
-    outputs: Iterable[Tensor], shares: dict[Edge, Share], views: dict[Edge, list[tuple[Share, Part]]], since: int
+def find_contributions(
+    outputs: Iterable[Tensor], contributions: dict[Edge, ModuleContribution], views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]], since: int
 ) -> None:
     """Traverse the graph from a module's outputs to its inputs, and collect contributions from the nodes on the way.
 
     Args:
         outputs: The outputs of the module.
-        shares: The contributions to its inputs, by the edge at which the gradient arrives.
+        contributions: The contributions to its inputs, by the edge at which the gradient arrives.
         views: The contributions to inputs that are views, by the edge of the base tensor.
         since: The smallest sequence number of nodes that were created while the module ran.
     """
     waiting = [edge_of(tensor)[0] for tensor in outputs if tensor.requires_grad]
-    met = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() < since:
             continue
-        taken: dict[Share, list[int]] = {}
+        taken: dict[ModuleContribution, list[int]] = {}
         for i, edge in enumerate(node.next_functions):
-            if edge in shares:
-                taken.setdefault(shares[edge], []).append(i)
-            if edge[0] is not None and edge[0] not in met:
-                met.add(edge[0])
+            if edge in contributions:
+                taken.setdefault(contributions[edge], []).append(i)
+            if edge[0] is not None and edge[0] not in visited:
+                visited.add(edge[0])
                 waiting.append(edge[0])
-        for share, inputs in taken.items():
-            share.take(node, inputs)
+        for contribution, inputs in taken.items():
+            contribution.collect_from(node, inputs)
         if node.name().endswith(IN_PLACE_ON_VIEW):
-            for share, part in views.get(node.next_functions[0], ()):
-                share.take_part(node, part)
+            for contribution, region in views.get(node.next_functions[0], ()):
+                contribution.collect_region_from(node, region)
 
 
-def next_number() -> int:
+def next_sequence_number() -> int:
     """Return the sequence number of the next node."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

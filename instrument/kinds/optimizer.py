@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .attached import Clock, Firing, LiveSite
-from .optimizer_closure import Arguments, when_gradients_are_there
-from .optimizer_owners import Owners, held_by
+from .attached import AttachedHook
+from .clock import Clock, Firing
+from .optimizer_closure import Arguments, run_after_gradients
+from .optimizer_owners import Owners, parameter_ids
 from .reasons import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 
 
@@ -27,53 +28,53 @@ class StepHooks:
     """
 
     def __init__(
-        self, optimizer: Optimizer, owners: Owners, lives: Sequence[LiveSite], clock: Clock, *, by_loop: bool = False
+        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, by_loop: bool = False
     ) -> None:
         self.optimizer = optimizer
         self.owners = owners
         self.clock = clock
-        self.pre = [live for live in lives if live.site.spec.kind == "step_pre"]
-        self.post = [live for live in lives if live.site.spec.kind == "step_post"]
-        self.before: dict[LiveSite, Tensor] = {}
+        self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
+        self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
+        self.parameters_before: dict[AttachedHook, Tensor] = {}
         self.handles = [optimizer.register_step_post_hook(self.after_step)]
         if not by_loop:
-            self.handles.append(optimizer.register_step_pre_hook(self.in_step))
+            self.handles.append(optimizer.register_step_pre_hook(self.on_step))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each step."""
 
-    def in_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
+    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
         """The hook before the step. Sites on gradients run after the closure if there is one."""
         if self.clock.closed:
             return None
-        self._act([live for live in self.pre if not _is_gradient(live)])
-        with self.clock.meter or nullcontext():
-            self._keep()
-        return when_gradients_are_there(args, kwargs, self._on_gradients)
+        self._act([attached for attached in self.pre if not _is_gradient(attached)])
+        with self.clock.timer or nullcontext():
+            self._copy_parameters()
+        return run_after_gradients(args, kwargs, self._on_gradients)
 
     def before_step(self) -> None:
         """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
         self._act(self.pre)
-        self._keep()
+        self._copy_parameters()
 
     def _on_gradients(self) -> None:
-        self._act([live for live in self.pre if _is_gradient(live)])
+        self._act([attached for attached in self.pre if _is_gradient(attached)])
 
     @torch.no_grad()
-    def _keep(self) -> None:
+    def _copy_parameters(self) -> None:
         """Copy the parameters before their update into buffers that are reused at the next step.
 
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
-        for live in self._due(self.post):
-            if live.site.spec.tensor_role == "update":
-                parameter, room = live.current_parameter(), self.before.get(live)
+        for attached in self._due(self.post):
+            if attached.site.spec.tensor_role == "update":
+                parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
                 if parameter is None or is_lazy(parameter):
                     continue
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                if room is None or (room.shape, room.dtype, room.device) != (parameter.shape, wide, parameter.device):
-                    room = self.before[live] = torch.empty_like(parameter, dtype=wide)
-                room.copy_(parameter)
+                if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (parameter.shape, wide, parameter.device):
+                    buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
+                buffer.copy_(parameter)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites."""
@@ -81,42 +82,42 @@ class StepHooks:
             self._act(self.post)
 
     @torch.no_grad()
-    def _act(self, lives: Sequence[LiveSite]) -> None:
-        for live in self._due(lives):
-            tensor = self._tensor(live)
-            if tensor is None or not live.meet(tensor):
+    def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
+        for attached in self._due(attached_hooks):
+            tensor = self._tensor(attached)
+            if tensor is None or not attached.check_readable(tensor):
                 continue
-            live.action.prepare([tensor])
-            of = live.current_parameter() if live.site.spec.tensor_role == "update" else None
-            new = live.fire(tensor, live.site.own_name, Firing(live.call), value=of)
+            attached.action.prepare([tensor])
+            of = attached.current_parameter() if attached.site.spec.tensor_role == "update" else None
+            new = attached.fire(tensor, attached.site.own_name, Firing(attached.call), value=of)
             if new is not tensor:
                 tensor.copy_(new)
 
-    def _due(self, lives: Sequence[LiveSite]) -> list[LiveSite]:
-        return self.owners.sites_of(self.optimizer, [live for live in lives if live.due])
+    def _due(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
+        return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.due])
 
-    def _tensor(self, live: LiveSite) -> Tensor | None:
+    def _tensor(self, attached: AttachedHook) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
-        role, site = live.site.spec.tensor_role, live.site
-        held = site.layer.module._buffers.get(site.own_name) if role == "buffer" else live.current_parameter()
+        role, site = attached.site.spec.tensor_role, attached.site
+        held = site.layer.module._buffers.get(site.own_name) if role == "buffer" else attached.current_parameter()
         if held is not None and is_lazy(held):
             return held
-        tensor = None if held is None else self._in_role(live, role, held)
+        tensor = None if held is None else self._in_role(attached, role, held)
         if tensor is not None:
             return tensor
         if held is None:
-            live.called()
-            live.miss(NO_TENSOR if role == "buffer" else REMOVED)
+            attached.count_opportunity()
+            attached.count_miss(NO_TENSOR if role == "buffer" else REMOVED)
         elif not held.requires_grad:
-            live.excuse(FROZEN)
-        elif id(held) not in held_by(self.optimizer):
-            live.excuse(NOT_OPTIMIZED)
+            attached.count_exempt(FROZEN)
+        elif id(held) not in parameter_ids(self.optimizer):
+            attached.count_exempt(NOT_OPTIMIZED)
         else:
-            live.called()
-            live.miss(NO_PARAMETER_GRADIENT if role == "param_grad" else NO_STATE)
+            attached.count_opportunity()
+            attached.count_miss(NO_PARAMETER_GRADIENT if role == "param_grad" else NO_STATE)
         return None
 
-    def _in_role(self, live: LiveSite, role: str, held: Tensor) -> Tensor | None:
+    def _in_role(self, attached: AttachedHook, role: str, held: Tensor) -> Tensor | None:
         match role:
             case "buffer":
                 return held
@@ -125,7 +126,7 @@ class StepHooks:
             case "param_grad":
                 return held.grad
             case "update":
-                return torch.sub(held.to(self.before[live].dtype), self.before[live], out=self.before[live])
+                return torch.sub(held.to(self.parameters_before[attached].dtype), self.parameters_before[attached], out=self.parameters_before[attached])
         state = self.optimizer.state.get(held, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
@@ -135,5 +136,5 @@ class StepHooks:
             self.handles.pop().remove()
 
 
-def _is_gradient(live: LiveSite) -> bool:
-    return live.site.spec.tensor_role == "param_grad"
+def _is_gradient(attached: AttachedHook) -> bool:
+    return attached.site.spec.tensor_role == "param_grad"

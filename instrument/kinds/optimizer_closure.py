@@ -8,7 +8,7 @@ from typing import Any
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def when_gradients_are_there(
+def run_after_gradients(
     args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
 ) -> Arguments | None:
     """Run a function as soon as gradients exist: at once, or after each call of the closure if there is one.
@@ -27,11 +27,11 @@ def when_gradients_are_there(
         act()
         return None
 
-    def followed() -> Any:
+    def wrapped_closure() -> Any:
         loss = closure()
         act()
         return loss
 
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": followed}
-    return (optimizer, followed, *positional[1:]), kwargs
+        return args, {**kwargs, "closure": wrapped_closure}
+    return (optimizer, wrapped_closure, *positional[1:]), kwargs

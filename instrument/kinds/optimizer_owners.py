@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from .attached import LiveSite
+from .attached import AttachedHook
 
 
 class Owners:
@@ -23,27 +23,27 @@ class Owners:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
 
-    def sites_of(self, optimizer: Optimizer, lives: Iterable[LiveSite]) -> list[LiveSite]:
+    def sites_of(self, optimizer: Optimizer, attached_hooks: Iterable[AttachedHook]) -> list[AttachedHook]:
         """Return the sites that run when this optimizer makes its step, in the given order."""
         if len(self.optimizers) == 1:
-            return list(lives)
-        held = held_by(optimizer)
-        elsewhere = {key for other in self.optimizers if other is not optimizer for key in held_by(other)}
+            return list(attached_hooks)
+        held = parameter_ids(optimizer)
+        elsewhere = {key for other in self.optimizers if other is not optimizer for key in parameter_ids(other)}
         is_first = optimizer is self.optimizers[0]
         return [
-            live
-            for live in lives
-            if not held.isdisjoint(keys := _parameters(live)) or (is_first and elsewhere.isdisjoint(keys))
+            attached
+            for attached in attached_hooks
+            if not held.isdisjoint(keys := _parameters(attached)) or (is_first and elsewhere.isdisjoint(keys))
         ]
 
 
-def held_by(optimizer: Optimizer) -> set[int]:
+def parameter_ids(optimizer: Optimizer) -> set[int]:
     """Return the `id` of each parameter that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _parameters(live: LiveSite) -> set[int]:
+def _parameters(attached: AttachedHook) -> set[int]:
     """Return the `id` of a site's parameter, or of all parameters of the module if the site is at a buffer."""
-    if live.site.spec.tensor_role == "buffer":
-        return {id(parameter) for parameter in live.site.layer.module._parameters.values()}
-    return {id(live.current_parameter())}
+    if attached.site.spec.tensor_role == "buffer":
+        return {id(parameter) for parameter in attached.site.layer.module._parameters.values()}
+    return {id(attached.current_parameter())}

@@ -8,60 +8,60 @@ from typing import Any
 from ..spec.kinds import Kind
 
 NOT_CALLED = (
-    "the module was not called while the hook was due: nothing runs it, its parent uses it functionally or calls .forward() "
-    "itself, or an exception ended the forward pass before it"
+    "the module was not called while the hook was scheduled: no code calls it, its parent uses its parameters functionally "
+    "or calls .forward() directly, or an exception ended the forward pass before the call"
 )
 NOT_CALLED_COPIED = (
-    "the module was not called while the hook was due: a copy of it (deepcopy, pickle) runs in its place, whose hooks do "
-    "nothing, or nothing runs it, its parent uses it functionally or calls .forward() itself, or an exception ended the "
-    "forward pass before it"
+    "the module was not called while the hook was scheduled: a copy of it (deepcopy, pickle), whose hooks are no-ops, runs "
+    "instead, no code calls it, its parent uses its parameters functionally or calls .forward() directly, or an exception "
+    "ended the forward pass before the call"
 )
-AT_OTHER_STEPS = "the module was not called at steps at which the hook was due; it was called at others"
-RAISED = "the module was called, but an exception ended its forward pass, and was caught"
-REPLACED = "the module was replaced by another one during the run, which has no hooks"
+AT_OTHER_STEPS = "the module was not called at steps at which the hook was scheduled; it was called at other steps"
+RAISED = "the module was called, but its forward pass raised an exception, which was caught"
+REPLACED = "the module was replaced during the run; the new module has no hooks"
 REMOVED = "the parameter was removed from its module during the run (set to None)"
 PROJECTION = (
     "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
-    "itself, or the parameters"
+    "module or the parameters"
 )
-NO_TENSOR = "no tensor was there that the hook could take, or none at the path asked for"
-NO_GRAPH = "the tensor needs no gradient: it is data, is detached, or comes out of frozen parameters"
+NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
+NO_GRAPH = "the tensor requires no gradient: it is data, is detached, or depends on frozen parameters only"
 NO_GRAD = "the module was called under torch.no_grad()"
 INFERENCE = "the module was called under torch.inference_mode()"
-NO_INPUT_GRAPH = "its input needs no gradient: it is data, or comes out of frozen layers"
-TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors no hook can take along"
-NO_GRADIENT = "no gradient arrived: no backward pass was made, or the loss does not depend on this tensor"
+NO_INPUT_GRAPH = "its input requires no gradient: it is data, or the output of frozen layers"
+TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors hooks cannot use"
+NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (
-    "the parameter had no gradient: no backward pass was made while the hook was due, or the loss does not depend on it (it "
-    "is not used, or only under torch.no_grad or detach)"
+    "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "
+    "(it is unused, or used only under torch.no_grad or detach)"
 )
 FROZEN = "the parameter is frozen (requires_grad is False)"
-NO_STEP = "the optimizer made no step, or another optimizer than the one that was handed over made it"
-OTHER_STEP = "the optimizer that holds the parameter made no step, and another one did"
+NO_STEP = "the optimizer made no step, or an optimizer that was not passed to the probe made it"
+OTHER_STEP = "the optimizer that holds the parameter made no step, but another one did"
 SKIPPED_STEP = "the gradient scaler skipped the optimizer's step: a gradient was not finite"
 NOT_OPTIMIZED = "the optimizer does not hold this parameter"
 NO_STATE = "the optimizer keeps no such state for this parameter"
-NO_LOSS = "the loss was not handed over: loss = probe.loss(loss) before loss.backward()"
-NOT_SAVED = "no state dict was made while it was due"
-NOT_LOADED = "no state dict was loaded while it was due"
+NO_LOSS = "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
+NOT_SAVED = "no state dict was created while the hook was scheduled"
+NOT_LOADED = "no state dict was loaded while the hook was scheduled"
 CHECKPOINT = (
-    "only the run's own checkpoints were made, which hold the live values: an intervention does not change them"
+    "only checkpoints of the run were saved; interventions do not change them, since they contain the original values"
 )
 
 _HAPPENED = {  # what happened in another phase instead
     NOT_CALLED: "the module was called",
-    NO_LOSS: "the loss was handed over",
+    NO_LOSS: "the loss was passed to the probe",
 }
 _PHASES = {"sanity": "the sanity check before training"}
 
 
-def absent(kind: Kind) -> str:
+def default_reason(kind: Kind) -> str:
     """Return the default reason why a hook of this kind had no opportunity to fire."""
     match kind.family:
         case "module":
             return NOT_CALLED
         case "parameter":
-            return NO_STEP if kind.rhythm == "step" else NO_PARAMETER_GRADIENT
+            return NO_STEP if kind.frequency == "step" else NO_PARAMETER_GRADIENT
         case "optimizer":
             return NO_STEP
         case "state_dict":
@@ -83,15 +83,15 @@ def in_another_phase(cause: str, phase: str, elsewhere: Set[str]) -> str | None:
     if phase in elsewhere:
         return AT_OTHER_STEPS if cause == NOT_CALLED else None
     phases = " and ".join(_PHASES.get(other, f"phase {other}") for other in sorted(elsewhere))
-    return f"{_HAPPENED[cause]} in {phases} only, and the hook is for phase {phase}"
+    return f"{_HAPPENED[cause]} in {phases} only, but the hook is for phase {phase}"
 
 
-def never_entered(phase: str) -> str:
+def phase_never_entered(phase: str) -> str:
     """Return the reason for a hook whose phase never occurred."""
-    return f"never due: the hook is for phase {phase}, which the loop never entered (with probe.evaluating(): ...)"
+    return f"never scheduled: the hook is for phase {phase}, which the loop never entered (with probe.evaluating(): ...)"
 
 
-def around(module: Any, parents: Iterable[Any]) -> str | None:
+def fused_attention_reason(module: Any, parents: Iterable[Any]) -> str | None:
     """Return why a module was not called, if the surrounding modules explain it: attention in a fused function.
 
     Args:
@@ -113,8 +113,8 @@ def around(module: Any, parents: Iterable[Any]) -> str | None:
     if fused is None or any(True for _ in module.parameters()):
         return None
     return (
-        f"the module was not called: the attention around it runs with {fused[0]}, which computes softmax and dropout in one "
-        f"function and calls no module for them; {fused[1]} calls those that the model's code has for them"
+        f"the module was not called: the attention that contains it runs with {fused[0]}, which computes softmax and dropout "
+        f"in one function and calls no module for them; with {fused[1]}, it calls these modules"
     )
 
 
@@ -124,5 +124,5 @@ def _fused(module: Any) -> tuple[str, str] | None:
     if isinstance(how, str) and how != "eager":
         return f'attn_implementation="{how}"', 'attn_implementation="eager"'
     if getattr(module, "fused_attn", False) is True:  # for timm
-        return "fused_attn=True", "timm.layers.set_fused_attn(False) before the model is made"
+        return "fused_attn=True", "timm.layers.set_fused_attn(False) before the model is created"
     return None

@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .attached import Clock, LiveSite, Uncopied
+from .attached import AttachedHook
+from .clock import Clock
+from .family import InertWhenCopied
 from .optimizer_owners import Owners
 from .reasons import CHECKPOINT, NO_STATE
 
 
-class StateDictHooks(Uncopied):
+class StateDictHooks(InertWhenCopied):
     """The sites of the four state-dict kinds with role `entry` at one module."""
 
-    def __init__(self, module: nn.Module, lives: Sequence[LiveSite], clock: Clock) -> None:
+    def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         self.module = module
         self.clock = clock
-        self.by_kind = {kind: [live for live in lives if live.site.spec.kind == kind] for kind in _REGISTER}
+        self.by_kind = {kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER}
         self.handles: list[RemovableHandle] = []
         for kind, hook in (
             ("state_dict_pre", self.saving),
@@ -43,7 +45,7 @@ class StateDictHooks(Uncopied):
 
     def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
         """The hook before a state dict is created: the values to be saved."""
-        self._see("state_dict_pre")
+        self._fire_on_current("state_dict_pre")
 
     def saved(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG002
         """The hook after the module's entries were added to a state dict."""
@@ -55,26 +57,26 @@ class StateDictHooks(Uncopied):
 
     def loaded(self, module: nn.Module, incompatible: Any) -> None:  # noqa: ARG002
         """The hook after a state dict was loaded: the new values of the module."""
-        self._see("load_state_dict_post")
+        self._fire_on_current("load_state_dict_post")
 
-    def _see(self, kind: str) -> None:
+    def _fire_on_current(self, kind: str) -> None:
         if self.clock.closed:
             return
         own = {**self.module._parameters, **self.module._buffers}
         self._act(kind, {name: value for name, value in own.items() if value is not None}, "")
 
     def _act(self, kind: str, state: dict[str, Any], prefix: str) -> None:
-        for live in [] if self.clock.closed else _due(self.by_kind[kind], self.clock):
-            key = prefix + live.site.own_name
+        for attached in [] if self.clock.closed else _due(self.by_kind[kind], self.clock):
+            key = prefix + attached.site.own_name
             if isinstance(state.get(key), Tensor):
-                if not live.meet(state[key]):
+                if not attached.check_readable(state[key]):
                     continue
-                new = live.fire(state[key].detach(), live.site.own_name)
-                if not live.records:
+                new = attached.fire(state[key].detach(), attached.site.own_name)
+                if not attached.is_record_hook:
                     state[key] = new
             else:
-                live.called()
-                live.miss(f"the state dict has no entry {live.site.own_name!r} of this module")
+                attached.count_opportunity()
+                attached.count_miss(f"the state dict has no entry {attached.site.own_name!r} of this module")
 
     def detach(self) -> None:
         """Remove the hooks in reverse order."""
@@ -85,10 +87,10 @@ class StateDictHooks(Uncopied):
 class OptimizerStateDictHooks:
     """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
-    def __init__(self, optimizer: Optimizer, owners: Owners, lives: Sequence[LiveSite], clock: Clock) -> None:
+    def __init__(self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         self.owners = owners
         self.clock = clock
-        self.by_kind = {kind: [live for live in lives if live.site.spec.kind == kind] for kind in _REGISTER}
+        self.by_kind = {kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER}
         self.handles: list[RemovableHandle] = []
         if self.by_kind["state_dict_pre"]:
             self.handles.append(optimizer.register_state_dict_pre_hook(self.saving))
@@ -104,7 +106,7 @@ class OptimizerStateDictHooks:
 
     def saving(self, optimizer: Optimizer) -> None:
         """The hook before a state dict is created."""
-        self._see("state_dict_pre", optimizer)
+        self._fire_on_current("state_dict_pre", optimizer)
 
     def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The hook after a state dict was created."""
@@ -116,33 +118,33 @@ class OptimizerStateDictHooks:
 
     def loaded(self, optimizer: Optimizer) -> None:
         """The hook after a state dict was loaded."""
-        self._see("load_state_dict_post", optimizer)
+        self._fire_on_current("load_state_dict_post", optimizer)
 
-    def _see(self, kind: str, optimizer: Optimizer) -> None:
-        for live in self._due(kind, optimizer):
-            parameter = live.current_parameter()
-            self._fire(live, {} if parameter is None else optimizer.state.get(parameter, {}))
+    def _fire_on_current(self, kind: str, optimizer: Optimizer) -> None:
+        for attached in self._due(kind, optimizer):
+            parameter = attached.current_parameter()
+            self._fire(attached, {} if parameter is None else optimizer.state.get(parameter, {}))
 
     def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's entries are not modified
-        for live in self._due(kind, optimizer):
-            parameter = id(live.current_parameter())
-            self._fire(live, entries.get(order.index(parameter), {}) if parameter in order else {})
+        for attached in self._due(kind, optimizer):
+            parameter = id(attached.current_parameter())
+            self._fire(attached, entries.get(order.index(parameter), {}) if parameter in order else {})
         return {**state, "state": entries}
 
-    def _due(self, kind: str, optimizer: Optimizer) -> list[LiveSite]:
+    def _due(self, kind: str, optimizer: Optimizer) -> list[AttachedHook]:
         return self.owners.sites_of(optimizer, _due(self.by_kind[kind], self.clock))
 
     @staticmethod
-    def _fire(live: LiveSite, entry: dict[str, Any]) -> None:
-        name = live.site.spec.tensor_role.removeprefix("state.")
+    def _fire(attached: AttachedHook, entry: dict[str, Any]) -> None:
+        name = attached.site.spec.tensor_role.removeprefix("state.")
         if not isinstance(entry.get(name), Tensor):
-            live.called()
-            live.miss(NO_STATE)
-        elif live.meet(entry[name]):
-            new = live.fire(entry[name].detach(), live.site.own_name)
-            if not live.records:
+            attached.count_opportunity()
+            attached.count_miss(NO_STATE)
+        elif attached.check_readable(entry[name]):
+            new = attached.fire(entry[name].detach(), attached.site.own_name)
+            if not attached.is_record_hook:
                 entry[name] = new
 
     def detach(self) -> None:
@@ -159,12 +161,12 @@ _REGISTER = {
 }
 
 
-def _due(lives: Iterable[LiveSite], clock: Clock) -> list[LiveSite]:
+def _due(attached_hooks: Iterable[AttachedHook], clock: Clock) -> list[AttachedHook]:
     """Return the scheduled sites. For the run's own checkpoint, only those that record."""
-    due = [live for live in lives if live.due]
+    due = [attached for attached in attached_hooks if attached.due]
     if clock.in_checkpoint:
-        for live in due:
-            if not live.records:
-                live.excuse(CHECKPOINT)
-        return [live for live in due if live.records]
+        for attached in due:
+            if not attached.is_record_hook:
+                attached.count_exempt(CHECKPOINT)
+        return [attached for attached in due if attached.is_record_hook]
     return due

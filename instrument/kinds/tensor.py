@@ -31,37 +31,38 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..nested import leaves, map_leaves
 from ..stats.vector import unreadable
-from .attached import Clock, Firing, LiveSite, fire_all, no_graph
+from .attached import AttachedHook, fire_all, no_graph
 from .calls import Call
-from .gradient_hooks import Awaited, Behind, Hook, LeafHooks, Part
-from .module_gradient import Edge, Share, edge_of, find_shares, next_number
+from .clock import Clock, Firing
+from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
+from .module_gradient import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
 
 
 class GradientCall:
     """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
-    def __init__(self, lives: Sequence[LiveSite], call: Call, clock: Clock) -> None:
-        self.lives = [live for live in lives if not live.records] if call.seen_before else lives
+    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock) -> None:
+        self.attached_hooks = [attached for attached in attached_hooks if not attached.is_record_hook] if call.graph_is_discarded else attached_hooks
         self.call = call
         self.clock = clock
-        self.seen = False
+        self.has_tensors = False
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
-        self.awaited: set[str] = set()
-        self.taken: set[tuple[LiveSite, int]] = set()
+        self.expected_paths: set[str] = set()
+        self.registered: set[tuple[AttachedHook, int]] = set()
         self.aliases: dict[int, Tensor] = {}
-        self.fired: set[LiveSite] = set()
+        self.fired: set[AttachedHook] = set()
 
-    def awaitable(self, value: Any) -> Iterator[tuple[str, Tensor]]:
+    def tensors_with_gradient(self, value: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a value that can get a gradient, with their paths."""
-        for path, tensor in leaves(value) if self.lives else ():
-            self.seen = True
+        for path, tensor in leaves(value) if self.attached_hooks else ():
+            self.has_tensors = True
             if tensor.requires_grad and torch.is_grad_enabled():
                 if (cause := unreadable(tensor)) is not None:
                     self.unreadable[path] = cause
                     continue
-                self.awaited.add(path)
+                self.expected_paths.add(path)
                 yield path, tensor
 
     def hook(self, path: str, value: Tensor) -> Hook | None:
@@ -73,23 +74,23 @@ class GradientCall:
             path: The path of the tensor.
             value: The tensor that the gradient belongs to.
         """
-        lives = [live for live in self.lives if live.wants(path) and (live, id(value)) not in self.taken]
-        if not lives:
+        attached_hooks = [attached for attached in self.attached_hooks if attached.matches_path(path) and (attached, id(value)) not in self.registered]
+        if not attached_hooks:
             return None
-        self.taken.update((live, id(value)) for live in lives)
-        kept = value.detach().clone() if any(live.needs_value for live in lives) else None
-        fired, clock, number, again = self.fired, self.clock, self.call.number, self.call.again
+        self.registered.update((attached, id(value)) for attached in attached_hooks)
+        kept = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
+        fired, clock, number, is_recomputed = self.fired, self.clock, self.call.number, self.call.is_recomputed
         passes = count()
 
         def deliver(gradient: Tensor | None) -> Tensor | None:
             # None: an operation has several outputs, and this one is unused.
             if clock.closed or gradient is None:
                 return None
-            for live in lives:
-                if live not in fired:
-                    fired.add(live)
-                    live.hit()
-            new = fire_all(lives, gradient, path, Firing(number, next(passes), again), kept)
+            for attached in attached_hooks:
+                if attached not in fired:
+                    fired.add(attached)
+                    attached.count_firing()
+            new = fire_all(attached_hooks, gradient, path, Firing(number, next(passes), is_recomputed), kept)
             return None if new is gradient else new
 
         return deliver
@@ -104,63 +105,63 @@ class GradientCall:
             return value
         return map_leaves(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
 
-    def bespoken(self, *, no_fault: bool) -> None:
+    def count_opportunities(self, *, missing_is_expected: bool) -> None:
         """Count the opportunities of all sites after the hooks of the call were registered.
 
         Args:
-            no_fault: Whether tensors without a gradient are expected, because they are data.
+            missing_is_expected: Whether tensors without a gradient are expected, because they are data.
         """
-        for live in self.lives:
-            if self.call.again:
+        for attached in self.attached_hooks:
+            if self.call.is_recomputed:
                 continue
-            if any(live.wants(path) for path in self.awaited):
-                live.called()
-            elif causes := [cause for path, cause in self.unreadable.items() if live.wants(path)]:
-                live.called()
-                live.miss(causes[0])
-            elif no_fault and self.seen and live.records and torch.is_grad_enabled():
-                live.excuse(NO_INPUT_GRAPH)
+            if any(attached.matches_path(path) for path in self.expected_paths):
+                attached.count_opportunity()
+            elif causes := [cause for path, cause in self.unreadable.items() if attached.matches_path(path)]:
+                attached.count_opportunity()
+                attached.count_miss(causes[0])
+            elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
+                attached.count_exempt(NO_INPUT_GRAPH)
             else:
-                live.called()
-                live.miss(no_graph() if self.seen else NO_TENSOR)
+                attached.count_opportunity()
+                attached.count_miss(no_graph() if self.has_tensors else NO_TENSOR)
 
 
-class Given:
+class PendingInputGradients:
     """The inputs of one call whose gradients are expected, until the module has run."""
 
     def __init__(self) -> None:
-        self.since = next_number()
-        self.aliases: list[tuple[Tensor, Awaited]] = []
-        self.shares: dict[Edge, tuple[Share, Tensor]] = {}
-        self.views: dict[Edge, list[tuple[Share, Part]]] = {}
+        self.since = next_sequence_number()
+        self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
+        self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
+        self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
 
-    def add_share(self, share: Share, tensor: Tensor) -> None:
+    def add_contribution(self, contribution: ModuleContribution, tensor: Tensor) -> None:
         """Register the module's contribution to an input's gradient."""
-        self.shares[edge_of(tensor)] = share, tensor
-        if (behind := Behind.of(tensor)) is not None:
-            self.views.setdefault((behind.node, behind.output), []).append((share, behind.part))
+        self.contributions[edge_of(tensor)] = contribution, tensor
+        if (base := ViewBase.of(tensor)) is not None:
+            self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
 
-    def done(self, output: Any) -> None:
+    def complete(self, output: Any) -> None:
         """Complete the registration after the module has run.
 
         Find its contributions. If it modified or returned an alias, also register a hook on the base.
         """
-        if self.shares:
-            self._find_shares(output)
-        given = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
-        for alias, awaited in self.aliases:
-            awaited.settle(given.isdisjoint((id(alias), id(alias._base))))
+        if self.contributions:
+            self._find_contributions(output)
+        returned = {id(part) for _, tensor in leaves(output) for part in (tensor, tensor._base) if part is not None}
+        for alias, gradient_hook in self.aliases:
+            gradient_hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
 
-    def _find_shares(self, output: Any) -> None:
+    def _find_contributions(self, output: Any) -> None:
         outputs = [tensor for _, tensor in leaves(output)]
-        find_shares(outputs, {edge: share for edge, (share, _) in self.shares.items()}, self.views, self.since)
+        find_contributions(outputs, {edge: contribution for edge, (contribution, _) in self.contributions.items()}, self.views, self.since)
         bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
-        for share, tensor in self.shares.values():
+        for contribution, tensor in self.contributions.values():
             if not bases.isdisjoint((id(tensor), id(tensor._base))):
-                share.given_away(tensor)
+                contribution.note_returned_view(tensor)
         for tensor in outputs:
-            if tensor.requires_grad and (found := self.shares.get(edge_of(tensor))) is not None:
-                found[0].passed_on = True
+            if tensor.requires_grad and (found := self.contributions.get(edge_of(tensor))) is not None:
+                found[0].is_returned = True
 
 
 class InputGradients:
@@ -168,54 +169,55 @@ class InputGradients:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.own: list[LiveSite] = []
-        self.total: list[LiveSite] = []
-        self.on_leaves = LeafHooks(clock)
+        self.own: list[AttachedHook] = []
+        self.total: list[AttachedHook] = []
+        self.leaf_hooks = LeafHooks(clock)
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
 
     @property
-    def wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether any site expects such a gradient."""
         return bool(self.own or self.total)
 
-    def bespeak(self, module: nn.Module, value: Any, call: Call) -> Any:
+    def register(self, module: nn.Module, value: Any, call: Call) -> Any:
         """Register hooks for all input tensors. Return the input with which to call the module."""
         own = GradientCall(self.own, call, self.clock)
         total = GradientCall(self.total, call, self.clock)
         in_place = _writes_to_its_input(module)
-        looking = all(live.records for live in own.lives)
-        given = call.given = Given()
-        for path, tensor in total.awaitable(value):
-            if call.again and tensor in self.hooked:  # checkpointing passes the same tensor object again
+        read_only = all(attached.is_record_hook for attached in own.attached_hooks)
+        pending = PendingInputGradients()
+        call.on_output = pending.complete
+        for path, tensor in total.tensors_with_gradient(value):
+            if call.is_recomputed and tensor in self.hooked:  # checkpointing passes the same tensor object again
                 continue
             if (hook := total.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
-                self.on_leaves.register(tensor, hook) if tensor.is_leaf else Awaited(tensor, hook).settle()
-        for path, tensor in own.awaitable(value):
+                self.leaf_hooks.register(tensor, hook) if tensor.is_leaf else TensorGradientHook(tensor, hook).finish_registration()
+        for path, tensor in own.tensors_with_gradient(value):
             if (hook := own.hook(path, tensor)) is None:
                 continue
             if in_place and not tensor._is_view():  # only the module uses this version of the tensor
                 tensor.register_hook(hook)
-            elif looking and not in_place:  # an in-place module uses its input once
-                given.add_share(self._share(tensor, hook), tensor)
+            elif read_only and not in_place:  # an in-place module uses its input once
+                pending.add_contribution(self._contribution(tensor, hook), tensor)
             else:
                 alias = own.alias(tensor)
-                given.aliases.append((alias, Awaited(alias, hook)))
-        own.bespoken(no_fault=True)
-        total.bespoken(no_fault=True)
+                pending.aliases.append((alias, TensorGradientHook(alias, hook)))
+        own.count_opportunities(missing_is_expected=True)
+        total.count_opportunities(missing_is_expected=True)
         return own.with_aliases(value)
 
-    def _share(self, tensor: Tensor, hook: Hook) -> Share:
+    def _contribution(self, tensor: Tensor, hook: Hook) -> ModuleContribution:
         """Register for the module's contribution without changing the graph.
 
         It is complete when the tensor's gradient is.
         """
-        share = Share(hook)
+        contribution = ModuleContribution(hook)
         if tensor.is_leaf:
-            self.on_leaves.register(tensor, share.complete)
+            self.leaf_hooks.register(tensor, contribution.complete)
         else:
-            Awaited(tensor, share.complete).settle()
-        return share
+            TensorGradientHook(tensor, contribution.complete).finish_registration()
+        return contribution
 
 
 class OutputGradients:
@@ -223,35 +225,35 @@ class OutputGradients:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.lives: list[LiveSite] = []
-        self.on_leaves = LeafHooks(clock)
+        self.attached_hooks: list[AttachedHook] = []
+        self.leaf_hooks = LeafHooks(clock)
 
-    def note_inputs(self, value: Any, call: Call) -> None:
+    def store_inputs(self, value: Any, call: Call) -> None:
         """Store the input tensors and their versions, to detect outputs that are inputs."""
         inputs = [tensor for _, tensor in leaves(value)]
         call.versions = {id(tensor): tensor._version for tensor in inputs if not tensor.is_inference()}
-        call.on_data = not any(tensor.requires_grad for tensor in inputs)
+        call.inputs_are_data = not any(tensor.requires_grad for tensor in inputs)
 
-    def bespeak(self, module: nn.Module, output: Any, call: Call) -> Any:
+    def register(self, module: nn.Module, output: Any, call: Call) -> Any:
         """Register hooks for all output tensors. Return the output for the caller."""
-        awaiting = GradientCall(self.lives, call, self.clock)
-        looking = all(live.records for live in awaiting.lives)
-        apart = any(not live.records and live.site.spec.kind == "full_backward_pre" for live in awaiting.lives)
-        for path, tensor in awaiting.awaitable(output):
-            if (hook := awaiting.hook(path, tensor)) is not None:
+        gradients = GradientCall(self.attached_hooks, call, self.clock)
+        read_only = all(attached.is_record_hook for attached in gradients.attached_hooks)
+        needs_alias = any(not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre" for attached in gradients.attached_hooks)
+        for path, tensor in gradients.tensors_with_gradient(output):
+            if (hook := gradients.hook(path, tensor)) is not None:
                 is_own = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
-                if (is_own and not apart) or (looking and not tensor.is_leaf):
-                    Awaited(tensor, hook).settle()
-                elif looking:
-                    self.on_leaves.register(tensor, hook)
+                if (is_own and not needs_alias) or (read_only and not tensor.is_leaf):
+                    TensorGradientHook(tensor, hook).finish_registration()
+                elif read_only:
+                    self.leaf_hooks.register(tensor, hook)
                 else:
-                    Awaited(awaiting.alias(tensor), hook).settle()
-        by_nature = call.on_data and not awaiting.awaited and next(module.parameters(), None) is None
-        awaiting.bespoken(no_fault=by_nature)
-        return awaiting.with_aliases(output)
+                    TensorGradientHook(gradients.alias(tensor), hook).finish_registration()
+        missing_is_expected = call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+        gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        return gradients.with_aliases(output)
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:
     """Return whether a module works in place. Disabled dropout returns its input unchanged."""
-    is_off = isinstance(module, _DropoutNd) and not (module.training and module.p)
-    return getattr(module, "inplace", False) is True and not is_off
+    is_disabled = isinstance(module, _DropoutNd) and not (module.training and module.p)
+    return getattr(module, "inplace", False) is True and not is_disabled

@@ -66,22 +66,22 @@ class Forecast:
 
     Attributes:
         cost: The cost of each spec, by name.
-        bare: The duration of a step without hooks in seconds, including data loading.
-        hooked: The duration of a step with hooks in seconds, as the mean over all steps of the run.
+        baseline_seconds: The duration of a step without hooks in seconds, including data loading.
+        hooked_seconds: The duration of a step with hooks in seconds, as the mean over all steps of the run.
     """
 
     cost: dict[str, Cost]
-    bare: float
-    hooked: float
+    baseline_seconds: float
+    hooked_seconds: float
 
     @property
     def slowdown(self) -> float:
         """The relative overhead of all hooks. 0.05 means 5%."""
-        return self.hooked / self.bare - 1.0
+        return self.hooked_seconds / self.baseline_seconds - 1.0
 
     def share(self, name: str, steps: int) -> float:
         """Return the relative overhead of one spec in a run of `steps` steps."""
-        return self.cost[name].seconds * self.cost[name].firings / steps / self.bare
+        return self.cost[name].seconds * self.cost[name].firings / steps / self.baseline_seconds
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class Firings:
 def firings_of(spec: HookSpec, length: Length) -> Firings:
     """Return the schedule of a spec in a run of a given length."""
     if spec.phase == "eval":
-        steps = length.evaluations.among(spec.schedule)
+        steps = length.evaluations.steps_in(spec.schedule)
         return Firings(steps, len(steps) * length.eval_batches, length.eval_batches)
-    steps = spec.schedule.among(range(length.steps))
-    if spec.definition.rhythm == "occasion":
+    steps = spec.schedule.steps_in(range(length.steps))
+    if spec.definition.frequency == "occasion":
         return Firings(steps, 0, 0)
-    if spec.definition.rhythm == "step":
+    if spec.definition.frequency == "step":
         stateless = spec.kind == "step_pre" and spec.tensor_role.startswith("state.") and 0 in steps
         return Firings(steps, len(steps) - stateless, 1)  # before its first step, an optimizer has no state
     return Firings(steps, length.micro_steps(steps), length.accumulate)

@@ -7,79 +7,82 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
 from ..spec.functions import MeanSpec, RecordedSpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.interventions import ScaleSpec
 from ..spec.record import RecordSpec
-from .shape_inference import TensorInfo, Trial, calls_of
+from .shape_inference import TensorInfo, InferredCalls, calls_of
 from .sites import HookPlan, Site
 
-IN_SMALLER = "what fits that batch too; a schedule (steps, every, start, stop) without it; or as many samples as the batch size divides"
+ALLOWED_IN_SMALLER_BATCH = (
+    "a value that also fits that batch; a schedule (steps, every, start, stop) that excludes it; or a number of samples "
+    "that is a multiple of the batch size"
+)
 
 
-def refuse_misfits(plan: HookPlan, trials: Mapping[str, Trial]) -> None:
+def refuse_misfits(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
     """Check every spec against the tensors at its sites.
 
     Args:
         plan: The sites.
-        trials: The results of shape inference, by phase. Without one, the tensors of modules are not checked.
+        inferred_by_phase: The results of shape inference, by phase. Without one, the tensors of modules are not checked.
 
     Raises:
         ConfigError: With the first tensor of each spec that does not fit.
     """
-    mistakes: dict[str, Mistake] = {}
+    problems: dict[str, Problem] = {}
     for site in plan.sites:
-        for _, info in tensors_at(site, trials.get(site.spec.phase, {})):
+        for _, info in tensors_at(site, inferred_by_phase.get(site.spec.phase, {})):
             problem = _misfit(site, info)
             if problem is not None:
-                mistakes.setdefault(site.spec.name, problem)
-    if mistakes:
-        raise ConfigError(*mistakes.values())
+                problems.setdefault(site.spec.name, problem)
+    if problems:
+        raise ConfigError(*problems.values())
 
 
-def misfits_in_smaller(
-    plan: HookPlan, trials: Mapping[str, Trial], samples: Mapping[str, int], smallest: Callable[[HookSpec], int]
-) -> list[Mistake]:
+def misfits_in_smaller_batches(
+    plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls], samples: Mapping[str, int], smallest: Callable[[HookSpec], int]
+) -> list[Problem]:
     """Check slices and lists of factors along the samples against the smallest batch that their hooks will see.
 
     Dimension 0 contains the samples if its size is the number of samples, or the same multiple of it in both phases.
 
     Args:
         plan: The sites.
-        trials: The results of shape inference, by phase.
+        inferred_by_phase: The results of shape inference, by phase.
         samples: The number of samples in the batch of each phase.
         smallest: Returns the number of samples in the smallest batch that a spec will see.
 
     Returns:
         The first tensor of each spec that does not fit. A slice that ends beyond a smaller batch is cut there.
     """
-    mistakes: dict[str, Mistake] = {}
+    problems: dict[str, Problem] = {}
     for spec in plan.specs.values():
         is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
-        is_part = isinstance(spec, RecordSpec) and spec.slice is not None
-        if spec.definition.family != "module" or not (is_list or is_part):
+        is_slice = isinstance(spec, RecordSpec) and spec.slice is not None
+        if spec.definition.family != "module" or not (is_list or is_slice):
             continue
-        size, whole = smallest(spec), samples[spec.phase]
-        (other,) = trials.keys() - {spec.phase}
-        for site in plan.of(spec.name) if size < whole else ():
-            elsewhere = {(call, info.path): info.shape for call, info in tensors_at(site, trials[other])}
-            for call, info in tensors_at(site, trials[spec.phase]):
-                if _follows(info.shape, whole, elsewhere.get((call, info.path)), samples[other]):
-                    smaller = info._replace(shape=(info.shape[0] // whole * size, *info.shape[1:]))
+        size, full_size = smallest(spec), samples[spec.phase]
+        (other,) = inferred_by_phase.keys() - {spec.phase}
+        for site in plan.of(spec.name) if size < full_size else ():
+            other_shapes = {(call, info.path): info.shape for call, info in tensors_at(site, inferred_by_phase[other])}
+            for call, info in tensors_at(site, inferred_by_phase[spec.phase]):
+                if _contains_samples(info.shape, full_size, other_shapes.get((call, info.path)), samples[other]):
+                    smaller = info._replace(shape=(info.shape[0] // full_size * size, *info.shape[1:]))
                     if (problem := _misfit(site, smaller, smallest=size)) is not None:
-                        mistakes.setdefault(spec.name, problem)
-    return [*mistakes.values()]
+                        problems.setdefault(spec.name, problem)
+    return [*problems.values()]
 
 
-def _follows(shape: Sequence[int], samples: int, elsewhere: Sequence[int] | None, samples_there: int) -> bool:
+def _contains_samples(shape: Sequence[int], samples: int, other_shapes: Sequence[int] | None, samples_there: int) -> bool:
     """Return whether dimension 0 of a tensor contains the samples of a batch, judged by its shapes in two batches."""
     if not shape:
         return False
-    if elsewhere and samples_there != samples:
-        return shape[0] % samples == 0 and elsewhere[0] * samples == shape[0] * samples_there
+    if other_shapes and samples_there != samples:
+        return shape[0] % samples == 0 and other_shapes[0] * samples == shape[0] * samples_there
     return shape[0] == samples
 
 
@@ -96,7 +99,7 @@ def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
         raise ConfigError(problem)
 
 
-def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Mistake | None:
+def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Problem | None:
     """Return the first field of a site's spec that does not fit a tensor; None if all fit.
 
     Args:
@@ -106,20 +109,20 @@ def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Mistak
     """
     spec = site.spec
     in_batch = "" if smallest is None else f" in the smallest batch, of {smallest} samples"
-    for field, problem, allowed in _problems(spec, info.shape, info.dtype, cuts=smallest is not None):
+    for field, message, allowed in _problems(spec, info.shape, info.dtype, may_exceed=smallest is not None):
         path = f" at path {info.path!r}" if info.path and spec.definition.family == "module" else ""
         what = "loss" if spec.kind == "loss" else f"{spec.tensor_role} of {site.label!r}{path}"
-        return Mistake(
+        return Problem(
             f"hooks.{spec.name}.{field}",
-            f"{problem} the {what}, which has shape {list(info.shape)}{in_batch}",
-            written=getattr(spec, field),
-            allowed=allowed if smallest is None else IN_SMALLER,
+            f"{message} the {what}, which has shape {list(info.shape)}{in_batch}",
+            given=getattr(spec, field),
+            allowed=allowed if smallest is None else ALLOWED_IN_SMALLER_BATCH,
         )
     return None
 
 
 def _problems(
-    spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype, *, cuts: bool
+    spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype, *, may_exceed: bool
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the fields that do not fit: the field, the problem up to the name of the tensor, and what is allowed.
 
@@ -127,70 +130,70 @@ def _problems(
         spec: The spec.
         shape: The shape of the tensor.
         dtype: Its dtype.
-        cuts: Whether a recorded slice may end beyond a dimension.
+        may_exceed: Whether a recorded slice may end beyond a dimension.
     """
     match spec:
         case RecordSpec():
             if spec.unit_dim is not None:
-                yield from _no_dimension("unit_dim", [spec.unit_dim], len(shape))
+                yield from _dimension_problems("unit_dim", [spec.unit_dim], len(shape))
             if spec.slice is not None:
                 first = tuple(min(spec.samples or size, size) for size in shape[:1])  # a scalar has no samples
-                yield from _no_part(spec.slice, first + shape[1:], cuts=cuts)
+                yield from _slice_problems(spec.slice, first + shape[1:], may_exceed=may_exceed)
             if spec.dtype is not None and dtype.is_complex:
-                yield "dtype", f"{spec.dtype} has no imaginary part for", f"no 'dtype': {dtype} is kept as it is"
+                yield "dtype", f"{spec.dtype} cannot represent the complex values of", f"no 'dtype': {dtype} is not converted"
         case ScaleSpec(factor=tuple()):
-            yield from _no_factors(spec, shape)
+            yield from _factor_problems(spec, shape)
         case MeanSpec() if spec.dim is not None:
             dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
-            yield from _no_dimension("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
+            yield from _dimension_problems("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
         case RecordedSpec() if spec.slice is not None:
-            yield from _no_part(spec.slice, shape, cuts=False)
+            yield from _slice_problems(spec.slice, shape, may_exceed=False)
 
 
-def _no_dimension(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
+def _dimension_problems(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
     allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
     for dim in dims:
         if not -count <= dim < count:
             yield field, f"dimension {dim} does not exist in", allowed
     if len({dim % max(1, count) for dim in dims}) < len(dims):
-        yield field, "one dimension is named twice for", allowed
+        yield field, "the same dimension is given twice for", allowed
 
 
-def _no_factors(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
+def _factor_problems(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
     assert isinstance(spec.factor, tuple), "only a list runs along a dimension"
     dims, given = len(shape), len(spec.factor)
     if not -dims <= spec.dim < dims:
-        near = f"{-dims} to {dims - 1}, or one number as 'factor'" if dims else "one number as 'factor'"
-        yield "dim", f"dimension {spec.dim} of {given} factors does not exist in", near
+        allowed = f"{-dims} to {dims - 1}, or one number as 'factor'" if dims else "one number as 'factor'"
+        yield "dim", f"dimension {spec.dim} of {given} factors does not exist in", allowed
     elif shape[spec.dim] != given:
         allowed = f"{shape[spec.dim]} factors, one number, or another 'dim'"
         yield "factor", f"{given} factors do not fit dimension {spec.dim} of", allowed
 
 
-def _no_part(written: str, shape: tuple[int, ...], *, cuts: bool) -> Iterator[tuple[str, str, str]]:
-    parts = parse_slice(written)
+def _slice_problems(text: str, shape: tuple[int, ...], *, may_exceed: bool) -> Iterator[tuple[str, str, str]]:
+    parts = parse_slice(text)
     if len(parts) > len(shape):
-        allowed = f"at most {len(shape)} parts between commas" if shape else "no 'slice': a scalar has no parts"
-        yield "slice", f"{len(parts)} dimensions are sliced of", allowed
+        allowed = f"at most {len(shape)} parts between commas" if shape else "no 'slice': a scalar cannot be sliced"
+        yield "slice", f"the slice has {len(parts)} dimensions, more than", allowed
         return
     for dim, (part, size) in enumerate(zip(parts, shape, strict=False)):
-        bounds = (part,) if isinstance(part, int) else () if cuts else (part.start, part.stop)
+        bounds = (part,) if isinstance(part, int) else () if may_exceed else (part.start, part.stop)
         last = size - 1 if isinstance(part, int) else size
         if any(bound is not None and not -size <= bound <= last for bound in bounds):
-            allowed = f"{-size} to {last} there; ':' for all of a dimension, 'samples: N' for at most N samples"
-            yield "slice", f"{_spelled(part)} is out of range for dimension {dim} of", allowed
+            allowed = f"{-size} to {last}; ':' for all of a dimension, 'samples: N' for at most N samples"
+            yield "slice", f"{_format_part(part)} is out of range for dimension {dim} of", allowed
         elif isinstance(part, slice) and size and not range(*part.indices(size)):
-            yield "slice", f"{_spelled(part)} selects nothing along dimension {dim} of", "a start before the stop"
+            yield "slice", f"{_format_part(part)} selects nothing along dimension {dim} of", "a start before the stop"
 
 
-def _spelled(part: int | slice) -> str:
+def _format_part(part: int | slice) -> str:
     if isinstance(part, int):
         return str(part)
     bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
     return ":".join("" if bound is None else str(bound) for bound in bounds)
 
 
-def tensors_at(site: Site, trial: Trial) -> list[tuple[int, TensorInfo]]:
+def tensors_at(site: Site, inferred: InferredCalls) -> list[tuple[int, TensorInfo]]:
     """Return the tensors at a site according to shape inference. A gradient has the shape of its tensor.
 
     Returns:
@@ -210,7 +213,7 @@ def tensors_at(site: Site, trial: Trial) -> list[tuple[int, TensorInfo]]:
         return [(0, TensorInfo(site.own_name, shape, tensor.dtype, True))]
     return [
         (call, info)
-        for call, infos in enumerate(calls_of(site.layer.module, spec.tensor_role, trial))
+        for call, infos in enumerate(calls_of(site.layer.module, spec.tensor_role, inferred))
         for info in infos
         if (spec.path is None or matches(spec.path, info.path)) and (info.requires_grad or not spec.definition.gradient)
     ]

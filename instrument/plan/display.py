@@ -19,25 +19,25 @@ from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from .cost import Forecast
-from .layer_selection import some
+from .layer_selection import shorten
 from .modules import Layer
 from .remarks import remarks
-from .shape_inference import Trial
+from .shape_inference import InferredCalls
 from .sites import HookPlan
-from .tree import acting_order, module_tree
+from .tree import execution_order, module_tree
 
-ENDLESS = 10_000  # columns: wide enough for any table
+UNLIMITED_WIDTH = 10_000  # columns: wide enough for any table
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def plan_view(
-    plan: HookPlan, trials: Mapping[str, Trial], forecast: Forecast, steps: int, folder: Path | None = None
+    plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls], forecast: Forecast, steps: int, folder: Path | None = None
 ) -> RenderableType:
     """Render the complete plan with rich.
 
     Args:
         plan: The plan.
-        trials: The results of shape inference, by phase.
+        inferred_by_phase: The results of shape inference, by phase.
         forecast: The estimated cost.
         steps: The number of steps of the run.
         folder: The folder in which a run would be created.
@@ -51,20 +51,20 @@ def plan_view(
         Text(),
         Costs(plan, forecast, steps, colours),
         Text(
-            f"a step takes {human_seconds(forecast.bare)} here, and with these hooks {human_seconds(forecast.hooked)} on "
-            f"average: {forecast.slowdown:.1%} more",
+            f"mean time per step on this machine: {human_seconds(forecast.baseline_seconds)} without hooks, "
+            f"{human_seconds(forecast.hooked_seconds)} with hooks ({forecast.slowdown:+.1%})",
             style="dim",
         ),
         Text(),
-        *written(plan, colours, folder),
+        *output_tables(plan, colours, folder),
     ]
-    if any(len(names) > 1 for layer in plan.layers for names in acting_order(plan, layer)):
-        parts.insert(1, Text("a → b: at the same tensor, b sees what a returned", style="dim"))
-    notes = list(plan_notes(plan, trials))
+    if any(len(names) > 1 for layer in plan.layers for names in execution_order(plan, layer)):
+        parts.insert(1, Text("a → b: both hooks use the same tensor; b receives the result of a", style="dim"))
+    notes = list(plan_notes(plan, inferred_by_phase))
     if notes:
         parts += [
             Text(),
-            Text("Not matched, or not to be seen:", style="bold"),
+            Text("Not matched or not recorded:", style="bold"),
             *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
         ]
     return Group(*parts)
@@ -83,9 +83,9 @@ class Costs:
     colours: Mapping[str, str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = self._table(narrow=False)
-        fits = Measurement.get(console, options.update_width(ENDLESS), wide).maximum <= options.max_width
-        yield wide if fits else self._table(narrow=True)
+        wide_table = self._table(narrow=False)
+        fits = Measurement.get(console, options.update_width(UNLIMITED_WIDTH), wide_table).maximum <= options.max_width
+        yield wide_table if fits else self._table(narrow=True)
 
     def _table(self, *, narrow: bool) -> Table:
         """Build the table. The narrow one combines kind and action and omits rows per step."""
@@ -93,9 +93,9 @@ class Costs:
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         kind, rows_a_step = ((), ()) if narrow else (("kind",), ("rows/step",))
         for name in ("hook", *kind, "action", "at", "when", *rows_a_step, "rows", "bytes", "time"):
-            words = name in ("hook", "kind", "action", "when")
-            folded = narrow and name in ("action", "when")
-            table.add_column(name, justify="left" if words else "right", no_wrap=not folded, overflow="fold")
+            left_aligned = name in ("hook", "kind", "action", "when")
+            folds = narrow and name in ("action", "when")
+            table.add_column(name, justify="left" if left_aligned else "right", no_wrap=not folds, overflow="fold")
         for name, spec in self.plan.specs.items():
             table.add_row(*self._cells(name, spec, narrow=narrow))
         if self.plan.specs:
@@ -104,61 +104,61 @@ class Costs:
         return table
 
     def _cells(self, name: str, spec: HookSpec, *, narrow: bool) -> list[str]:
-        spent = self.forecast.cost[name]
-        when = escape(str(spec.schedule)) if spent.firings else f"[red]never[/]: {escape(str(spec.schedule))}"
+        estimate = self.forecast.cost[name]
+        when = escape(str(spec.schedule)) if estimate.firings else f"[red]never[/]: {escape(str(spec.schedule))}"
         action = escape(describe_action(spec))
         return [
             f"[{self.colours[name]}]{name}[/]",
             *([f"{spec.kind}: {action}"] if narrow else [spec.kind, action]),
             str(len(self.plan.of(name))),
             when,
-            *([] if narrow else [f"{spent.rows_per_step:,}"]),
-            f"{spent.rows:,}",
-            human_bytes(spent.bytes),
+            *([] if narrow else [f"{estimate.rows_per_step:,}"]),
+            f"{estimate.rows:,}",
+            human_bytes(estimate.bytes),
             "" if spec.phase == "eval" else f"+{self.forecast.share(name, self.steps):.1%}",
         ]
 
     def _total(self, *, narrow: bool) -> list[str]:
         cost = self.forecast.cost.values()
         return [
-            "[bold]in all[/]",
+            "[bold]total[/]",
             *([""] if narrow else ["", ""]),
             str(len(self.plan.sites)),
             "",
-            *([] if narrow else [f"{sum(spent.rows_per_step for spent in cost):,}"]),
-            f"[bold]{sum(spent.rows for spent in cost):,}[/]",
-            f"[bold]{human_bytes(sum(spent.bytes for spent in cost))}[/]",
+            *([] if narrow else [f"{sum(estimate.rows_per_step for estimate in cost):,}"]),
+            f"[bold]{sum(estimate.rows for estimate in cost):,}[/]",
+            f"[bold]{human_bytes(sum(estimate.bytes for estimate in cost))}[/]",
             f"[bold]{self.forecast.slowdown:+.1%}[/]",
         ]
 
 
-def written(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
+def output_tables(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
     """Yield lines about the tables that the run will write, and the hooks that write to each."""
-    into: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": []}
+    hooks_by_table: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": []}
     for name, spec in plan.specs.items():
         for table in _tables_of(spec):
-            into[table].append(name)
-    yield Text("Will be written" + ("" if folder is None else f" to a folder like {folder}"), "bold")
-    width = max((len(table) for table, names in into.items() if names), default=0) + 1
-    for table, names in into.items():
+            hooks_by_table[table].append(name)
+    yield Text("Output tables" + ("" if folder is None else f" in a folder such as {folder}"), "bold")
+    width = max((len(table) for table, names in hooks_by_table.items() if names), default=0) + 1
+    for table, names in hooks_by_table.items():
         if names:
             hooks = Text(", ").join(Text(name, colours[name]) for name in names)
             yield Text.assemble(f"  {table + '/':<{width}}  ", hooks)
-    yield Text("  metrics/, coverage/, layers/, events/ and run.json in any case", "dim")
+    yield Text("  metrics/, coverage/, layers/, events/ and run.json are always written", "dim")
 
 
 def _tables_of(spec: HookSpec) -> list[str]:
     if not isinstance(spec, RecordSpec):
         return ["effects"]
-    asked = {
+    requested = {
         "stats": spec.statistics,
         "distributions": spec.quantiles or spec.histogram,
         "tensors": spec.tensors,
     }
-    return [table for table, is_asked in asked.items() if is_asked]
+    return [table for table, is_asked in requested.items() if is_asked]
 
 
-def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:
+def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> Iterator[str]:
     """Yield explanations for modules that a user may expect to match, but that do not match or cannot be recorded."""
     for name, spec in plan.specs.items():
         sites = plan.of(name)
@@ -166,50 +166,50 @@ def plan_notes(plan: HookPlan, trials: Mapping[str, Trial]) -> Iterator[str]:
         for site in sites:
             if site.note:
                 yield f"{name}: {site.label}: {site.note}"
-        unseen = [layer for layer in plan.layers if id(layer) not in matched]
+        unmatched = [layer for layer in plan.layers if id(layer) not in matched]
         for pattern in spec.globs:
             if "*" in pattern and not pattern.startswith("re:") and not pattern.endswith("**"):
-                below = [
-                    layer.label for layer in unseen if matches(f"{pattern}.**" if pattern != "." else "**", layer.name)
+                submodules = [
+                    layer.label for layer in unmatched if matches(f"{pattern}.**" if pattern != "." else "**", layer.name)
                 ]
-                if below:
-                    yield f"{name}: '{pattern}' stops where '{pattern}.**' would go on: {some(below, 4)}"
-        named = [
-            layer for layer in unseen if any(matches(pattern, alias) for pattern in spec.globs for alias in layer.names)
+                if submodules:
+                    yield f"{name}: '{pattern}' does not match submodules; '{pattern}.**' would also match {shorten(submodules, 4)}"
+        matched_by_glob = [
+            layer for layer in unmatched if any(matches(pattern, alias) for pattern in spec.globs for alias in layer.names)
         ]
-        seen = {id(site.parameter) for site in sites}
-        for label, found in _dropped(spec, named, seen):
-            yield f"{name}: {label}: {some([layer.label for layer in found], 4)}"
+        parameter_ids = {id(site.parameter) for site in sites}
+        for label, found in _unselected(spec, matched_by_glob, parameter_ids):
+            yield f"{name}: {label}: {shorten([layer.label for layer in found], 4)}"
         if spec.definition.family == "module":
-            silent = [site.label for site in sites if id(site.layer.module) not in trials[spec.phase]]
-            if silent:
-                yield f"{name}: not called in a trial forward pass: {some(silent, 4)}"
+            uncalled = [site.label for site in sites if id(site.layer.module) not in inferred_by_phase[spec.phase]]
+            if uncalled:
+                yield f"{name}: not called during shape inference: {shorten(uncalled, 4)}"
     yield from (remark.message for remark in remarks(plan))
 
 
-def _dropped(spec: HookSpec, named: list[Layer], seen: set[int]) -> Iterator[tuple[str, list[Layer]]]:
+def _unselected(spec: HookSpec, matched_by_glob: list[Layer], parameter_ids: set[int]) -> Iterator[tuple[str, list[Layer]]]:
     """Yield the layers that the globs match but another field excludes, by the reason."""
-    typed = [layer for layer in named if spec.types and not any(layer.is_a(name) for name in spec.types)]
+    of_other_type = [layer for layer in matched_by_glob if spec.types and not any(layer.is_a(name) for name in spec.types)]
     excluded = [
-        layer for layer in named if any(matches(pattern, name) for pattern in spec.exclude for name in layer.names)
+        layer for layer in matched_by_glob if any(matches(pattern, name) for pattern in spec.exclude for name in layer.names)
     ]
-    rest = [layer for layer in named if layer not in typed and layer not in excluded]
+    rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]
     of_parameters = spec.definition.family != "module"
-    bare = [layer for layer in rest if of_parameters and _has_some_below_alone(spec, layer, seen)]
-    if typed:
-        yield f"not of type {' or '.join(spec.types)}", typed
+    without_parameters = [layer for layer in rest if of_parameters and _only_submodules_have_parameters(spec, layer, parameter_ids)]
+    if of_other_type:
+        yield f"not of type {' or '.join(spec.types)}", of_other_type
     if excluded:
-        yield "taken away by exclude", excluded
-    if bare:
-        yield "no parameter of its own", bare
-    holders = [layer for layer in rest if layer.is_holder and not of_parameters]
-    if holders:
-        yield "only holds others, and is never called", holders
+        yield "excluded by 'exclude'", excluded
+    if without_parameters:
+        yield "contains no parameters directly", without_parameters
+    containers = [layer for layer in rest if layer.is_container and not of_parameters]
+    if containers:
+        yield "a container, which is never called", containers
 
 
-def _has_some_below_alone(spec: HookSpec, layer: Layer, seen: set[int]) -> bool:
+def _only_submodules_have_parameters(spec: HookSpec, layer: Layer, parameter_ids: set[int]) -> bool:
     """Return whether a layer has no parameters itself, but submodules with parameters that the spec would select."""
     if any(True for _ in layer.own_parameters()):
         return False
-    missed = [name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in seen]
-    return any(not spec.params or any(matches(pattern, own) for pattern in spec.params) for own in missed)
+    unmatched_names = [name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in parameter_ids]
+    return any(not spec.params or any(matches(pattern, own) for pattern in spec.params) for own in unmatched_names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ConfigError, Mistake, nearest
+from ..errors import ConfigError, Problem, similar_names
 from ..spec.fields import Selection
 from ..spec.globs import matches
 from .modules import Layer, Layers
@@ -30,15 +30,15 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     ]
     typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
     if not typed:
-        there = sorted({layer.type for layer in named})
-        close = [name for written in selection.types for name in nearest(written, there)]
+        types = sorted({layer.type for layer in named})
+        similar = [name for type_name in selection.types for name in similar_names(type_name, types)]
         raise ConfigError(
-            Mistake(
+            Problem(
                 f"{where}.types",
                 f"none of the {len(named)} modules that the globs match is of this type",
-                written=list(selection.types),
-                allowed=there,
-                nearest=close,
+                given=list(selection.types),
+                allowed=types,
+                similar=similar,
             )
         )
     kept = [
@@ -48,23 +48,23 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     ]
     if not kept:
         raise ConfigError(
-            Mistake(
+            Problem(
                 f"{where}.exclude",
-                f"takes all {len(typed)} modules away that 'layers' and 'types' match",
-                written=list(selection.exclude),
+                f"excludes all {len(typed)} modules that 'layers' and 'types' match",
+                given=list(selection.exclude),
             )
         )
     return kept
 
 
-def _no_such_layer(pattern: str, layers: Layers, where: str) -> Mistake:
+def _no_such_layer(pattern: str, layers: Layers, where: str) -> Problem:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
-    close = nearest(plain, names, most=5) or nearest(plain.split(".")[0], names, most=5)
-    return Mistake(where, "this pattern matches no module", written=pattern, allowed=some(names), nearest=close)
+    similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
+    return Problem(where, "this pattern matches no module", given=pattern, allowed=shorten(names), similar=similar)
 
 
-def some(names: Sequence[str], most: int = 12) -> str:
+def shorten(names: Sequence[str], limit: int = 12) -> str:
     """Shorten a list of names for display: the first ones, and the total number."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"

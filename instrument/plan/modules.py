@@ -53,7 +53,7 @@ class Layer:
         return self.name or "."
 
     @property
-    def is_holder(self) -> bool:
+    def is_container(self) -> bool:
         """Whether it is only a container (ModuleList, ModuleDict, ParameterList).
 
         It has no forward and is never called.
@@ -133,26 +133,26 @@ class Layers:
                 if attribute.startswith("_") and attribute in vars(nn.Module()):
                     continue
                 owner = f"{layer.name}.{attribute}" if layer.name else attribute
-                for place, item in _plain_items(value, owner):
+                for location, item in _plain_items(value, owner):
                     if isinstance(item, nn.Module) and id(item) not in known:
-                        found.setdefault(id(item), (place, item))
+                        found.setdefault(id(item), (location, item))
         return list(found.values())
 
     def hidden_messages(self) -> list[tuple[str, str]]:
         """Return the location of each hidden module and a warning about it."""
         return [
             (
-                place,
-                f"{place} ({type(module).__name__}) is kept in a plain Python list or dict, which PyTorch cannot see: its "
+                location,
+                f"{location} ({type(module).__name__}) is in a plain Python list or dict, where PyTorch does not find it: its "
                 "parameters are not trained, moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict",
             )
-            for place, module in self.hidden()
+            for location, module in self.hidden()
         ]
 
 
-def _plain_items(value: object, place: str, above: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
+def _plain_items(value: object, location: str, ancestors: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
     """Yield all items of a plain container and of its nested containers, with their locations."""
-    if id(value) in above:
+    if id(value) in ancestors:
         return
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict):
@@ -160,22 +160,22 @@ def _plain_items(value: object, place: str, above: frozenset[int] = frozenset())
     elif isinstance(value, list | tuple | set | frozenset):
         items = enumerate(value)
     for key, item in items:
-        yield f"{place}[{key!r}]", item
-        yield from _plain_items(item, f"{place}[{key!r}]", above | {id(value)})
+        yield f"{location}[{key!r}]", item
+        yield from _plain_items(item, f"{location}[{key!r}]", ancestors | {id(value)})
 
 
-def _walk(module: nn.Module, name: str, above: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _walk(module: nn.Module, name: str, ancestors: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module under each of its names, parents first. Wrappers are replaced by the wrapped module."""
     inner = _unwrapped(module)
     if inner is not None:
-        yield from _walk(inner, name, above)
+        yield from _walk(inner, name, ancestors)
         return
     yield name, module
-    if id(module) in above:  # a module that contains itself
+    if id(module) in ancestors:  # a module that contains itself
         return
     for key, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, f"{name}.{key}" if name else key, above | {id(module)})
+            yield from _walk(child, f"{name}.{key}" if name else key, ancestors | {id(module)})
 
 
 def _unwrapped(module: nn.Module) -> nn.Module | None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from .layer_selection import some
+from .layer_selection import shorten
 from .sites import HookPlan
 
 
@@ -31,15 +31,15 @@ class Remark:
 
 def remarks(plan: HookPlan) -> Iterator[Remark]:
     """Yield remarks about modules that PyTorch cannot find, and about fast paths that hooks disable."""
-    for place, message in plan.layers.hidden_messages():
-        yield Remark("hidden_module", place, message, "warning")
-    slowed = fast_paths(plan)
-    if slowed:
+    for location, message in plan.layers.hidden_messages():
+        yield Remark("hidden_module", location, message, "warning")
+    affected = fast_paths(plan)
+    if affected:
         message = (
-            f"hooks inside {some(slowed, 4)} switch off the fast path that PyTorch takes there in an evaluation without "
-            "gradients: the values are the same but for rounding"
+            f"hooks inside {shorten(affected, 4)} disable PyTorch's fast path for evaluations without gradients; the values "
+            "are the same up to rounding"
         )
-        yield Remark("fast_path", slowed[0] if len(slowed) == 1 else None, message, "info")
+        yield Remark("fast_path", affected[0] if len(affected) == 1 else None, message, "info")
 
 
 def fast_paths(plan: HookPlan) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..errors import ConfigError, Mistake, own_frame
+from ..errors import ConfigError, Problem, user_code_location
 from ..nested import leaves, shape_of, shapes
 from .modules import Layer, Layers
 
@@ -45,44 +45,44 @@ class Calls:
     outputs: list[list[TensorInfo]] = field(default_factory=list)
 
 
-Trial = dict[int, Calls]
+InferredCalls = dict[int, Calls]
 """The calls of every module that ran, by the `id` of the module."""
-See = Callable[[nn.Module, str, Any], None]
+Observer = Callable[[nn.Module, str, Any], None]
 
 
-def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool, see: See | None = None) -> Trial:
+def infer_shapes(model: nn.Module, forward: Callable[[], Any], *, training: bool, observe: Observer | None = None) -> InferredCalls:
     """Run one forward pass and list the tensors of every module.
 
     Args:
         model: The model.
         forward: Runs the model on a batch and computes the loss.
         training: Whether the model is in training mode during the pass.
-        see: Called with each module, `input` or `output`, and the value.
+        observe: Called with each module, `input` or `output`, and the value.
 
     Returns:
         The calls of every module that ran.
 
     Raises:
         ConfigError: The pass failed. The message contains the layer that failed first, and the shapes of its input.
-            Also errors that `see` or `forward` raise.
+            Also errors that `observe` or `forward` raise.
     """
     layers = Layers.of(model)
-    trial: Trial = {}
+    inferred: InferredCalls = {}
     running: list[tuple[Layer, Any]] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         running.append((layers.by_module[id(module)], given))
-        trial.setdefault(id(module), Calls()).inputs.append(_infos(given))
-        if see is not None:
-            see(module, "input", given)
+        inferred.setdefault(id(module), Calls()).inputs.append(_infos(given))
+        if observe is not None:
+            observe(module, "input", given)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         while running.pop()[0].module is not module:
             pass  # a layer below failed, and the model handled the exception
-        trial[id(module)].outputs.append(_infos(output))
-        if see is not None:
-            see(module, "output", output)
+        inferred[id(module)].outputs.append(_infos(output))
+        if observe is not None:
+            observe(module, "output", output)
 
     handles = []
     try:
@@ -91,7 +91,7 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool,
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after),
             ]
-        with _no_trace(model, training), torch.enable_grad():
+        with _without_side_effects(model, training), torch.enable_grad():
             forward()
     except ConfigError:
         raise
@@ -100,17 +100,17 @@ def try_forward(model: nn.Module, forward: Callable[[], Any], *, training: bool,
     finally:
         for handle in reversed(handles):
             handle.remove()
-    return trial
+    return inferred
 
 
-def tensors_of(module: nn.Module, role: str, trial: Trial) -> list[TensorInfo]:
+def tensors_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[TensorInfo]:
     """Return the tensors that entered or left a module, in all of its calls."""
-    return [info for call in calls_of(module, role, trial) for info in call]
+    return [info for call in calls_of(module, role, inferred) for info in call]
 
 
-def calls_of(module: nn.Module, role: str, trial: Trial) -> list[list[TensorInfo]]:
+def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list[TensorInfo]]:
     """Return the tensors that entered or left a module, per call."""
-    calls = trial.get(id(module))
+    calls = inferred.get(id(module))
     if calls is None:
         return []
     return calls.inputs if role in ("input", "grad_input") else calls.outputs
@@ -128,11 +128,11 @@ def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
         ConfigError: The batch does not fit the model.
     """
     if any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in model.modules()):
-        try_forward(model, forward, training=False)
+        infer_shapes(model, forward, training=False)
 
 
 @contextmanager
-def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
+def _without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
     """Restore everything that a forward pass may change: training flags, buffers, random states."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
@@ -144,7 +144,7 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
     known = {module: dict(module._buffers) for module in model.modules()}
     model.train(training)
     try:
-        with random_state_kept():
+        with preserve_random_state():
             yield
     finally:
         with torch.no_grad():
@@ -160,7 +160,7 @@ def _no_trace(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and PyTorch after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -171,12 +171,12 @@ def random_state_kept() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Mistake:
+def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Problem:
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    place = own_frame(error)
+    location = user_code_location(error)
     if not running:
-        return Mistake(
-            "task", f"the loss cannot be formed from the model's output and the batch's targets{place}", written=reason
+        return Problem(
+            "task", f"cannot compute the loss from the model's output and the batch's targets{location}", given=reason
         )
     layer, given = running[-1]
     own = ", ".join(
@@ -184,9 +184,9 @@ def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Mistake:
         for name, parameter in layer.own_parameters()
         if not nn.parameter.is_lazy(parameter)
     )
-    return Mistake(
+    return Problem(
         "data, model",
-        f"the batch does not fit the model: layer {layer.label!r} was given {shapes(given)}{place}",
-        written=reason,
-        allowed=f"what fits {layer.type}" + (f" with {own}" if own else f": {layer.module}".replace("\n", " ")[:160]),
+        f"the batch does not fit the model: layer {layer.label!r} was given {shapes(given)}{location}",
+        given=reason,
+        allowed=f"input that fits {layer.type}" + (f" with {own}" if own else f": {layer.module}".replace("\n", " ")[:160]),
     )

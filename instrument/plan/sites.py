@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from ..errors import ConfigError, Mistake, nearest
+from ..errors import ConfigError, Problem, similar_names
 from ..spec.base import HookBase
 from ..spec.functions import PenaltySpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from .layer_selection import select_layers, some
+from .layer_selection import select_layers, shorten
 from .modules import Layer, Layers
 
 
@@ -51,14 +51,14 @@ class HookPlan:
         layers: The modules of the model.
         specs: The specs, by name.
         sites: The sites.
-        tried: Whether shape inference has checked the specs against the shapes of the modules' tensors. Otherwise each
+        shapes_checked: Whether shape inference has checked the specs against the shapes of the modules' tensors. Otherwise each
             site checks its first tensor.
     """
 
     layers: Layers
     specs: Mapping[str, HookSpec]
     sites: tuple[Site, ...]
-    tried: bool = False
+    shapes_checked: bool = False
 
     def of(self, hook: str) -> list[Site]:
         """Return the sites of one spec."""
@@ -84,23 +84,23 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
     """
     layers = Layers.of(model)
     sites: list[Site] = []
-    mistakes: list[Mistake] = []
+    problems: list[Problem] = []
     for name, spec in specs.items():
         try:
             sites += _sites(spec, layers, f"hooks.{name}")
         except ConfigError as error:
-            mistakes += error.mistakes
-    if mistakes:
-        raise ConfigError(*mistakes)
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
     return HookPlan(layers, specs, tuple(sites))
 
 
 def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     selected = select_layers(spec, layers, where)
     if spec.definition.family == "module":
-        called = [layer for layer in selected if not layer.is_holder]
+        called = [layer for layer in selected if not layer.is_container]
         if not called:
-            raise ConfigError(_only_holders(spec, selected, where))
+            raise ConfigError(_containers_problem(spec, selected, where))
         return [Site(spec, layer) for layer in called]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
@@ -111,13 +111,13 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     return _parameter_sites(spec, selected, layers, where)
 
 
-def _only_holders(spec: HookSpec, selected: list[Layer], where: str) -> Mistake:
-    return Mistake(
+def _containers_problem(spec: HookSpec, selected: list[Layer], where: str) -> Problem:
+    return Problem(
         f"{where}.layers",
-        "the modules matched only hold others, and are never called themselves",
-        written=list(spec.globs),
-        allowed=some([f"{layer.label} ({layer.type})" for layer in selected]),
-        nearest=[f"{layer.name}.*" for layer in selected[:3]],
+        "the matched modules are containers, which are never called",
+        given=list(spec.globs),
+        allowed=shorten([f"{layer.label} ({layer.type})" for layer in selected]),
+        similar=[f"{layer.name}.*" for layer in selected[:3]],
     )
 
 
@@ -131,18 +131,18 @@ def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str
 
 
 def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
-    there = [
+    candidates = [
         (layer, own, parameter, [name.rpartition(".")[2] for name in layers.parameter_names[id(parameter)]])
         for layer in selected
         for own, parameter in layer.own_parameters()
     ]
-    if not there:
+    if not candidates:
         below = [layer for layer in selected if any(True for _ in layer.module.parameters())]
-        raise ConfigError(_has_none("parameter", spec, selected, below, where))
-    _refuse_idle_params("parameter", spec, [name for *_, names in there for name in names], where)
+        raise ConfigError(_no_own_tensor_problem("parameter", spec, selected, below, where))
+    _refuse_unused_params("parameter", spec, [name for *_, names in candidates for name in names], where)
     sites: dict[int, Site] = {}
-    for layer, own, parameter, names in there:
-        if _wanted(spec, names):
+    for layer, own, parameter, names in candidates:
+        if _is_selected(spec, names):
             note = "" if parameter.requires_grad else "the parameter is frozen"
             sites.setdefault(id(parameter), Site(spec, layer, own, parameter, note))
     return list(sites.values())
@@ -162,35 +162,35 @@ def _named_sites(
     what: str, names_of: Callable[[nn.Module], list[str]], spec: HookSpec, selected: list[Layer], where: str
 ) -> list[Site]:
     """Return one site per buffer, or per entry of a state dict, of the modules."""
-    there = [(layer, own) for layer in selected for own in names_of(layer.module)]
-    if not there:
+    candidates = [(layer, own) for layer in selected for own in names_of(layer.module)]
+    if not candidates:
         below = [layer for layer in selected if any(names_of(module) for module in layer.module.modules())]
-        raise ConfigError(_has_none(what, spec, selected, below, where))
-    _refuse_idle_params(what, spec, [own for _, own in there], where)
-    return [Site(spec, layer, own) for layer, own in there if _wanted(spec, [own])]
+        raise ConfigError(_no_own_tensor_problem(what, spec, selected, below, where))
+    _refuse_unused_params(what, spec, [own for _, own in candidates], where)
+    return [Site(spec, layer, own) for layer, own in candidates if _is_selected(spec, [own])]
 
 
-def _wanted(spec: HookBase, names: Iterable[str]) -> bool:
+def _is_selected(spec: HookBase, names: Iterable[str]) -> bool:
     """Return whether `params` selects a parameter or buffer, given all of its names within modules."""
     return not spec.params or any(matches(pattern, name) for pattern in spec.params for name in names)
 
 
-def _refuse_idle_params(what: str, spec: HookBase, names: Iterable[str], where: str) -> None:
-    owns = list(dict.fromkeys(names))
+def _refuse_unused_params(what: str, spec: HookBase, names: Iterable[str], where: str) -> None:
+    own_names = list(dict.fromkeys(names))
     for pattern in spec.params:
-        if not any(matches(pattern, own) for own in owns):
-            problem = f"this pattern matches no {what}"
-            close = nearest(pattern, owns)
-            raise ConfigError(Mistake(f"{where}.params", problem, written=pattern, allowed=owns, nearest=close))
+        if not any(matches(pattern, own) for own in own_names):
+            message = f"this pattern matches no {what}"
+            similar = similar_names(pattern, own_names)
+            raise ConfigError(Problem(f"{where}.params", message, given=pattern, allowed=own_names, similar=similar))
 
 
-def _has_none(what: str, spec: HookBase, selected: list[Layer], below: list[Layer], where: str) -> Mistake:
-    return Mistake(
+def _no_own_tensor_problem(what: str, spec: HookBase, selected: list[Layer], below: list[Layer], where: str) -> Problem:
+    return Problem(
         f"{where}.layers",
-        f"none of the modules matched has a {what} of its own",
-        written=list(spec.globs),
-        allowed=some([layer.label for layer in selected]),
-        nearest=[f"{layer.name}.**" if layer.name else "**" for layer in below[:3]],
+        f"none of the matched modules directly contains a {what}",
+        given=list(spec.globs),
+        allowed=shorten([layer.label for layer in selected]),
+        similar=[f"{layer.name}.**" if layer.name else "**" for layer in below[:3]],
     )
 
 
@@ -202,18 +202,18 @@ def refuse_frozen(plan: HookPlan) -> None:
     Raises:
         ConfigError: With every such pattern.
     """
-    mistakes = []
+    problems = []
     for name, spec in plan.specs.items():
         if not spec.definition.gradient or spec.tensor_role in ("param", "buffer"):
             continue
         for pattern in spec.globs:
             matched = [site for site in plan.of(name) if any(matches(pattern, own) for own in site.layer.names)]
             if matched and all(site.note for site in matched):
-                problem = (
-                    f"kind {spec.kind} needs gradients, and every parameter that this pattern matches is frozen "
+                message = (
+                    f"kind {spec.kind} requires gradients, but every parameter that this pattern matches is frozen "
                     "(requires_grad is False)"
                 )
-                allowed = "parameters that train; frozen are " + some([site.label for site in matched])
-                mistakes.append(Mistake(f"hooks.{name}.layers", problem, written=pattern, allowed=allowed))
-    if mistakes:
-        raise ConfigError(*mistakes)
+                allowed = "trainable parameters; frozen: " + shorten([site.label for site in matched])
+                problems.append(Problem(f"hooks.{name}.layers", message, given=pattern, allowed=allowed))
+    if problems:
+        raise ConfigError(*problems)

@@ -12,7 +12,7 @@ from rich.tree import Tree
 from .modules import Layer
 from .sites import HookPlan
 
-LEAST_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
+MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
 
 @dataclass
@@ -22,25 +22,25 @@ class _Node:
     layer: Layer
     hooks: list[list[str]]
     sites: tuple[tuple[str, str], ...]
-    below: list[_Node] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
     size: int = 1
     signature: tuple[object, ...] = ()
 
     @property
-    def own(self) -> str:
+    def own_name(self) -> str:
         return self.layer.name.rpartition(".")[2] or "."
 
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for _, parameter in self.layer.own_parameters())
 
-    def sign(self) -> None:
+    def compute_signature(self) -> None:
         """Compute the signatures of this node and of all its descendants."""
-        for node in self.below:
-            node.sign()
-        self.size = 1 + sum(node.size for node in self.below)
-        of_those_below = tuple((node.own, node.signature) for node in self.below)
-        self.signature = (self.layer.type, self.parameters, self.layer.aliases, self.sites, of_those_below)
+        for node in self.children:
+            node.compute_signature()
+        self.size = 1 + sum(node.size for node in self.children)
+        child_signatures = tuple((node.own_name, node.signature) for node in self.children)
+        self.signature = (self.layer.type, self.parameters, self.layer.aliases, self.sites, child_signatures)
 
 
 def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
@@ -48,36 +48,36 @@ def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
     nodes: dict[str, _Node] = {}
     for layer in plan.layers:
         sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
-        node = nodes[layer.name] = _Node(layer, acting_order(plan, layer), sites)
+        node = nodes[layer.name] = _Node(layer, execution_order(plan, layer), sites)
         if layer.name:
             parent = layer.name.rpartition(".")[0]
-            nodes[parent if parent in nodes else ""].below.append(node)
+            nodes[parent if parent in nodes else ""].children.append(node)
     root = nodes[""]
-    root.sign()
+    root.compute_signature()
     tree = Tree(_label(root, colours))
-    _grow(tree, root.below, colours)
+    _add_nodes(tree, root.children, colours)
     return tree
 
 
-def _grow(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> None:
-    for first, others in _alike(nodes):
-        _grow(tree.add(_label(first, colours)), first.below, colours)
+def _add_nodes(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> None:
+    for first, others in _group_identical(nodes):
+        _add_nodes(tree.add(_label(first, colours)), first.children, colours)
         if others:
-            names = f"{others[0].own} ... {others[-1].own}" if len(others) > 1 else others[0].own
-            tree.add(Text.assemble(names, (f" {first.layer.type}  like {first.own}", "dim")))
+            names = f"{others[0].own_name} ... {others[-1].own_name}" if len(others) > 1 else others[0].own_name
+            tree.add(Text.assemble(names, (f" {first.layer.type}  like {first.own_name}", "dim")))
 
 
-def _alike(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, list[_Node]]]:
+def _group_identical(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, list[_Node]]]:
     """Group adjacent identical nodes if that saves enough lines. Yield the first of each group and the others."""
     for _, group in groupby(nodes, key=lambda node: node.signature):
         first, *others = group
-        if sum(node.size for node in others) - 1 >= LEAST_SAVED:
+        if sum(node.size for node in others) - 1 >= MIN_LINES_SAVED:
             yield first, others
         else:
             yield from ((node, []) for node in (first, *others))
 
 
-def acting_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
+def execution_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
     """Return the specs at a layer, grouped by kind and role. Those of a group run in the order of the configuration."""
     places: dict[tuple[str, str], list[str]] = {}
     for site in plan.at(layer):
@@ -89,7 +89,7 @@ def acting_order(plan: HookPlan, layer: Layer) -> list[list[str]]:
 
 def _label(node: _Node, colours: Mapping[str, str]) -> Text:
     layer = node.layer
-    label = Text.assemble((node.own, "" if node.hooks else "dim"), " ", (layer.type, "dim"))
+    label = Text.assemble((node.own_name, "" if node.hooks else "dim"), " ", (layer.type, "dim"))
     if node.parameters:
         label.append(f"  {node.parameters:,} parameters", "dim")
     if layer.aliases:

@@ -48,7 +48,7 @@ def new_figure(width: float, height: float) -> Picture:
 
         from .picture import Picture
     except ModuleNotFoundError as error:
-        raise InstrumentError(f"pictures need {error.name}: {pip_command('report')}") from None
+        raise InstrumentError(f"plots need {error.name}: {pip_command('report')}") from None
     layout = ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD)
     return Picture(figsize=(width, height), layout=layout)
 
@@ -61,31 +61,31 @@ def plain(text: str, most: int = LONGEST) -> str:
     return f" {text}" if text.startswith("_") else text  # legends omit labels that begin with an underscore
 
 
-def height_of(places: int) -> float:
+def height_of(locations: int) -> float:
     """Return the height, in inches, of a chart with one row per location."""
-    return max(FEW, ROW * min(places, MOST_ROWS))
+    return max(FEW, ROW * min(locations, MOST_ROWS))
 
 
-def width_of(places: Sequence[str]) -> float:
+def width_of(locations: Sequence[str]) -> float:
     """Return the width, in inches, of the names of the locations."""
-    return LETTER * max((min(len(name), LONGEST) for name in places), default=0)
+    return LETTER * max((min(len(name), LONGEST) for name in locations), default=0)
 
 
-def name_places(axes: Axes, places: Sequence[str], *, middle: float = 0.0) -> None:
+def label_locations(axes: Axes, locations: Sequence[str], *, middle: float = 0.0) -> None:
     """Label the rows of the vertical axis from top to bottom; if there are too many rows, only every n-th is labeled.
 
     Args:
         axes: The axes to label.
-        places: Names of the locations in their order.
+        locations: Names of the locations in their order.
         middle: Vertical position of the center of the first row.
     """
-    shown = range(0, len(places), -(-max(1, len(places)) // MOST_ROWS))
-    short = short_names(places, LONGEST)
-    axes.set_yticks([i + middle for i in shown], [plain(short[places[i]]) for i in shown], fontsize=SMALL)
-    axes.set_ylim(len(places) - 0.5 + middle, middle - 0.5)
+    shown = range(0, len(locations), -(-max(1, len(locations)) // MOST_ROWS))
+    short = short_names(locations, LONGEST)
+    axes.set_yticks([i + middle for i in shown], [plain(short[locations[i]]) for i in shown], fontsize=SMALL)
+    axes.set_ylim(len(locations) - 0.5 + middle, middle - 0.5)
 
 
-def name_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float = 0.5) -> None:
+def label_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float = 0.5) -> None:
     """Label the columns of the horizontal axis with step numbers, as many as fit; each column has the width 1.
 
     Args:
@@ -101,7 +101,7 @@ def name_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float 
     axes.set_xlim(0, len(first))
 
 
-def grouping(table: Matrix, recorded: int, merged: str, several: bool) -> str:
+def merge_note(table: Matrix, recorded: int, merged: str, several: bool) -> str:
     """Return the part of an axis label that explains how values were merged; empty if no values were merged.
 
     Args:
@@ -115,16 +115,16 @@ def grouping(table: Matrix, recorded: int, merged: str, several: bool) -> str:
     return f" ({merged} of several in a step)" if several else ""
 
 
-def is_wide(values: np.ndarray) -> bool:
+def needs_log_scale(values: np.ndarray) -> bool:
     """Return whether values need a logarithmic scale: all are positive, and max / min is at least `WIDE`."""
     finite = values[np.isfinite(values)]
     return bool(finite.size) and bool(finite.min() > 0 and finite.max() >= WIDE * finite.min())
 
 
-def has_log_colours(values: np.ndarray) -> bool:
+def needs_log_colours(values: np.ndarray) -> bool:
     """Return whether the color scale is logarithmic; zeros among the values have no color on it."""
     finite = values[np.isfinite(values)]
-    return bool((finite >= 0).all()) and is_wide(finite[finite > 0])
+    return bool((finite >= 0).all()) and needs_log_scale(finite[finite > 0])
 
 
 def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool) -> None:
@@ -149,7 +149,7 @@ def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
     """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1."""
     if statistic is not None and STATISTICS[statistic].unit in ("fraction", "units"):
         return {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
-    if has_log_colours(values):
+    if needs_log_colours(values):
         positive = values[np.isfinite(values) & (values > 0)]
         return {"cmap": MAGNITUDE, "norm": "log", "vmin": float(positive.min()), "vmax": float(positive.max())}
     low, high = limits(values)
@@ -170,7 +170,7 @@ def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> 
     bar.ax.tick_params(labelsize=SMALL)
 
 
-def explain(figure: Figure, *, beside: bool = False) -> None:
+def add_legend(figure: Figure, *, beside: bool = False) -> None:
     """Add one legend for all charts, below them or at the right; labels that occur several times are shown once."""
     found: dict[str, Artist] = {}
     for axes in figure.axes:
@@ -183,6 +183,6 @@ def explain(figure: Figure, *, beside: bool = False) -> None:
         figure.legend(found.values(), found, loc=where, ncols=columns, fontsize=SMALL, frameon=False)
 
 
-def hatch(axes: Axes, start: float, stop: float, meaning: str) -> None:
+def add_hatch(axes: Axes, start: float, stop: float, meaning: str) -> None:
     """Fill columns, or the background of a chart, with a gray hatch that marks missing values."""
     axes.axvspan(start, stop, facecolor=BLANK, hatch="////", edgecolor="white", linewidth=0.0, zorder=0, label=meaning)

@@ -9,14 +9,14 @@ import pandas as pd
 
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
-from ..analysis.series import forward_order, matrices, places_in
-from ..analysis.series_selection import choose, choose_place, refuse_unless
+from ..analysis.series import forward_order, matrices, row_locations
+from ..analysis.series_selection import check_choice, select_location, select_series
 from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
-from .lines import Curves, draw_over_override, draw_over_places, draw_over_steps
-from .run_tables import overrides_of, together
-from .source import NEEDED, check, series_with
+from .lines import Curves, draw_over_locations, draw_over_override, draw_over_steps
+from .run_tables import combine_runs, overrides_of
+from .source import REQUIRED_COLUMNS, check_columns, series_with
 from .style import axis_name
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def compare(
         InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
             installed.
     """
-    refuse_unless(y, [*METRICS, *STATISTICS], "y", "neither a metric nor a statistic")
+    check_choice(y, [*METRICS, *STATISTICS], "y", "unknown metric or statistic")
     table = "metrics" if y in METRICS else "stats"
-    several = runs if isinstance(runs, pd.DataFrame) else together(runs)
+    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
     frame = _frame_of(several, table)
     overrides = overrides_of(frame, table)
     at = _override(x, overrides)
@@ -76,16 +76,16 @@ def compare(
     elif layer is not None:
         found = _at_layer(frame, y, layer, wanted)
     elif x is None:
-        return draw_over_places(*_over_places(frame, y, forward_order(several), wanted), overrides)
+        return draw_over_locations(*_over_locations(frame, y, forward_order(several), wanted), overrides)
     else:
-        raise InstrumentError(f"{y} over {x} is of one layer: say of which with layer=")
+        raise InstrumentError(f"layer: required to plot {y} over {x}")
     return draw_over_steps(found, overrides) if at is None else draw_over_override(found, at, overrides)
 
 
 def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
     """Return the rows of all runs."""
     frame: pd.DataFrame = several if isinstance(several, pd.DataFrame) else getattr(several, table)
-    check(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *NEEDED))
+    check_columns(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *REQUIRED_COLUMNS))
     return frame
 
 
@@ -95,7 +95,7 @@ def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
         return None
     column = x if x in overrides else f"override.{x}"
     if column not in overrides:
-        refuse_unless(x, [str(name) for name in overrides], "x", "no override in which the runs differ")
+        check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
     return column
 
 
@@ -105,10 +105,10 @@ def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:
 
 def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
     """Return a metric of each run over the steps, as the mean over ranks."""
-    refuse_unless(phase, list(frame["phase"]), "phase", "no metrics of it")
+    check_choice(phase, list(frame["phase"]), "phase", "no metrics were recorded in this phase")
     rows = frame[frame["phase"] == phase]
-    refuse_unless(
-        name, [one for one in METRICS if _has(frame, one, phase)], "y", f"no run has a value of it in {phase}"
+    check_choice(
+        name, [one for one in METRICS if _has(frame, one, phase)], "y", f"no run has a value of this metric in phase {phase}"
     )
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
     return Curves(f"{name} ({phase})", METRICS[name], values)
@@ -120,24 +120,24 @@ def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str 
     Several calls in a step are merged by the rule of the statistic.
     """
     fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
-    series, place, rows = choose_place(fitting, layer, **wanted)
+    series, location, rows = select_location(fitting, layer, **wanted)
     merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(STATISTICS[name].merged)
     values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
-    return Curves(f"{name} of {place} ({series.label})", axis_name(name), values)
+    return Curves(f"{name} of {location} ({series.label})", axis_name(name), values)
 
 
-def _over_places(
+def _over_locations(
     frame: pd.DataFrame, name: str, order: Sequence[str], wanted: dict[str, str | None]
 ) -> tuple[Curves, list[str]]:
     """Return a statistic of each run by location at its last recorded step, and all locations in forward order."""
-    series = choose(series_with(frame, name), **wanted)
+    series = select_series(series_with(frame, name), **wanted)
     rows = series.of(frame)
-    places = list(places_in(rows, order).cat.categories)
+    locations = list(row_locations(rows, order).cat.categories)
     values, steps = {}, set()
     for run, part in rows.groupby("run", sort=False):
         last = part[part["step"] == part["step"].max()]
         table = matrices(last, [name], order, 1)[name]
-        values[str(run)] = pd.Series(table.values[:, 0], index=table.places)
+        values[str(run)] = pd.Series(table.values[:, 0], index=table.locations)
         steps.add(int(table.last[0]))
     when = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
-    return Curves(f"{name} of {series.label}, last recorded step ({when})", axis_name(name), values), places
+    return Curves(f"{name} of {series.label}, last recorded step ({when})", axis_name(name), values), locations

@@ -10,12 +10,12 @@ import pandas as pd
 
 from ..analysis.images import Maps, image_of, maps_in
 from ..analysis.load import Run
-from ..analysis.series import UNPLACED, forward_order
-from ..analysis.series_selection import choose, refuse_unless, spread
+from ..analysis.series import UNKNOWN_ORDER, forward_order
+from ..analysis.series_selection import check_choice, evenly_spaced, select_series
 from ..errors import InstrumentError
 from .canvas import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps
-from .source import check, refuse_several
+from .source import check_columns, check_single_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,15 +61,15 @@ def feature_maps(
         found = (
             [one for one in found if one.what == "feature maps"] or [one for one in found if not one.is_image] or found
         )
-    series = choose(list(dict.fromkeys(one.series for one in found)), hook=hook, role=role)
+    series = select_series(list(dict.fromkeys(one.series for one in found)), hook=hook, role=role)
     found = [one for one in found if one.series == series]
     steps = _steps(sorted({one.step for one in found}), step)
     ranks = {name: rank for rank, name in enumerate(forward_order(run))}
-    places = list(dict.fromkeys(one.place for one in sorted(found, key=lambda one: ranks.get(one.layer, UNPLACED))))
-    grid = {(one.place, one.step): one for one in reversed(found)}  # reversed: the first of several calls wins
-    figure = _drawn(run, [[grid.get((place, at)) for at in steps] for place in places[:MOST_PLACES]], known, sample)
+    locations = list(dict.fromkeys(one.location for one in sorted(found, key=lambda one: ranks.get(one.layer, UNKNOWN_ORDER))))
+    grid = {(one.location, one.step): one for one in reversed(found)}  # reversed: the first of several calls wins
+    figure = _draw_figure(run, [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]], known, sample)
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
-    more = f", {MOST_PLACES} of {len(places)} places" if len(places) > MOST_PLACES else ""
+    more = f", {MOST_PLACES} of {len(locations)} locations" if len(locations) > MOST_PLACES else ""
     figure.suptitle(plain(f"{series.label}{of_sample}{more}", 90), fontsize=10)
     return figure
 
@@ -77,14 +77,14 @@ def feature_maps(
 def _known(run: Run | pd.DataFrame) -> list[Maps]:
     """Return all maps of one run."""
     if isinstance(run, Run):
-        refuse_several([folder.name for folder in run.folders])
+        check_single_run([folder.name for folder in run.folders])
     else:
-        check(run, "tensors")
-        refuse_several(list(dict.fromkeys(run["run"])) if "run" in run else [])
+        check_columns(run, "tensors")
+        check_single_run(list(dict.fromkeys(run["run"])) if "run" in run else [])
     found = maps_in(run)
     if not found:
         raise InstrumentError(
-            "no images, feature maps or filters were recorded: a record hook keeps them with tensors: true, samples: 1"
+            "no images, feature maps or filters were recorded: set 'tensors: true' and 'samples: 1' in a record hook"
         )
     return found
 
@@ -93,23 +93,23 @@ def _at_layers(known: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
     """Return the maps of some layers or locations; with None, all maps."""
     if layers is None:
         return known
-    names = {one: (one.place, one.layer or ".") for one in known}
+    names = {one: (one.location, one.layer or ".") for one in known}
     for layer in layers:
-        refuse_unless(layer, [name for both in names.values() for name in both], "layer", "no maps of it were recorded")
+        check_choice(layer, [name for both in names.values() for name in both], "layer", "no maps of this layer were recorded")
     return [one for one in known if not set(layers).isdisjoint(names[one])]
 
 
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
     """Return the steps to show."""
     if step is None:
-        return [there[i] for i in spread(len(there), MOST_STEPS)]
+        return [there[i] for i in evenly_spaced(len(there), MOST_STEPS)]
     wanted = [int(at) for at in ([step] if isinstance(step, int | np.integer) else step)]
     for at in wanted:
-        refuse_unless(str(at), [str(one) for one in there], "step", "nothing was recorded then")
+        check_choice(str(at), [str(one) for one in there], "step", "no maps were recorded at this step")
     return wanted
 
 
-def _drawn(run: Run | pd.DataFrame, rows: list[list[Maps | None]], known: list[Maps], sample: int) -> Figure:
+def _draw_figure(run: Run | pd.DataFrame, rows: list[list[Maps | None]], known: list[Maps], sample: int) -> Figure:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
     heights = [WIDTH * max(aspect_of(array) for array in row if array is not None) for row in values]
@@ -129,9 +129,9 @@ def _drawn(run: Run | pd.DataFrame, rows: list[list[Maps | None]], known: list[M
             if one is None or array is None:
                 axes.axis("off")
             elif one.is_image:
-                draw_image(axes, array, f"{plain(one.place)}, step {one.step:,}")
+                draw_image(axes, array, f"{plain(one.location)}, step {one.step:,}")
             else:
-                draw_maps(axes, array, f"{plain(one.place)}, step {one.step:,}", one.what)
+                draw_maps(axes, array, f"{plain(one.location)}, step {one.step:,}", one.what)
     return figure
 
 
@@ -141,7 +141,7 @@ def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
         return one.values(run, sample)
     except IndexError:
         message = (
-            f"sample {sample} of {one.place} was not recorded at step {one.step}: there are {one.shape[0]}, from 0"
+            f"sample: {one.location} has {one.shape[0]} samples at step {one.step}, numbered from 0; given {sample}"
         )
         raise InstrumentError(message) from None
 

@@ -10,10 +10,10 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.series import Series, forward_order, matrices, statistics_in
-from ..analysis.series_selection import choose
+from ..analysis.series_selection import select_series
 from ..errors import InstrumentError
-from ..spec.statistics import USUAL_UPDATES
-from .canvas import explain, height_of, name_places, new_figure, plain, scale, width_of
+from ..spec.statistics import USUAL_UPDATE_RATIOS
+from .canvas import add_legend, height_of, label_locations, new_figure, plain, scale, width_of
 from .source import series_with, table_of
 from .style import CATEGORIES, axis_name
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 WIDTH = 4.5  # width of a chart, in inches
 ENDS = (("first", CATEGORIES[1], "o"), ("last", CATEGORIES[0], "s"))
-USUAL = "usual updates, 1e-4 to 1e-2 of the parameter (CS231n, neural-networks-3)"
+USUAL = "usual update ratios, 1e-4 to 1e-2 (CS231n, neural-networks-3)"
 
 
 @dataclass(frozen=True)
-class Ends:
+class FirstAndLast:
     """A statistic at the first and the last recorded step.
 
     Attributes:
         statistic: Name of the statistic.
         series: The series that recorded it.
-        places: Names of the locations in forward order; shape [places].
+        locations: Names of the locations in forward order; shape [locations].
         steps: One or two step numbers.
-        values: Shape [places, steps]; NaN for missing values.
+        values: Shape [locations, steps]; NaN for missing values.
     """
 
     statistic: str
     series: Series
-    places: list[str]
+    locations: list[str]
     steps: list[int]
     values: np.ndarray
 
@@ -76,70 +76,70 @@ def gradient_flow(
     order = forward_order(run)
     candidates = [series for series in series_with(stats, "l2") if series.is_gradient]
     if not candidates:
-        raise InstrumentError("no gradients were recorded: hooks=gradients records them all")
+        raise InstrumentError("no gradients were recorded: pass hooks=gradients to record all of them")
     usual = [series for series in candidates if series.kind == "parameter_grad"]
     is_open = hook is None and kind is None and role is None
-    series = choose(usual if usual and is_open else candidates, hook=hook, kind=kind, role=role, phase=phase)
-    charts = [_ends(stats, series, "l2", order)]
+    series = select_series(usual if usual and is_open else candidates, hook=hook, kind=kind, role=role, phase=phase)
+    charts = [_first_and_last(stats, series, "l2", order)]
     if "update_ratio" in statistics_in(stats):
-        charts.append(_ends(stats, series_with(stats, "update_ratio")[0], "update_ratio", order))
-    return _drawn(charts)
+        charts.append(_first_and_last(stats, series_with(stats, "update_ratio")[0], "update_ratio", order))
+    return _draw_figure(charts)
 
 
-def _ends(stats: pd.DataFrame, series: Series, statistic: str, order: list[str]) -> Ends:
+def _first_and_last(stats: pd.DataFrame, series: Series, statistic: str, order: list[str]) -> FirstAndLast:
     rows = series.of(stats)
     rows = rows[rows["step"].isin([rows["step"].min(), rows["step"].max()])]
     table = matrices(rows, [statistic], order, 2)[statistic]
-    return Ends(statistic, series, table.places, table.first.tolist(), table.values)
+    return FirstAndLast(statistic, series, table.locations, table.first.tolist(), table.values)
 
 
-def _drawn(charts: list[Ends]) -> Figure:
+def _draw_figure(charts: list[FirstAndLast]) -> Figure:
     """Draw one chart, two charts with shared rows, or two charts below each other."""
-    places = charts[0].places
-    wide = width_of([name for chart in charts for name in chart.places])
-    if all(set(chart.places) <= set(places) for chart in charts):
-        figure = new_figure(wide + WIDTH * len(charts) + 0.5, height_of(len(places)) + 1.4)
+    locations = charts[0].locations
+    wide = width_of([name for chart in charts for name in chart.locations])
+    if all(set(chart.locations) <= set(locations) for chart in charts):
+        figure = new_figure(wide + WIDTH * len(charts) + 0.5, height_of(len(locations)) + 1.4)
         panels = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
-        rows = [places] * len(charts)
+        rows = [locations] * len(charts)
     else:
-        rows = [chart.places for chart in charts]
+        rows = [chart.locations for chart in charts]
         heights = [height_of(len(names)) for names in rows]
         figure = new_figure(wide + WIDTH + 1.5, sum(heights) + 2.4)
         panels = figure.subplots(len(charts), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, chart, names in zip(panels, charts, rows, strict=True):
         _draw(axes, chart, names)
-    for axes in panels if rows[-1] is not places else panels[:1]:
+    for axes in panels if rows[-1] is not locations else panels[:1]:
         axes.set_ylabel("in forward order")
-    explain(figure)
+    add_legend(figure)
     return figure
 
 
-def _draw(axes: Axes, chart: Ends, rows: list[str]) -> None:
+def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
     """Draw one mark per location and step, and connect the marks of each location."""
-    at = np.array([rows.index(place) for place in chart.places])
+    at = np.array([rows.index(location) for location in chart.locations])
     shown = np.where(chart.values > 0, chart.values, np.nan)
     low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))
     axes.hlines(at, low, high, color="#bbbbbb", linewidth=1.0, zorder=1)
     for column, (end, colour, mark) in enumerate(ENDS[: len(chart.steps)]):
         axes.plot(shown[:, column], at, mark, color=colour, markersize=4.5, label=f"{end} recorded step")
-    band = USUAL_UPDATES if chart.statistic == "update_ratio" else ()
+    band = USUAL_UPDATE_RATIOS if chart.statistic == "update_ratio" else ()
     if band:
         axes.axvspan(*band, color=CATEGORIES[2], alpha=0.15, linewidth=0.0, label=USUAL)
     scale(axes, "x", np.append(shown, band), is_log=True)
-    name_places(axes, rows)
+    label_locations(axes, rows)
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(plain(f"{chart.statistic} of {chart.series.label}", 70), fontsize=10)
     steps = " and ".join(f"{step:,}" for step in chart.steps)
-    axes.set_xlabel("\n".join([f"{axis_name(chart.statistic)}, at step {steps}", *_without_mark(chart)]))
+    axes.set_xlabel("\n".join([f"{axis_name(chart.statistic)}, at step {steps}", *_notes(chart)]))
 
 
-def _without_mark(chart: Ends) -> list[str]:
+def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
-    found = []
+    notes = []
     for column, step in enumerate(chart.steps):
         values = chart.values[:, column]
         zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
-        told = [f"{zero} are 0"] * bool(zero) + [f"{none} are not finite"] * bool(none)
-        if told:
-            found.append(f"not shown at step {step:,}: {', '.join(told)}")
-    return found
+        counts = [f"{zero} zero"] * bool(zero) + [f"{none} not finite"] * bool(none)
+        if counts:
+            notes.append(f"not shown at step {step:,}: {', '.join(counts)}")
+    return notes

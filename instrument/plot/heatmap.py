@@ -8,19 +8,19 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.series import Matrix, Series, forward_order, matrices, places_in, statistics_in
-from ..analysis.series_selection import choose
+from ..analysis.series import Matrix, Series, forward_order, matrices, row_locations, statistics_in
+from ..analysis.series_selection import select_series
 from ..spec.statistics import STATISTICS
 from .canvas import (
+    add_hatch,
+    add_legend,
     colour_bar,
     colours,
-    explain,
-    grouping,
-    has_log_colours,
-    hatch,
     height_of,
-    name_places,
-    name_steps,
+    label_locations,
+    label_steps,
+    merge_note,
+    needs_log_colours,
     new_figure,
     plain,
     width_of,
@@ -67,27 +67,27 @@ def heatmap(
             installed.
     """
     stats = table_of(run, "stats")
-    series = choose(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
+    series = select_series(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
     rows = series.of(stats)
-    name = statistic or _telling(series, statistics_in(rows))
+    name = statistic or _default_statistic(series, statistics_in(rows))
     counted = [count for count in NON_FINITE if count in rows]
     tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
     table = tables[name]
-    height = height_of(len(table.places))
-    figure = new_figure(WIDTH + width_of(table.places) + 1.2, height + 1.1)
+    height = height_of(len(table.locations))
+    figure = new_figure(WIDTH + width_of(table.locations) + 1.2, height + 1.1)
     axes = figure.subplots()
     _draw(axes, table, name, height)
-    _mark(axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0))
-    explain(figure)
+    _mark_missing(axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0))
+    add_legend(figure)
     axes.set_title(plain(f"{name} of {series.label}", 80), fontsize=10)
     axes.set_ylabel(f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order")
-    several = bool(pd.DataFrame({"at": places_in(rows, []), "step": rows["step"]}).duplicated().any())
+    several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
     merged = STATISTICS[name].merged
-    axes.set_xlabel("step" + grouping(table, rows["step"].nunique(), merged, several))
+    axes.set_xlabel("step" + merge_note(table, rows["step"].nunique(), merged, several))
     return figure
 
 
-def _telling(series: Series, there: list[str]) -> str:
+def _default_statistic(series: Series, there: list[str]) -> str:
     """Return the default statistic of a series, or the first recorded one."""
     first = "l2" if series.is_gradient or series.is_of_parameters else "std"
     return first if first in there else there[0]
@@ -96,21 +96,21 @@ def _telling(series: Series, there: list[str]) -> str:
 def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
     """Draw the cells, the axes and the color bar."""
     cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values, statistic))
-    name_places(axes, table.places, middle=0.5)
-    name_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)
+    label_locations(axes, table.locations, middle=0.5)
+    label_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)
     colour_bar(axes, cells, axis_name(statistic), height)
 
 
-def _mark(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
+def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
     """Mark cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors."""
     from matplotlib.colors import ListedColormap
 
     if np.isnan(table.values).any():
-        hatch(axes, 0, table.values.shape[1], "no value: not recorded, or not finite")
+        add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
     zeros = table.values == 0.0
-    if zeros.any() and has_log_colours(table.values):
+    if zeros.any() and needs_log_colours(table.values):
         axes.pcolormesh(np.ma.masked_where(~zeros, table.values), cmap=ListedColormap([ZERO]))
-        axes.plot([], [], "s", color=ZERO, label="zero, which a logarithmic scale has no colour for")
+        axes.plot([], [], "s", color=ZERO, label="zero (not on the logarithmic scale)")
     if bad.any():
         rows, columns = np.nonzero(bad)
         size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.series_selection import choose_place, spread
-from .canvas import SMALL, colour_bar, colours, explain, hatch, name_steps, new_figure, plain
+from ..analysis.series_selection import evenly_spaced, select_location
+from .canvas import SMALL, add_hatch, add_legend, colour_bar, colours, label_steps, new_figure, plain
 from .source import table_of
 from .style import CATEGORIES
 
@@ -57,17 +57,17 @@ def histogram_over_time(
             not installed.
     """
     frame = table_of(run, "distributions")
-    series, place, rows = choose_place(frame, layer, hook=hook, kind=kind, role=role, phase=phase)
+    series, location, rows = select_location(frame, layer, hook=hook, kind=kind, role=role, phase=phase)
     once = rows.drop_duplicates("step")
-    shown = once.iloc[spread(len(once), most_steps)]
+    shown = once.iloc[evenly_spaced(len(once), most_steps)]
     figure = new_figure(WIDTH + 1.5, HEIGHT + 1.0)
     axes = figure.subplots()
     _draw_histograms(axes, shown)
     _draw_quantiles(axes, shown)
-    explain(figure)
-    name_steps(axes, shown["step"].tolist(), WIDTH)
+    add_legend(figure)
+    label_steps(axes, shown["step"].tolist(), WIDTH)
     axes.tick_params(axis="y", labelsize=SMALL)
-    axes.set_title(plain(f"{place} ({series.label})", 80), fontsize=10)
+    axes.set_title(plain(f"{location} ({series.label})", 80), fontsize=10)
     axes.set_ylabel("value of an element")
     axes.set_xlabel("step" if len(shown) == len(once) else f"step ({len(shown)} of {len(once):,} recorded)")
     return figure
@@ -89,10 +89,10 @@ def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
         edges = edges_of(low, high, len(share), span)
         drawn = axes.pcolormesh([at, at + 1], edges, np.ma.masked_equal(share, 0.0)[:, None], **scale)
     if drawn is not None:
-        colour_bar(axes, drawn, "share of the step's finite elements", HEIGHT)
+        colour_bar(axes, drawn, "fraction of the step's finite elements", HEIGHT)
     for at in counted:
         if at not in shares:
-            hatch(axes, at, at + 1, "nothing finite")
+            add_hatch(axes, at, at + 1, "no finite elements")
 
 
 def share_of(counts: Sequence[int]) -> np.ndarray:

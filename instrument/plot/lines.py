@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pandas as pd
 
-from .canvas import LETTER, SMALL, explain, height_of, is_wide, name_places, new_figure, plain, scale, width_of
-from .run_tables import LONG, is_missing, labels_of, told_of, written
+from .canvas import (
+    LETTER,
+    SMALL,
+    add_legend,
+    height_of,
+    label_locations,
+    needs_log_scale,
+    new_figure,
+    plain,
+    scale,
+    width_of,
+)
+from .run_tables import LONG, is_missing, labels_of, overrides_text, value_text
 from .style import CATEGORIES
 
 if TYPE_CHECKING:
@@ -49,7 +60,7 @@ def draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
     labels = labels_of(overrides)
     figure = _figure(labels, HEIGHT, 0.0)
     axes = figure.subplots()
-    for run, (colour, dashes) in _looks(overrides).items():
+    for run, (colour, dashes) in _styles(overrides).items():
         if run in curves.values:
             line = curves.values[run]
             mark = "." if len(line) <= POINTS else None
@@ -59,8 +70,8 @@ def draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
             )
             _mark_loss(axes, line, colour)
     _scale(axes, "y", curves)
-    _finish(axes, curves.title, "step", curves.axis)
-    explain(figure, beside=True)
+    _set_titles(axes, curves.title, "step", curves.axis)
+    add_legend(figure, beside=True)
     return figure
 
 
@@ -69,30 +80,30 @@ def _mark_loss(axes: Axes, line: pd.Series, colour: str) -> None:
     bad = np.flatnonzero(~np.isfinite(line.to_numpy(np.float64)))
     if bad.size and bad[0]:
         at = line.index[bad[0] - 1]
-        axes.plot([at], [line.loc[at]], "x", color=colour, markersize=8, label="not finite from here on")
+        axes.plot([at], [line.loc[at]], "x", color=colour, markersize=8, label="not finite from this step on")
 
 
-def draw_over_places(curves: Curves, places: list[str], overrides: pd.DataFrame) -> Figure:
+def draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:
     """Draw one line per run over the locations, from top to bottom."""
     labels = labels_of(overrides)
-    figure = _figure(labels, height_of(len(places)), width_of(places))
+    figure = _figure(labels, height_of(len(locations)), width_of(locations))
     axes = figure.subplots()
-    for run, (colour, dashes) in _looks(overrides).items():
+    for run, (colour, dashes) in _styles(overrides).items():
         if run in curves.values:
-            line = curves.values[run].reindex(places).to_numpy()
+            line = curves.values[run].reindex(locations).to_numpy()
             label = plain(labels[run], LONG)
-            axes.plot(line, range(len(places)), color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
+            axes.plot(line, range(len(locations)), color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
     _scale(axes, "x", curves)
-    name_places(axes, places)
-    _finish(axes, curves.title, curves.axis, "in forward order")
-    explain(figure, beside=True)
+    label_locations(axes, locations)
+    _set_titles(axes, curves.title, curves.axis, "in forward order")
+    add_legend(figure, beside=True)
     return figure
 
 
 def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figure:
     """Draw the last value of each run as a point, and a line through the means of runs with different seeds."""
     finals = {run: float(line.iloc[-1]) for run, line in curves.values.items()}
-    alike = _alike(overrides.drop(columns=x))
+    alike = _labels_without_seed(overrides.drop(columns=x))
     labels = {label: label or "mean" for label in alike.values()}
     at, names = _positions(overrides[x])
     figure = _figure(labels, HEIGHT, 0.0)
@@ -108,11 +119,11 @@ def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figur
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
     known = np.array(list(finals.values()))
-    scale(axes, "y", known, is_log=is_wide(known))
-    _name_values(axes, at, names)
-    over = f"{plain(x)}\na point a run, lines through their means"
-    _finish(axes, f"{curves.title}, last recorded", over, curves.axis)
-    explain(figure, beside=True)
+    scale(axes, "y", known, is_log=needs_log_scale(known))
+    _label_values(axes, at, names)
+    over = f"{plain(x)}\npoints: runs; lines: means over runs"
+    _set_titles(axes, f"{curves.title}, last recorded", over, curves.axis)
+    add_legend(figure, beside=True)
     return figure
 
 
@@ -121,7 +132,7 @@ def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
     cells = {str(run): value for run, value in values.items()}
     if all(_is_number(cell) for cell in cells.values()):
         return {run: float(cell) for run, cell in cells.items()}, []
-    words = {run: "not given" if is_missing(cell) else written(cell) for run, cell in cells.items()}
+    words = {run: "not set" if is_missing(cell) else value_text(cell) for run, cell in cells.items()}
     names = list(dict.fromkeys(words.values()))
     return {run: float(names.index(word)) for run, word in words.items()}, names
 
@@ -130,23 +141,23 @@ def _is_number(cell: object) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
 
 
-def _name_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
+def _label_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
     """Set up the horizontal axis of an override: logarithmic for a wide range, one tick per value for few values."""
     values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and is_wide(values))
+    scale(axes, "x", values, is_log=not names and needs_log_scale(values))
     if names or len(values) <= FEW_VALUES:
-        axes.set_xticks(values, [plain(name, 16) for name in names or map(written, values)])
+        axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
         axes.minorticks_off()
 
 
-def _alike(overrides: pd.DataFrame) -> dict[str, str]:
+def _labels_without_seed(overrides: pd.DataFrame) -> dict[str, str]:
     """Return the overrides of each run without the seed, as text."""
-    return {str(run): told_of(row) for run, row in overrides.drop(columns=SEED, errors="ignore").iterrows()}
+    return {str(run): overrides_text(row) for run, row in overrides.drop(columns=SEED, errors="ignore").iterrows()}
 
 
-def _looks(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
+def _styles(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
     """Return a color and a line style for each run; runs that differ only in their seed have the same color."""
-    alike = _alike(overrides)
+    alike = _labels_without_seed(overrides)
     distinct = len(set(alike.values())) > 1
     colours = dict(zip(dict.fromkeys(alike.values()) if distinct else alike, cycle(CATEGORIES), strict=False))
     seen: Counter[str] = Counter()
@@ -161,7 +172,7 @@ def _looks(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
 def _scale(axes: Axes, name: Literal["x", "y"], curves: Curves) -> None:
     """Choose a linear or logarithmic value axis."""
     values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
-    scale(axes, name, values, is_log=is_wide(values))
+    scale(axes, name, values, is_log=needs_log_scale(values))
 
 
 def _figure(labels: dict[str, str], height: float, left: float) -> Picture:
@@ -170,7 +181,7 @@ def _figure(labels: dict[str, str], height: float, left: float) -> Picture:
     return new_figure(left + WIDTH + 1.0 + LETTER * letters, max(height, LINE * len(labels)) + 1.0)
 
 
-def _finish(axes: Axes, title: str, x: str, y: str) -> None:
+def _set_titles(axes: Axes, title: str, x: str, y: str) -> None:
     """Set the titles and the grid."""
     axes.set_title(plain(title, 80), fontsize=10)
     axes.set_xlabel(x)

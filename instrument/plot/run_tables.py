@@ -17,7 +17,7 @@ from ..errors import InstrumentError
 LONG = 60  # maximum length of a label, in characters
 
 
-def together(runs: Run | Sequence[Run]) -> Run:
+def combine_runs(runs: Run | Sequence[Run]) -> Run:
     """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
 
     Args:
@@ -31,7 +31,7 @@ def together(runs: Run | Sequence[Run]) -> Run:
     given = [runs] if isinstance(runs, Run) else runs
     folders = list(dict.fromkeys(folder.resolve() for run in given for folder in run.folders))
     if not folders:
-        raise InstrumentError("there is no run to compare")
+        raise InstrumentError("runs: no run to compare")
     return Run(Path(os.path.commonpath([folder.parent for folder in folders])), folders)
 
 
@@ -53,18 +53,20 @@ def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
     The label lists the overrides that differ. If it is longer than `LONG` characters or not unique, the folder of the
     run is put in front of it.
     """
-    told = {run: told_of(row) for run, row in overrides.iterrows()}
-    count = Counter(told.values())
-    alone = {label for label in count if label and count[label] == 1 and len(label) <= LONG}
-    return {str(run): label if label in alone else " ".join([str(run), label]).strip() for run, label in told.items()}
+    labels = {run: overrides_text(row) for run, row in overrides.iterrows()}
+    counts = Counter(labels.values())
+    unique = {label for label in counts if label and counts[label] == 1 and len(label) <= LONG}
+    return {
+        str(run): label if label in unique else " ".join([str(run), label]).strip() for run, label in labels.items()
+    }
 
 
-def told_of(row: pd.Series) -> str:
+def overrides_text(row: pd.Series) -> str:
     """Return the overrides of a run as one line, such as `optimizer.lr=0.1 seed=1`; missing overrides are omitted."""
-    return " ".join(f"{name}={written(value)}" for name, value in row.items() if not is_missing(value))
+    return " ".join(f"{name}={value_text(value)}" for name, value in row.items() if not is_missing(value))
 
 
-def written(value: object) -> str:
+def value_text(value: object) -> str:
     """Return a value as it is written on the command line.
 
     Missing values turn a column of integers into floats, so 1.0 becomes `1`.

@@ -8,10 +8,10 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.series import KEYS, Series, statistics_in
-from ..analysis.series_selection import refuse_unless, seen_in
+from ..analysis.series_selection import check_choice, series_where
 from ..errors import InstrumentError
 
-NEEDED = (*KEYS, "layer", "path", "step", "recompute")
+REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MOST_RUNS = 6  # maximum number of run names in an error message
 
 
@@ -22,26 +22,26 @@ def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
         InstrumentError: The table has no rows, contains several runs, or lacks a column.
     """
     if isinstance(data, Run):
-        refuse_several([str(folder.name) for folder in data.folders])
+        check_single_run([str(folder.name) for folder in data.folders])
     frame: pd.DataFrame = getattr(data, table) if isinstance(data, Run) else data
-    check(frame, table)
-    refuse_several(list(dict.fromkeys(frame["run"])) if "run" in frame else [])
+    check_columns(frame, table)
+    check_single_run(list(dict.fromkeys(frame["run"])) if "run" in frame else [])
     return frame
 
 
-def check(frame: pd.DataFrame, table: str, needed: Sequence[str] = NEEDED) -> None:
+def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUIRED_COLUMNS) -> None:
     """Check that a table has rows and the needed columns.
 
     Raises:
         InstrumentError: The table is empty, or a column is missing.
     """
     if missing := [name for name in needed if name not in frame]:
-        raise InstrumentError(f"for this picture the {table} table lacks the column {', '.join(missing)}")
+        raise InstrumentError(f"the {table} table lacks the columns needed for this plot: {', '.join(missing)}")
     if frame.empty:
-        raise InstrumentError(f"the {table} table has no rows: nothing of the kind was recorded")
+        raise InstrumentError(f"the {table} table has no rows: no hook recorded such data")
 
 
-def refuse_several(runs: list[str]) -> None:
+def check_single_run(runs: list[str]) -> None:
     """Check that there is at most one run.
 
     Raises:
@@ -50,7 +50,8 @@ def refuse_several(runs: list[str]) -> None:
     if len(runs) > 1:
         names = ", ".join(runs[:MOST_RUNS]) + (", ..." if len(runs) > MOST_RUNS else "")
         raise InstrumentError(
-            f"this picture is of one run, and here are {len(runs)} ({names}): load one of them, or use instrument.plot.compare"
+            f"this plot needs a single run, but {len(runs)} were given ({names}): "
+            "load one of them, or use instrument.plot.compare"
         )
 
 
@@ -62,6 +63,6 @@ def series_with(stats: pd.DataFrame, statistic: str | None) -> list[Series]:
     """
     there = statistics_in(stats)
     if statistic is None:
-        return seen_in(stats, lambda rows: bool(statistics_in(rows)))
-    refuse_unless(statistic, there, "statistic", "no hook has recorded a value of it")
-    return seen_in(stats, lambda rows: bool(rows[statistic].notna().any()))
+        return series_where(stats, lambda rows: bool(statistics_in(rows)))
+    check_choice(statistic, there, "statistic", "no hook recorded this statistic")
+    return series_where(stats, lambda rows: bool(rows[statistic].notna().any()))

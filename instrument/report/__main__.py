@@ -24,29 +24,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m instrument.report",
-        description="One HTML file that shows a run, or a whole sweep; it works offline.",
+        description="Write a report of a run or a sweep as one HTML file that works offline.",
     )
     parser.add_argument(
-        "run", metavar="RUN", help="a run's folder, or one above several, such as a sweep's; or its address"
+        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help=f"the file to write; RUN/{FILE} without it")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--out", metavar="FILE", type=Path, help=f"the output file (default: RUN/{FILE})")
+    parser.add_argument("--open", action="store_true", help="open the report in the browser")
+    args = parser.parse_args(arguments)
     try:
-        return _write(asked.run, asked.out, show=asked.open)
+        return _write(args.run, args.out, show=args.open)
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
     except InstrumentError as error:
         print(error, file=sys.stderr)
     except OSError as error:
-        print(f"{error.filename or asked.out}: {error.strerror}", file=sys.stderr)
+        print(f"{error.filename or args.out}: {error.strerror}", file=sys.stderr)
     return 1
 
 
 def _write(folder: str, out: Path | None, *, show: bool) -> int:
     if out is None:
-        refuse_address(folder, "--out", "a report is written to a file of this machine", allowed="--out FILE")
+        problem = "required: reports are written to a local file, not to a remote address"
+        refuse_address(folder, "--out", problem, allowed="--out FILE")
         out = Path(folder) / FILE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files

@@ -16,13 +16,13 @@ from ..analysis.series import (
     Series,
     forward_order,
     groups_of,
+    location_name,
     matrices,
-    place_of,
-    places_in,
+    row_locations,
     series_in,
     statistics_in,
 )
-from ..analysis.series_selection import spread
+from ..analysis.series_selection import evenly_spaced
 from .numbers import rounded
 from .pictures import maps
 
@@ -41,10 +41,10 @@ def charts(run: Run) -> dict[str, Any]:
     order = forward_order(run)
     recorded = run.distributions
     return {
-        "series": heat_maps(run.stats, order) + heat_maps(_only_spread(run.stats, recorded), order),
+        "series": heat_maps(run.stats, order) + heat_maps(_without_statistics(run.stats, recorded), order),
         "distributions": distributions(recorded),
         "metrics": curves(run),
-        "acted": acted(run.effects),
+        "acted": firing_ranges(run.effects),
         "alerts": alerts(run.events),
         "effects": effects(run.effects, order),
         "maps": maps(run, order),
@@ -59,7 +59,7 @@ def heat_maps(stats: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]
     return [_heat_map(series, rows, order, most) for series, rows in found if _shown(rows)]
 
 
-def _only_spread(stats: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataFrame:
+def _without_statistics(stats: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataFrame:
     """Return distributions without statistics in the format of the stats table: minimum, maximum and median."""
     where = ["kind", "role", "phase"]
     measured = pd.MultiIndex.from_frame(stats[where].drop_duplicates())
@@ -81,9 +81,9 @@ def _heat_map(series: Series, rows: pd.DataFrame, order: Sequence[str], most: in
     return {
         **_about(series),
         **_steps(axes),
-        "places": axes.places,
+        "places": axes.locations,
         "several": bool(rows.duplicated(["layer", "path", "step"]).any()),
-        "types": dict(zip(places_in(rows, order).astype(str), rows["module_type"], strict=True)),
+        "types": dict(zip(row_locations(rows, order).astype(str), rows["module_type"], strict=True)),
         "statistics": {name: rounded(table.values) for name, table in tables.items()},
     }
 
@@ -109,31 +109,31 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the recorded quantiles and histograms of every location at some of its steps."""
     found = []
     kept = frame[~frame["recompute"].astype(bool)]
-    places = kept.groupby(["hook", "kind", "role", "phase", "layer", "path"], sort=False)
-    room = max(1, HISTOGRAM_ROOM // max(1, len(places)))
-    for at, rows in places:
+    locations = kept.groupby(["hook", "kind", "role", "phase", "layer", "path"], sort=False)
+    room = max(1, HISTOGRAM_ROOM // max(1, len(locations)))
+    for at, rows in locations:
         hook, kind, role, phase, layer, path = map(str, at)
         numbers = rows.iloc[0][["counts", "quantiles"]].map(lambda cell: 0 if cell is None else len(cell)).sum()
         first = rows.drop_duplicates("step")  # histograms of several calls cannot be merged
-        some = first.iloc[spread(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
+        some = first.iloc[evenly_spaced(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
                 **_about(Series(hook, kind, role, phase)),
-                "place": place_of(layer, path, kind),
+                "place": location_name(layer, path, kind),
                 "of": len(first),
                 "several": bool(rows["step"].duplicated().any()),
                 "steps": some["step"].tolist(),
-                "levels": rounded(_listed(some["levels"])),
-                "quantiles": rounded(_listed(some["quantiles"])),
+                "levels": rounded(_as_lists(some["levels"])),
+                "quantiles": rounded(_as_lists(some["quantiles"])),
                 "low": rounded(some["low"].to_numpy(np.float64)),
                 "high": rounded(some["high"].to_numpy(np.float64)),
-                "counts": _listed(some["counts"]),
+                "counts": _as_lists(some["counts"]),
             }
         )
     return found
 
 
-def _listed(cells: pd.Series) -> list[list[float] | None]:
+def _as_lists(cells: pd.Series) -> list[list[float] | None]:
     return [None if cell is None else np.asarray(cell).tolist() for cell in cells]
 
 
@@ -160,7 +160,7 @@ def curves(run: Run, most: int = CURVE_POINTS) -> dict[str, Any]:
         found[str(phase)] = {
             **_steps(groups),
             **{name: rounded(means[name].to_numpy()) for name in METRICS if means[name].notna().any() or lost[name]},
-            "bad": {name: [steps[i] for i in spread(len(steps), most)] for name, steps in lost.items() if steps},
+            "bad": {name: [steps[i] for i in evenly_spaced(len(steps), most)] for name, steps in lost.items() if steps},
         }
     return found
 
@@ -169,17 +169,17 @@ def _steps(axis: Groups | Matrix) -> dict[str, Any]:
     return {"first": axis.first.tolist(), "last": axis.last.tolist()}
 
 
-def acted(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def firing_ranges(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the steps at which each intervention fired, as ranges of consecutive steps."""
     found = []
     for hook, rows in frame.groupby("hook", sort=False):
         groups = groups_of(rows["step"], CURVE_POINTS)
         stretches = zip(groups.first.tolist(), groups.last.tolist(), strict=True)
-        found.append({"hook": hook, "steps": _joined(stretches), "count": len(groups.number)})
+        found.append({"hook": hook, "steps": _merge_ranges(stretches), "count": len(groups.number)})
     return found
 
 
-def _joined(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Merge adjacent ranges."""
     whole: list[list[int]] = []
     for begin, end in stretches:
@@ -211,4 +211,4 @@ def _effect(series: Series, rows: pd.DataFrame, order: Sequence[str], most: int)
     tables = matrices(rows, EFFECTS, order, most)
     axes = tables["norm_before"]
     values = {name: rounded(table.values) for name, table in tables.items()}
-    return {**_about(series), "places": axes.places, **_steps(axes), **values}
+    return {**_about(series), "places": axes.locations, **_steps(axes), **values}

@@ -38,7 +38,7 @@ def as_json(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def told(value: float | None, *, sign: bool = False) -> str:
+def format_number(value: float | None, *, sign: bool = False) -> str:
     """Format a number for a table with four digits; None becomes an empty string."""
     if value is None:
         return ""

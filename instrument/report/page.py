@@ -14,7 +14,7 @@ from ..analysis.short_names import short_names
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
-from ..spec.statistics import STATISTICS, USUAL_UPDATES
+from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS
 from . import run_page, sweep_page
 from .numbers import as_json, packed
 
@@ -27,7 +27,7 @@ METRIC_UNITS = {
     "grad_norm": "grad_norm: L2 norm of all gradients",
     "lr": "learning rate",
     "samples_per_second": "samples per second [1/s]",
-    "seconds": "seconds a step [s]",
+    "seconds": "seconds per step [s]",
 }
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 900px; border: 1px solid #8884; border-radius: 8px"></iframe>'
 
@@ -105,11 +105,11 @@ def check_packages() -> None:
 
 def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
     """Return the axis labels of each location for wide and narrow pages."""
-    places = dict.fromkeys(
-        place for part in ("series", "effects") for one in numbers.get(part, []) for place in one["places"]
+    locations = dict.fromkeys(
+        location for part in ("series", "effects") for one in numbers.get(part, []) for location in one["places"]
     )
-    wide, narrow = (short_names(list(places), letters) for letters in LETTERS)
-    return {place: [wide[place], narrow[place]] for place in places}
+    wide, narrow = (short_names(list(locations), letters) for letters in LETTERS)
+    return {location: [wide[location], narrow[location]] for location in locations}
 
 
 def _vocabulary() -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _vocabulary() -> dict[str, Any]:
         "metricNames": list(METRIC_UNITS),
         "metricUnits": METRIC_UNITS,
         "colours": CATEGORIES,
-        "usualUpdates": USUAL_UPDATES,
+        "usualUpdates": USUAL_UPDATE_RATIOS,
     }
 
 
@@ -140,7 +140,7 @@ def _templates() -> Any:
     try:
         import jinja2
     except ImportError:
-        raise InstrumentError(f"a report needs Jinja2: {pip_command('report')}") from None
+        raise InstrumentError(f"reports need Jinja2: {pip_command('report')}") from None
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -162,5 +162,5 @@ def _plotly_script() -> Path:
     try:
         import plotly
     except ImportError:
-        raise InstrumentError(f"a report needs Plotly: {pip_command('report')}") from None
+        raise InstrumentError(f"reports need Plotly: {pip_command('report')}") from None
     return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"

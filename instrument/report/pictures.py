@@ -9,7 +9,7 @@ import numpy as np
 
 from ..analysis.images import Maps, image_of, limits, maps_in, mosaic, smaller
 from ..analysis.load import Run
-from ..analysis.series_selection import spread
+from ..analysis.series_selection import evenly_spaced
 from .numbers import rounded
 
 ROOM = 260_000  # maximum number of values in all mosaics together
@@ -18,7 +18,7 @@ FEWEST_PIXELS = 8
 ASPECT = 2.6  # ratio of columns to rows of a mosaic
 IMAGE_PIXELS = 48
 
-Place = list[Maps]
+LocationMaps = list[Maps]
 """The maps of one location, one per step."""
 
 
@@ -31,43 +31,43 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
-        index; `places` and `pictures`, the total numbers of both.
+        index; `locations` and `pictures`, the total numbers of both.
     """
     known = maps_in(run)
-    places = _places(known, order)
-    turns = _turns(places)
+    locations = _places(known, order)
+    turns = _rounds(locations)
     pixels = _pixels_for(turns[0] if turns else [])
     images = _Images(run, known)
     shown: dict[tuple[int, int], dict[str, Any]] = {}
-    ranks = {id(one): (rank, one.step) for rank, found in enumerate(places) for one in found}
+    ranks = {id(one): (rank, one.step) for rank, found in enumerate(locations) for one in found}
     room = ROOM
     for one in (one for turn in turns for one in turn):
         if _size(one, pixels) > room:
             continue
         picture = shown[ranks[id(one)]] = _picture(run, one, pixels, images)
         room -= sum(len(row) for row in picture["mosaic"]["z"])
-    of = {"places": len(places), "pictures": sum(len(found) for found in places)}
+    of = {"places": len(locations), "pictures": sum(len(found) for found in locations)}
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": images.drawn, **of}
 
 
-def _places(known: list[Maps], order: Sequence[str]) -> list[Place]:
+def _places(known: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
     """Return the maps of each location in forward order, one for each step; of several calls the first."""
     ranks = {layer: rank for rank, layer in enumerate(order)}
-    places: dict[tuple[str, str, str], Place] = {}
+    locations: dict[tuple[str, str, str], LocationMaps] = {}
     for one in known:
         if not one.is_image:
-            at = places.setdefault((one.what, one.series.label, one.place), [])
+            at = locations.setdefault((one.what, one.series.label, one.location), [])
             if one.step not in {other.step for other in at}:
                 at.append(one)
-    return sorted(places.values(), key=lambda found: (found[0].what, ranks.get(found[0].layer, len(ranks))))
+    return sorted(locations.values(), key=lambda found: (found[0].what, ranks.get(found[0].layer, len(ranks))))
 
 
-def _turns(places: Sequence[Place]) -> list[Place]:
+def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
     """Return the maps in the order in which they are added: the last one of each location, the first, the others."""
-    chosen = [spread(len(found), STEPS) for found in places]
+    chosen = [evenly_spaced(len(found), STEPS) for found in locations]
     ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
     turns = [
-        [found[steps[number]] for found, steps in zip(places, ordered, strict=True) if number < len(steps)]
+        [found[steps[number]] for found, steps in zip(locations, ordered, strict=True) if number < len(steps)]
         for number in range(STEPS)
     ]
     return [turn for turn in turns if turn]
@@ -109,7 +109,7 @@ def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any
     return {
         "what": one.what,
         "label": one.series.label,
-        "place": one.place,
+        "place": one.location,
         "step": one.step,
         "shape": list(one.shape),
         "samples": one.shape[0] if len(one.shape) == 4 and not one.series.is_of_parameters else 1,

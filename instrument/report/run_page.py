@@ -13,18 +13,18 @@ import yaml
 
 from ..analysis.findings import findings
 from ..analysis.load import Run
-from ..analysis.series import place_of
+from ..analysis.series import location_name
 from ..plot.style import CATEGORIES
 from .charts import charts
 
 MOST_EVENTS = 200
 MOST_PLACES = 6  # maximum number of locations listed for a hook that did not fire
 MOST_ALERTS = 8
-ENDINGS = {
-    "killed": "The run was killed: its last steps may be missing, and so is the ledger of what fired.",
-    "running": "The run is still running: the page shows what was recorded up to now.",
+OUTCOMES = {
+    "killed": "The run was killed: its last steps may be missing, and it has no coverage table.",
+    "running": "The run is in progress: this page shows the data recorded so far.",
     "interrupted": "The run was interrupted.",
-    "unknown": "run.json cannot be read: what is known of the run comes from its tables.",
+    "unknown": "run.json cannot be read: this page shows the tables only.",
 }
 PARTS = {
     "findings": "Findings",
@@ -44,9 +44,9 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     info = run.info
     numbers = charts(run)
-    told = _specs(info)
+    settings = _intervention_settings(info)
     for effect in numbers["effects"]:
-        effect["told"] = told.get(effect["hook"], "")
+        effect["settings"] = settings.get(effect["hook"], "")
     events = run.events
     words = {
         "title": info.get("name") or run.path.name,
@@ -81,15 +81,15 @@ def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = {
         "model": model,
         "data": data.get("dataset"),
-        "samples": f"{data['train_samples']:,} to train, {data['eval_samples']:,} to evaluate"
+        "samples": f"{data['train_samples']:,} for training, {data['eval_samples']:,} for evaluation"
         if data.get("train_samples")
         else None,
         "device": info.get("device"),
         "steps": f"{steps:,}",
         "seed": info.get("seed"),
         "started": _moment(info.get("started")),
-        "took": _duration(info),
-        "overhead": None if info.get("overhead") is None else f"{info['overhead']:+.1%} a step",
+        "duration": _duration(info),
+        "overhead": None if info.get("overhead") is None else f"{info['overhead']:+.1%} per step",
         "parameters": f"{int(run.layers['parameters'].sum()):,}" if len(run.layers) else None,
         "torch": (info.get("versions") or {}).get("torch"),
         "revision": (info.get("git_revision") or "")[:12] or None,
@@ -113,19 +113,21 @@ def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dic
     found: list[dict[str, Any]] = []
     if info.get("error") and info["status"] != "interrupted":
         found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
-    elif info["status"] in ENDINGS:
-        found.append({"severity": "warning", "rule": info["status"], "message": ENDINGS[info["status"]], "step": None})
+    elif info["status"] in OUTCOMES:
+        found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})
     if info.get("recording_stopped"):
         found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
     shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
-    told = {alert["message"] for alert in found}
-    found += [event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in told]
+    shown_messages = {alert["message"] for alert in found}
+    found += [
+        event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in shown_messages
+    ]
     if len(found) > MOST_ALERTS:
         rest = len(found) - MOST_ALERTS
         more = {
             "severity": "warning",
             "rule": "events",
-            "message": f"{rest} more warnings are below, under Events",
+            "message": f"{rest} more warnings are listed under Events",
             "step": None,
         }
         found = [*found[:MOST_ALERTS], more]
@@ -151,24 +153,24 @@ def _coverage(coverage: pd.DataFrame) -> list[dict[str, Any]]:
         causes: dict[str, list[str]] = {}
         for site in sites.to_dict("records"):
             if site["cause"] and (site["fired"] < site["expected"] or not site["expected"]):
-                causes.setdefault(site["cause"], []).append(place_of(site["layer"], site["path"], site["kind"]))
+                causes.setdefault(site["cause"], []).append(location_name(site["layer"], site["path"], site["kind"]))
         rows.append(
             {
                 "hook": hook,
                 "kind": sites["kind"].iloc[0],
                 "role": sites["role"].iloc[0],
-                "places": len(sites.drop_duplicates(["layer", "path"])),
+                "locations": len(sites.drop_duplicates(["layer", "path"])),
                 "expected": int(sites["expected"].sum()),
                 "fired": int(sites["fired"].sum()),
-                "causes": [(cause, _some(list(dict.fromkeys(places)))) for cause, places in causes.items()],
+                "causes": [(cause, _some(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
             }
         )
     return rows
 
 
-def _some(places: list[str]) -> str:
-    rest = len(places) - MOST_PLACES
-    return ", ".join(places[:MOST_PLACES]) + (f" and {rest} more" if rest > 0 else "")
+def _some(locations: list[str]) -> str:
+    rest = len(locations) - MOST_PLACES
+    return ", ".join(locations[:MOST_PLACES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _tree(layers: pd.DataFrame) -> dict[str, Any] | None:
@@ -195,7 +197,7 @@ def _colours(layers: pd.DataFrame) -> dict[str, str]:
     return {hook: CATEGORIES[i % len(CATEGORIES)] for i, hook in enumerate(hooks)}
 
 
-def _specs(info: Mapping[str, Any]) -> dict[str, str]:
+def _intervention_settings(info: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of each intervention as one line."""
     hooks = (info.get("config") or {}).get("hooks") or {}
     if not isinstance(hooks, Mapping):

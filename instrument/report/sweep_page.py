@@ -14,26 +14,26 @@ import pandas as pd
 from ..analysis.confidence_interval import half_width
 from ..analysis.load import Run
 from ..analysis.pairs import Pair, pairs
-from ..analysis.training_config import in_yaml
+from ..analysis.training_config import to_yaml
 from .command import FILE
-from .numbers import told
-from .sweeps import Part, charts, name_of, overrides_of, parts_of
+from .numbers import format_number
+from .sweeps import RunData, charts, name_of, overrides_of, read_runs
 
 METRICS = ("loss", "accuracy")
 MOST_ALERTS = 8
-NO_WORD = "no word of why"
+NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
     "runs": "Runs",
-    "against": "Against overrides",
+    "against": "By override",
     "training": "Training",
-    "layers": "Layer by layer",
+    "layers": "Layers",
     "effects": "Interventions",
 }
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
-    parts = parts_of(run)
+    run_data = read_runs(run)
     overrides = overrides_of(run)
     metrics = [name for name in METRICS if any(info["metrics"].get(name) is not None for info in run.infos)]
     states = Counter(str(info["status"]) for info in run.infos)
@@ -46,41 +46,41 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
             ("overrides that differ", ", ".join(overrides) or "none"),
             ("folder", str(run.path)),
         ],
-        "alerts": _alerts(run, parts),
+        "alerts": _alerts(run, run_data),
         "overrides": shown,
         "metrics": metrics,
-        "rows": _rows(run, parts, shown, metrics),
+        "rows": _rows(run, run_data, shown, metrics),
         "pairs": _effects(run, metrics),
         "parts": list(PARTS.items()),
     }
-    return words, charts(run, parts)
+    return words, charts(run, run_data)
 
 
-def _alerts(run: Run, parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return the first failed runs with their errors, and all unreadable files."""
     bad = [
         {
             "severity": "error",
             "rule": info["status"],
-            "message": f"{name_of(run, folder)}: {info.get('error') or NO_WORD}",
+            "message": f"{name_of(run, folder)}: {info.get('error') or NO_ERROR_MESSAGE}",
         }
         for folder, info in zip(run.folders, run.infos, strict=True)
         if info["status"] not in ("done", "running")
     ]
     if len(bad) > MOST_ALERTS:
-        rest = f"{len(bad) - MOST_ALERTS} more runs did not end well: the table below has them all"
+        rest = f"{len(bad) - MOST_ALERTS} more runs did not finish: the table below lists all of them"
         bad = [*bad[:MOST_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
     damaged = [
         {"severity": "error", "rule": "files", "message": f"{name_of(run, folder)}/{problem}"}
-        for folder, part in zip(run.folders, parts, strict=True)
-        for problem in part.problems
+        for folder, data in zip(run.folders, run_data, strict=True)
+        for problem in data.problems
     ]
     return bad + damaged
 
 
-def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
+def _rows(run: Run, run_data: Sequence[RunData], shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for folder, info, part in zip(run.folders, run.infos, parts, strict=True):
+    for folder, info, data in zip(run.folders, run.infos, run_data, strict=True):
         asked = {"seed": info["seed"], **info["overrides"]}
         rows.append(
             {
@@ -88,9 +88,9 @@ def _rows(run: Run, parts: Sequence[Part], shown: list[str], metrics: list[str])
                 "page": quote(f"{name_of(run, folder)}/{FILE}") if (folder / FILE).exists() else None,
                 "status": info["status"],
                 "seed": info["seed"],
-                "overrides": [in_yaml(asked[key]) if key in asked else "" for key in shown],
-                "metrics": [told(info["metrics"].get(name)) for name in metrics],
-                "told": info.get("error") or (str(part.warnings) if part.warnings else ""),
+                "overrides": [to_yaml(asked[key]) if key in asked else "" for key in shown],
+                "metrics": [format_number(info["metrics"].get(name)) for name in metrics],
+                "note": info.get("error") or (str(data.warnings) if data.warnings else ""),
             }
         )
     return rows
@@ -122,11 +122,11 @@ def _paired(known: pd.DataFrame) -> dict[str, str]:
     means = seeds.mean(skipna=False)
     squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
     width = float(half_width(np.array(squares), np.array(len(seeds))))
-    ends = [told(means["difference"] + side * width, sign=True) for side in (-1, 1)]
+    ends = [format_number(means["difference"] + side * width, sign=True) for side in (-1, 1)]
     return {
-        "without": told(means["without"]),
-        "treated": told(means["treated"]),
-        "difference": told(means["difference"], sign=True),
+        "without": format_number(means["without"]),
+        "treated": format_number(means["treated"]),
+        "difference": format_number(means["difference"], sign=True),
         "interval": "" if math.isnan(width) else f"{ends[0]} to {ends[1]}",
-        "each": "  ".join(told(difference, sign=True) for difference in known["difference"]),
+        "each": "  ".join(format_number(difference, sign=True) for difference in known["difference"]),
     }

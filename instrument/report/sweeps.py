@@ -14,19 +14,19 @@ import pandas as pd
 from ..analysis.load import Run, load
 from ..analysis.pairs import Pair, pairs
 from ..analysis.series import KEYS, Series, forward_order, matrices, series_in, statistics_in
-from ..analysis.training_config import differing_overrides, in_yaml
+from ..analysis.training_config import differing_overrides, to_yaml
 from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded
 
 CURVE_POINTS = 200
-PLACES_ROOM = 400_000  # maximum number of values of all layers and runs together
-TELLING = ("l2", "std", "rms", "abs_max", "mean", "zero_fraction", "dead_fraction", "update_ratio", "nan_count")
-ENDS = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
+MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
+PREFERRED_STATISTICS = ("l2", "std", "rms", "abs_max", "mean", "zero_fraction", "dead_fraction", "update_ratio", "nan_count")
+SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 
 
 @dataclass
-class Part:
+class RunData:
     """The data that is kept of each of several runs after its tables were read.
 
     Attributes:
@@ -37,35 +37,35 @@ class Part:
     """
 
     curves: dict[str, Any]
-    ends: dict[Series, dict[str, pd.DataFrame]]
+    summaries: dict[Series, dict[str, pd.DataFrame]]
     problems: list[str]
     warnings: int
 
     @classmethod
-    def of(cls, folder: Path, order: Sequence[str]) -> Part:
+    def of(cls, folder: Path, order: Sequence[str]) -> RunData:
         """Read one run."""
         run = load(folder)
         stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL])
-        ends = {series: _ends(series.of(stats), order) for series in series_in(stats)}
+        summaries = {series: _summaries(series.of(stats), order) for series in series_in(stats)}
         warnings = int((run.events["severity"] == "warning").sum())
-        return cls(curves(run, CURVE_POINTS), ends, run.problems, warnings)
+        return cls(curves(run, CURVE_POINTS), summaries, run.problems, warnings)
 
 
-def parts_of(run: Run) -> list[Part]:
+def read_runs(run: Run) -> list[RunData]:
     """Read the runs one after the other, so that only the tables of one run are in memory."""
     order = forward_order(load(run.folders[0]))
-    return [Part.of(folder, order) for folder in run.folders]
+    return [RunData.of(folder, order) for folder in run.folders]
 
 
-def charts(run: Run, parts: Sequence[Part]) -> dict[str, Any]:
+def charts(run: Run, run_data: Sequence[RunData]) -> dict[str, Any]:
     """Return the data of all charts of a sweep's page."""
     return {
         "runs": _runs(run),
         "overrides": overrides_of(run),
-        "curves": [part.curves for part in parts],
-        "series": layers_of_all([part.ends for part in parts]),
+        "curves": [part.curves for part in run_data],
+        "series": layers_of_all([part.summaries for part in run_data]),
         "pairs": [_pair(pair) for pair in pairs(run)],
-        "ends": ENDS,
+        "ends": SUMMARIES,
     }
 
 
@@ -99,7 +99,7 @@ def _runs(run: Run) -> list[dict[str, Any]]:
 
 def _cell(value: Any) -> float | str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else in_yaml(value)
+    return value if is_number else to_yaml(value)
 
 
 def _metric(value: float) -> float | str:
@@ -107,11 +107,11 @@ def _metric(value: float) -> float | str:
     return rounded(value) if math.isfinite(value) else str(value)
 
 
-def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
+def _summaries(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Return the last, largest and smallest number of each statistic at each location."""
     found = {}
     for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
-        values = pd.DataFrame(table.values, index=table.places)
+        values = pd.DataFrame(table.values, index=table.locations)
         found[name] = pd.DataFrame(
             {"last": values.iloc[:, -1], "largest": values.max(axis=1), "smallest": values.min(axis=1)}
         )
@@ -121,23 +121,23 @@ def _ends(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:
 def layers_of_all(runs: Sequence[dict[Series, dict[str, pd.DataFrame]]]) -> list[dict[str, Any]]:
     """Return the statistics of each series by location, with the last, largest and smallest number of each run."""
     known = list(dict.fromkeys(series for run in runs for series in run))
-    room = PLACES_ROOM // max(1, len(known))
+    room = MAX_VALUES // max(1, len(known))
     return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]
 
 
 def _layers(series: Series, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
-    places = list(dict.fromkeys(place for run in runs for table in run.values() for place in table.index))
+    locations = list(dict.fromkeys(location for run in runs for table in run.values() for location in table.index))
     there = {name for run in runs for name in run}
-    statistics = [name for name in (*TELLING, *ALL) if name in there]
+    statistics = [name for name in (*PREFERRED_STATISTICS, *ALL) if name in there]
     statistics = list(dict.fromkeys(statistics))
-    kept = statistics[: max(1, room // max(1, len(ENDS) * len(places) * len(runs)))]
-    none = pd.DataFrame(np.nan, index=places, columns=list(ENDS))
+    kept = statistics[: max(1, room // max(1, len(SUMMARIES) * len(locations) * len(runs)))]
+    none = pd.DataFrame(np.nan, index=locations, columns=list(SUMMARIES))
     values = {}
     for name in kept:
-        tables = [run[name].reindex(places) if name in run else none for run in runs]
-        values[name] = {end: rounded(np.array([table[end] for table in tables])) for end in ENDS}
+        tables = [run[name].reindex(locations) if name in run else none for run in runs]
+        values[name] = {summary: rounded(np.array([table[summary] for table in tables])) for summary in SUMMARIES}
     about = {"label": series.label, "gradient": series.is_gradient}
-    return {**about, "places": places, "statistics": values, "left_out": statistics[len(kept) :]}
+    return {**about, "places": locations, "statistics": values, "left_out": statistics[len(kept) :]}
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 # In bytes. Sizes are rounded up to it, so that tensors of similar size reuse the same buffers.
-GRAIN = 4096
-PATIENCE = 0.5  # seconds between two checks while waiting for a buffer
+SIZE_STEP = 4096
+CHECK_SECONDS = 0.5  # seconds between two checks while waiting for a buffer
 
 
 class Pool:
@@ -41,34 +41,34 @@ class Pool:
         Returns:
             The buffer; None if none is available and `wait` is None.
         """
-        size = max(1, -(-size // GRAIN)) * GRAIN
+        size = max(1, -(-size // SIZE_STEP)) * SIZE_STEP
         with self._changed:
             while self.used and self.used + size > self.limit:
                 if wait is None:
                     return None
                 wait()
-                self._changed.wait(PATIENCE)
+                self._changed.wait(CHECK_SECONDS)
             self.used += size
-            rooms = self._idle.get((size, pinned))
-            if rooms:
+            buffers = self._idle.get((size, pinned))
+            if buffers:
                 self._idle_bytes -= size
-                return rooms.pop()
+                return buffers.pop()
             while self._idle_bytes and self.used + self._idle_bytes > self.limit:
-                self._forget_one()
+                self._free_one()
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
-    def give_back(self, room: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
-        size = room.numel()
+        size = buffer.numel()
         with self._changed:
             self.used -= size
             if self.used + self._idle_bytes + size <= self.limit:
-                self._idle.setdefault((size, room.is_pinned()), []).append(room)
+                self._idle.setdefault((size, buffer.is_pinned()), []).append(buffer)
                 self._idle_bytes += size
             self._changed.notify_all()
 
-    def _forget_one(self) -> None:
+    def _free_one(self) -> None:
         """Free an idle buffer of the size that has been unused the longest."""
         key = next(iter(self._idle))
         self._idle[key].pop()

@@ -7,27 +7,27 @@ import re
 import sys
 from collections.abc import Mapping
 
-CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in fsspec's own configuration"
+CREDENTIALS = "credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in the fsspec configuration"
 NO_CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
     "DefaultCredentialsError",
     "ClientAuthenticationError",
 )
-SHORTEST = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
+MIN_SECRET_LENGTH = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
 _IS_SECRET = re.compile(
     r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
 )
 
 
-def told(error: Exception, most: int = 300) -> str:
+def safe_message(error: Exception, max_length: int = 300) -> str:
     """Return the first line of an error message without credentials.
 
     Removed are the credentials of endpoint addresses, query strings, and all values that the environment or the fsspec
     configuration names as secrets.
     """
     text = without_secrets(str(error).strip().partition("\n")[0])
-    return f"{type(error).__name__}: {text}"[:most]
+    return f"{type(error).__name__}: {text}"[:max_length]
 
 
 def without_secrets(text: str) -> str:
@@ -48,12 +48,12 @@ def _secrets() -> set[str]:
                 settings += value.items()
             elif _IS_SECRET.search(str(name)):
                 found.add(str(value))
-    return {secret for secret in found if len(secret) >= SHORTEST}
+    return {secret for secret in found if len(secret) >= MIN_SECRET_LENGTH}
 
 
-def refusal(error: Exception) -> str | None:
+def permanent_error_hint(error: Exception) -> str | None:
     """Return what to use instead of an address that fails permanently; None if the error may be temporary."""
     name, code = type(error).__name__, str(getattr(error, "code", ""))
     if name in ("PermissionError", *NO_CREDENTIALS) or code in ("401", "403") or "Forbidden" in str(error):
         return CREDENTIALS
-    return {"FileNotFoundError": "a bucket, or a container, that exists", "UploadError": "another address"}.get(name)
+    return {"FileNotFoundError": "an existing bucket or container", "UploadError": "another address"}.get(name)

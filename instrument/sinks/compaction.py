@@ -23,12 +23,12 @@ from .parts import JOURNALS, ROW_GROUP_BYTES, TENSORS_ROWS, Part, in_order, new_
 from .recovery import recover
 
 ROW_GROUP_ROWS = 131_072
-LARGEST = 256 * 2**20  # The maximum size of a merged part, in bytes.
+MAX_PART_BYTES = 256 * 2**20  # The maximum size of a merged part, in bytes.
 UNREADABLE = (pa.ArrowException, OSError)
 
 
 @dataclass
-class Compacted:
+class CompactionResult:
     """The result of merging the parts of a run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Compacted:
     problems: list[str] = field(default_factory=list)
 
 
-def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> Compacted:
+def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionResult:
     """Merge the parts of a run that no process is writing to.
 
     Args:
@@ -56,17 +56,17 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> Compacted:
     Raises:
         OSError: A file cannot be written. No row is lost.
     """
-    found = Compacted()
+    found = CompactionResult()
     found.problems += recover(folder).problems
     for name, table in TABLES.items():
         found.before[name] = len(written_parts(folder, name))
         _remove_merged(folder, name)
-        left: set[Path] = set()  # parts to keep: just merged, or unreadable
-        while (together := _first_together(folder, table, [each.get(name, 0) for each in ends], left)) is not None:
+        kept: set[Path] = set()  # parts to keep: just merged, or unreadable
+        while (group := _first_mergeable(folder, table, [each.get(name, 0) for each in ends], kept)) is not None:
             try:
-                left.add(_merge(folder, table, together))
+                kept.add(_merge(folder, table, group))
             except _UnreadableError as error:
-                left.add(error.file)
+                kept.add(error.file)
                 found.problems.append(f"{error.file.relative_to(folder)}: {error}")
         found.after[name] = len(written_parts(folder, name))
     with suppress(OSError):  # a damaged journal is kept
@@ -76,28 +76,28 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> Compacted:
 
 class _UnreadableError(Exception):
     def __init__(self, file: Path, error: Exception) -> None:
-        super().__init__(f"cannot be read: {str(error).strip().partition(chr(10))[0]}; it is left as it is")
+        super().__init__(f"cannot be read: {str(error).strip().partition(chr(10))[0]}; the file is kept unchanged")
         self.file = file
 
 
-def _first_together(folder: Path, table: Table, ends: Sequence[int], left: set[Path]) -> dict[Part, Path] | None:
+def _first_mergeable(folder: Path, table: Table, ends: Sequence[int], kept: set[Path]) -> dict[Part, Path] | None:
     """Return the first consecutive parts to merge. A part that is larger than half the limit is kept as it is."""
-    together: dict[Part, Path] = {}
+    group: dict[Part, Path] = {}
     size = 0
     for part, file in parts_of(folder, table.name).items():
         bytes_of = file.stat().st_size
-        last = next(reversed(together), None)
+        last = next(reversed(group), None)
         is_end = part.number in ends[part.rank : part.rank + 1]
-        goes_on = last is not None and (last.rank, last.end) == (part.rank, part.number) and not is_end
-        stays = file in left or bytes_of > LARGEST / 2
-        if stays or not goes_on or size + bytes_of > LARGEST:
-            if len(together) > 1:
-                return together
-            together, size = {}, 0
-        if not stays:
-            together[part] = file
+        is_consecutive = last is not None and (last.rank, last.end) == (part.rank, part.number) and not is_end
+        is_kept = file in kept or bytes_of > MAX_PART_BYTES / 2
+        if is_kept or not is_consecutive or size + bytes_of > MAX_PART_BYTES:
+            if len(group) > 1:
+                return group
+            group, size = {}, 0
+        if not is_kept:
+            group[part] = file
             size += bytes_of
-    return together if len(together) > 1 else None
+    return group if len(group) > 1 else None
 
 
 def _merge(folder: Path, table: Table, parts: Mapping[Part, Path]) -> Path:
@@ -122,7 +122,7 @@ def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
     for file in files:
         try:
             if missing := set(pq.read_schema(file).names) ^ set(table.schema.names):
-                raise pa.ArrowInvalid(f"it has other columns: {', '.join(sorted(missing))}")
+                raise pa.ArrowInvalid(f"its columns differ: {', '.join(sorted(missing))}")
             content = ds.dataset(str(file), schema=table.schema, format="parquet")
             for batch in content.to_batches(batch_size=ROW_GROUP_ROWS, batch_readahead=1, fragment_readahead=1):
                 yield pa.Table.from_batches([batch])
@@ -136,22 +136,22 @@ def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
     Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
     """
     most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
-    waiting: list[pa.Table] = []
+    pending: list[pa.Table] = []
     rows = size = 0
     for piece in pieces:
-        waiting.append(piece)
+        pending.append(piece)
         rows, size = rows + piece.num_rows, size + piece.nbytes
         while rows > most or (size >= ROW_GROUP_BYTES and not table.is_sorted):
-            whole = _together(table, waiting)
-            end = _end_of_group(whole, most) if table.is_sorted else min(rows, most)
-            yield whole.slice(0, end)
-            waiting = [whole.slice(end)]
+            rows_so_far = _concatenated(table, pending)
+            end = _end_of_group(rows_so_far, most) if table.is_sorted else min(rows, most)
+            yield rows_so_far.slice(0, end)
+            pending = [rows_so_far.slice(end)]
             rows, size = rows - end, 0
     if rows:
-        yield _together(table, waiting)
+        yield _concatenated(table, pending)
 
 
-def _together(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
+def _concatenated(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
     return in_order(table, pa.concat_tables(pieces).unify_dictionaries().combine_chunks())
 
 

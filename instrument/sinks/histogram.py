@@ -11,7 +11,7 @@ from ..capture.sink import Row
 from ..capture.tables import TABLES
 
 # Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.
-HAIR = 1e-6
+MIN_RELATIVE_WIDTH = 1e-6
 _LOW, _HIGH, _COUNTS = (TABLES["distributions"].names.index(name) for name in ("low", "high", "counts"))
 
 
@@ -37,14 +37,14 @@ class Histogram(NamedTuple):
     def bins(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the edges, shape [bins + 1], and the counts, shape [bins]. One narrow bin if all values are equal."""
         if self.low == self.high:
-            hair = max(abs(self.low), HAIR) * HAIR
-            return np.array([self.low - hair, self.low + hair]), np.array([sum(self.counts)])
-        share = np.linspace(0.0, 1.0, len(self.counts) + 1)
+            half_width = max(abs(self.low), MIN_RELATIVE_WIDTH) * MIN_RELATIVE_WIDTH
+            return np.array([self.low - half_width, self.low + half_width]), np.array([sum(self.counts)])
+        fraction = np.linspace(0.0, 1.0, len(self.counts) + 1)
         # `high - low` may overflow.
-        return self.low * (1.0 - share) + self.high * share, np.asarray(self.counts)
+        return self.low * (1.0 - fraction) + self.high * fraction, np.asarray(self.counts)
 
 
-def merged(histograms: Sequence[Histogram]) -> Histogram:
+def merge_histograms(histograms: Sequence[Histogram]) -> Histogram:
     """Combine histograms into one with as many bins as the finest. A count may move to an adjacent bin."""
     if len(histograms) == 1:
         return histograms[0]
@@ -53,6 +53,6 @@ def merged(histograms: Sequence[Histogram]) -> Histogram:
     for histogram in histograms:
         edges, own = histogram.bins()
         middles = edges[:-1] * 0.5 + edges[1:] * 0.5
-        share = (middles * 0.5 - low * 0.5) / (high * 0.5 - low * 0.5) if high > low else np.zeros(len(middles))
-        np.add.at(counts, np.clip((share * len(counts)).astype(np.int64), 0, len(counts) - 1), own)
+        fraction = (middles * 0.5 - low * 0.5) / (high * 0.5 - low * 0.5) if high > low else np.zeros(len(middles))
+        np.add.at(counts, np.clip((fraction * len(counts)).astype(np.int64), 0, len(counts) - 1), own)
     return Histogram(low, high, counts.tolist())

@@ -15,9 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 
 SUFFIX = ".arrows"
-BEGINNING = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
+STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
 # Parts of Arrow's error messages for a stream that ends within a message.
-TORN = ("Expected to", " bytes available")
+TRUNCATION_MESSAGES = ("Expected to", " bytes available")
 UNREADABLE = (pa.ArrowException, OSError, EOFError, MemoryError)
 
 
@@ -65,11 +65,11 @@ class Journal:
         self.size += message.size
         there = os.fstat(self._file.fileno())
         if there.st_nlink == 0:
-            raise FileNotFoundError(f"{self.path} was removed while it was written")
+            raise FileNotFoundError(f"{self.path} was removed while it was being written")
         if there.st_size != self.size:
-            raise OSError(f"{self.path} was changed by another process while it was written")
+            raise OSError(f"{self.path} was changed by another process while it was being written")
 
-    def is_there(self) -> bool:
+    def is_intact(self) -> bool:
         """Return whether the file exists with all the data that was written.
 
         Raises:
@@ -91,7 +91,7 @@ def _appending(path: str, flags: int) -> int:
 
 
 @dataclass
-class Reading:
+class JournalReader:
     """The content of a journal.
 
     Attributes:
@@ -114,7 +114,7 @@ class Reading:
     _stream: pa.ipc.RecordBatchStreamReader | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, path: Path, *, ours: bool = False, after: Reading | None = None) -> Reading:
+    def of(cls, path: Path, *, exclusive: bool = False, after: JournalReader | None = None) -> JournalReader:
         """Open a journal.
 
         Args:
@@ -133,10 +133,10 @@ class Reading:
             reading.torn = True
             return reading
         # Not opened as a stream: Arrow then checks a damaged length against the size of the content.
-        content = pa.memory_map(str(path)) if ours else pa.BufferReader(reading._head + _behind(path, reading.end))
-        beginning = content.read(len(BEGINNING))
-        if beginning != BEGINNING[: len(beginning)]:
-            reading.problem = "no Arrow stream: it is not read"
+        content = pa.memory_map(str(path)) if exclusive else pa.BufferReader(reading._head + _content_from(path, reading.end))
+        beginning = content.read(len(STREAM_MAGIC))
+        if beginning != STREAM_MAGIC[: len(beginning)]:
+            reading.problem = "not an Arrow stream: the file is not read"
             return reading
         content.seek(0)
         try:
@@ -144,7 +144,7 @@ class Reading:
             reading._stream = pa.ipc.open_stream(reading._source)
             reading.schema = reading._stream.schema
         except UNREADABLE as error:
-            reading._stopped_by(error)
+            reading._set_problem(error)
             return reading
         if not reading._head:
             reading.end = content.tell()
@@ -161,24 +161,24 @@ class Reading:
                 batch.validate(full=True)
             except StopIteration:
                 if self._source.tell() < self._source.size():
-                    self.problem = "it says that it ends before it does; what comes behind is not read"
+                    self.problem = "the stream ends before the file does; the rest is not read"
                 return
             except UNREADABLE as error:
-                self._stopped_by(error)
+                self._set_problem(error)
                 return
             self.end += self._source.tell() - began
             self.rows += batch.num_rows
             yield batch
 
-    def _stopped_by(self, error: Exception) -> None:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if any(words in told for words in TORN):
+    def _set_problem(self, error: Exception) -> None:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if any(words in text for words in TRUNCATION_MESSAGES):
             self.torn = True
         else:
-            self.problem = f"{told}; what comes behind is not read"
+            self.problem = f"{text}; the rest is not read"
 
 
-def _behind(path: Path, start: int) -> bytes:
+def _content_from(path: Path, start: int) -> bytes:
     """Return the content of a file from a position on."""
     with open(path, "rb") as file:
         file.seek(start)

@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"
-PATIENCE = 1.0  # Seconds to wait for the lock. A reader that checks whether a run is active holds it for an instant.
+LOCK_TIMEOUT = 1.0  # Seconds to wait for the lock. A reader that checks whether a run is active holds it for an instant.
 
 
 def lock_of(folder: Path, rank: int = 0) -> Path:
@@ -26,7 +26,7 @@ class FolderLock:
     def acquire(self) -> bool:
         """Acquire the lock. Return False if another process, or another run in this process, holds it."""
         try:
-            self._lock.acquire(timeout=PATIENCE)
+            self._lock.acquire(timeout=LOCK_TIMEOUT)
         except Timeout:
             return False
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .parts import JOURNALS, Part, names_in, parts_of
-from .row_counts import NAME, counts_in
+from .row_counts import NAME, read_counts
 
 
 def row_counts_in(folder: Path) -> dict[Path, int]:
@@ -19,7 +19,7 @@ def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]
     counts: dict[tuple[str, Part], int] = {}
     damaged = []
     for path, rank in row_counts_in(folder).items():
-        found = counts_in(path)
+        found = read_counts(path)
         if found is None:
             damaged.append(path)
         counts |= {(table, Part(rank, number)): rows for (table, number), rows in (found or {}).items()}
@@ -32,7 +32,7 @@ def lost_journals(folder: Path, table: str) -> dict[Path, str]:
     def found() -> dict[Path, str]:
         written, _ = rows_written(folder)
         return {
-            part.journal(folder, name): f"the file is gone, with {rows:,} rows"
+            part.journal(folder, name): f"the file is missing, with {rows:,} rows"
             for (name, part), rows in written.items()
             if name == table
             and not part.journal(folder, name).exists()
@@ -41,4 +41,4 @@ def lost_journals(folder: Path, table: str) -> dict[Path, str]:
 
     lost = found()
     # Checked twice: a run that resumes removes journals in between.
-    return {path: told for path, told in found().items() if path in lost} if lost else {}
+    return {path: problem for path, problem in found().items() if path in lost} if lost else {}

@@ -16,8 +16,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from .step_summary import Content
-from .tracking import Outcome, Tracked
+from .step_summary import StepSummary
+from .tracking import Outcome, TrackedRun
 
 # Limits of MLflow servers: https://mlflow.org/docs/latest/rest-api.html#log-batch
 KEY_LENGTH = 250
@@ -34,9 +34,9 @@ class Mlflow:
         place: Not used.
     """
 
-    draws = False
+    shows_images = False
 
-    def __init__(self, run: Tracked, place: Path) -> None:  # noqa: ARG002
+    def __init__(self, run: TrackedRun, folder: Path) -> None:  # noqa: ARG002
         self.client = MlflowClient()
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.name)
         self.id = self.client.create_run(experiment, run_name=run.title).info.run_id
@@ -54,10 +54,10 @@ class Mlflow:
                 raise
             return found.experiment_id
 
-    def log(self, step: int, content: Content) -> None:
+    def log(self, step: int, summary: StepSummary) -> None:
         """Send the numbers of a step."""
         now = int(time.time() * 1000)
-        metrics = [Metric(tag[-KEY_LENGTH:], value, now, step) for tag, value in content.scalars.items()]
+        metrics = [Metric(tag[-KEY_LENGTH:], value, now, step) for tag, value in summary.scalars.items()]
         for start in range(0, len(metrics), METRICS):
             self.client.log_batch(self.id, metrics=metrics[start : start + METRICS])
 
@@ -69,16 +69,16 @@ class Mlflow:
 begin = Mlflow
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Flatten a configuration into names such as `train.batch_size` and texts.
 
     Lists become JSON; long texts are truncated.
     """
     for name, value in config.items():
-        key = f"{above}{name}"
+        key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{key}.")
         else:
-            told = value if isinstance(value, str) else json.dumps(value, default=str)
-            told = told if len(told) <= VALUE_LENGTH else f"{told[: VALUE_LENGTH - 3]}..."
-            yield key[-KEY_LENGTH:], told
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            text = text if len(text) <= VALUE_LENGTH else f"{text[: VALUE_LENGTH - 3]}..."
+            yield key[-KEY_LENGTH:], text

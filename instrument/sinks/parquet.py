@@ -22,7 +22,7 @@ from ..errors import InstrumentWarning, SinkError
 from .parts import JOURNALS, reserve_of, row_counts_of
 from .recovery import has_moved
 from .row_counts import RowCounts
-from .table_writer import TableLog
+from .table_writer import TableWriter
 from .tensors import TensorWriter
 
 ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a part: about 120,000 rows.
@@ -32,7 +32,7 @@ PHASE = {name: table.names.index("phase") for name, table in TABLES.items() if "
 
 
 def warn(message: str) -> None:
-    """Issue a warning; the default for `tell`."""
+    """Issue a warning; the default for `report`."""
     warnings.warn(message, InstrumentWarning, stacklevel=2)
 
 
@@ -50,7 +50,7 @@ class ParquetSink:
             `power` failure, which requires one fsync per step and table.
         on_error: What to do if a file cannot be written: `stop` (default) with an error, or `continue` without
             recording.
-        tell: Called with a message if it continues. Default: issue a warning.
+        report: Called with a message if it continues. Default: issue a warning.
         parts: The number of existing parts of each table. Default: none.
     """
 
@@ -62,20 +62,20 @@ class ParquetSink:
         when_full: Literal["wait", "drop"] = "wait",
         durability: Literal["process", "power"] = "process",
         on_error: Literal["stop", "continue"] = "stop",
-        tell: Callable[[str], None] = warn,
+        report: Callable[[str], None] = warn,
         parts: dict[str, int] | None = None,
     ) -> None:
         self.folder = folder
         self.on_error = on_error
-        self.tell = tell
+        self.report = report
         self.failure: str | None = None
         # Of the folder. Set with the first rows, since the folder may be created after the sink.
-        self._place: os.stat_result | None = None
+        self._folder_stat: os.stat_result | None = None
         self._has_reserve = False
         self._step: int | None = None  # the last training step whose rows were written
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
-        self._logs = {
-            name: TableLog(
+        self._writers = {
+            name: TableWriter(
                 folder,
                 table,
                 journal_bytes=TENSORS_JOURNAL_BYTES if name == "tensors" else ROWS_JOURNAL_BYTES,
@@ -85,7 +85,7 @@ class ParquetSink:
             for name, table in TABLES.items()
         }
         self._counts = RowCounts(row_counts_of(folder, own_rank()))
-        self._tensors = TensorWriter(self._logs["tensors"], tensors=tensors, when_full=when_full)
+        self._tensors = TensorWriter(self._writers["tensors"], tensors=tensors, when_full=when_full)
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Buffer rows. They are written at the end of the step."""
@@ -120,11 +120,11 @@ class ParquetSink:
         if self.failure is not None:
             return
         try:
-            self._set_aside()
+            self._reserve_space()
             self._tensors.end_step()
             for name, rows in self._rows.items():
                 if rows:
-                    self._logs[name].append(as_batch(TABLES[name], rows))
+                    self._writers[name].append(as_batch(TABLES[name], rows))
             self._count()
         except OSError as error:
             self._fail(error)
@@ -133,7 +133,7 @@ class ParquetSink:
             self._step = max((row[0] for row, phase in latest if row[phase] == "train"), default=self._step)
             self._rows = {name: [] for name in TABLES}
 
-    def settle(self) -> dict[str, int]:
+    def finish_parts(self) -> dict[str, int]:
         """Convert all journals to parts.
 
         Returns:
@@ -143,12 +143,12 @@ class ParquetSink:
             SinkError: A part cannot be written.
         """
         try:
-            for log in self._logs.values():
-                log.settle()
+            for writer in self._writers.values():
+                writer.finish_part()
             self._count()
         except OSError as error:
             self._fail(error)
-        return {name: log.part.number for name, log in self._logs.items()}
+        return {name: writer.part.number for name, writer in self._writers.items()}
 
     def close(self) -> None:
         """Convert all journals to parts, and write an empty part for each table without rows.
@@ -160,8 +160,8 @@ class ParquetSink:
         self._tensors.stop()
         try:
             if self.failure is None:
-                for log in self._logs.values():
-                    log.close()
+                for writer in self._writers.values():
+                    writer.close()
                 self._counts.remove()
                 self._reserve.unlink(missing_ok=True)
                 with suppress(OSError):  # another program has put a file there
@@ -169,57 +169,57 @@ class ParquetSink:
         except OSError as error:
             self._fail(error)
         finally:
-            for log in self._logs.values():
-                log.release()
+            for writer in self._writers.values():
+                writer.release()
             self._counts.release()
 
     def _count(self) -> None:
         """Write the number of rows in each journal to the row count file."""
-        self._counts.write((log.part.number, log.rows) for log in self._logs.values())
+        self._counts.write((writer.part.number, writer.rows) for writer in self._writers.values())
 
     @property
     def _reserve(self) -> Path:
         return reserve_of(self.folder, own_rank())
 
-    def _set_aside(self) -> None:
+    def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""
         if not self._has_reserve:
-            self._place = os.stat(self.folder)
+            self._folder_stat = os.stat(self.folder)
             self._reserve.parent.mkdir(exist_ok=True)
             self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
             self._has_reserve = True
 
-    def _saved(self) -> str:
+    def _describe_saved(self) -> str:
         """Describe which of the written files exist, for error messages."""
         try:
             there = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):
-            return "the folder is gone: nothing is saved there"
+            return "the folder does not exist any more: nothing is saved"
         except OSError as error:
-            return f"what is saved cannot be seen: {error.strerror}"
-        if self._place is not None and not os.path.samestat(there, self._place):
-            return "another folder is in its place: nothing of this run is saved there"
+            return f"cannot check which rows are saved: {error.strerror}"
+        if self._folder_stat is not None and not os.path.samestat(there, self._folder_stat):
+            return "the folder was replaced by another one: nothing of this run is saved"
         if self._step is None:
             return "nothing is saved"
         try:
             parts = not has_moved(self.folder)
-            lost = [name for name, log in self._logs.items() if not log.is_there(parts=parts)]
+            lost = [name for name, writer in self._writers.items() if not writer.is_intact(parts=parts)]
         except OSError as error:
-            return f"what is saved cannot be seen: {error.strerror}"
+            return f"cannot check which rows are saved: {error.strerror}"
         steps = f"steps up to {self._step} are saved"
-        return f"{steps}, but files of {', '.join(lost)} are gone" if lost else steps
+        return f"{steps}, but files of {', '.join(lost)} are missing" if lost else steps
 
     def _fail(self, error: OSError) -> None:
         """Stop writing after an error, and report it. It is also recorded as an event if possible."""
         step = 0 if self._step is None else self._step + 1
         problem = error.strerror or str(error)
-        self.failure = f"{self.folder} cannot be written any more: {problem}; {self._saved()}"
+        self.failure = f"cannot write to {self.folder}: {problem}; {self._describe_saved()}"
         event = (step, own_rank(), None, "recording", self.failure, "error")
         with suppress(OSError):
             self._reserve.unlink()
         with suppress(OSError):
-            self._logs["events"].append(as_batch(TABLES["events"], [*self._rows["events"], event]))
+            self._writers["events"].append(as_batch(TABLES["events"], [*self._rows["events"], event]))
         self._rows = {name: [] for name in TABLES}
         if self.on_error == "stop":
             raise SinkError(self.failure) from error
-        self.tell(f"{self.failure}; the training goes on without recording")
+        self.report(f"{self.failure}; training continues without recording")

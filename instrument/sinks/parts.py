@@ -24,17 +24,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, placed
-from .journal import SUFFIX, Reading
-from .row_counts import NAME, cut_short
+from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, with_positions
+from .journal import SUFFIX, JournalReader
+from .row_counts import NAME, truncation_problem
 
 JOURNALS = "journal"
 DAMAGED = ".damaged"
-OTHER_COLUMNS = "the columns are not those of this table: it is not read"
+OTHER_COLUMNS = "the columns differ from those of the table: the file is not read"
 ROW_GROUP_ROWS = 32_768
 TENSORS_ROWS = 8_192  # the number of rows that are read to get one tensor
-AT_ONCE = 256  # the number of files that the system lists in one call
-JOINED, JOINED_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are combined into one
+LISTING_SIZE = 256  # the number of files that the system lists in one call
+BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are combined into one
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
@@ -76,7 +76,7 @@ class Part(NamedTuple):
         """Return the journal of its rows, which exists until the Parquet file does."""
         return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
 
-    def aside(self, folder: Path, table: str) -> Path:
+    def temporary(self, folder: Path, table: str) -> Path:
         """Return its temporary file."""
         return self.journal(folder, table).with_suffix(".tmp")
 
@@ -108,7 +108,7 @@ def names_in(folder: Path) -> list[str]:
     """
     try:
         names = [file.name for file in folder.iterdir()]
-        while len(names) > AT_ONCE and names != (names := [file.name for file in folder.iterdir()]):
+        while len(names) > LISTING_SIZE and names != (names := [file.name for file in folder.iterdir()]):
             pass
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -150,13 +150,13 @@ def foreign_files(folder: Path, place: str) -> list[Path]:
     names = names_in(folder / place)
     if not names or (place != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
-    ours = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
-    known = {*ours.values(), *reserves_of(folder)}
+    known = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
+    known_files = {*known.values(), *reserves_of(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)
-    return sorted(file for file in found if not (file in known or file.suffix == ".tmp" or NAME.fullmatch(file.name)))
+    return sorted(file for file in found if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name)))
 
 
-def settle(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> Reading:
+def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> JournalReader:
     """Convert a journal to a part and remove it. A damaged journal is kept under another name.
 
     Args:
@@ -173,17 +173,17 @@ def settle(folder: Path, table: Table, part: Part, written: int, *, fsync: bool 
         OSError: The part cannot be written. The journal is kept unchanged.
     """
     journal = part.journal(folder, table.name)
-    reading = Reading.of(journal, ours=True)
+    reading = JournalReader.of(journal, exclusive=True)
     if reading.schema is not None and reading.schema != table.plain_schema:
         reading.problem = OTHER_COLUMNS
     if not any(later.covers(part) for later in parts_of(folder, table.name)):
         usable = reading.batches() if reading.schema == table.plain_schema else iter(())
         with new_part(folder, table, part, fsync=fsync) as writer:
-            most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
-            for group in _groups(_joined(placed(table, batch) for batch in usable), most):
+            max_rows = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+            for group in _groups(_combine_small(with_positions(table, batch) for batch in usable), max_rows):
                 rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
-        reading.problem = reading.problem or cut_short(reading.rows, written)
+        reading.problem = reading.problem or truncation_problem(reading.rows, written)
     if reading.problem is None:
         journal.unlink()
     else:
@@ -211,12 +211,12 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
             if part.rank == rank and part.number >= counts[name]:
                 file.unlink()
             elif part.rank == rank and part.end > counts[name]:
-                raise OSError(f"{file} holds rows of before and after the checkpoint: it was merged for another one")
+                raise OSError(f"{file} contains rows from before and after the checkpoint: it was merged for another checkpoint")
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:
             file.unlink()
-    for aside in (folder / JOURNALS).glob("*.tmp"):
-        aside.unlink(missing_ok=True)  # another process may have removed it
+    for temporary in (folder / JOURNALS).glob("*.tmp"):
+        temporary.unlink(missing_ok=True)  # another process may have removed it
 
 
 def in_order(table: Table, rows: pa.Table) -> pa.Table:
@@ -240,26 +240,26 @@ def _plain(cells: pa.ChunkedArray) -> pa.ChunkedArray:
     return cells.cast(cells.type.value_type) if pa.types.is_dictionary(cells.type) else cells
 
 
-def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows."""
     few: list[pa.RecordBatch] = []
     for batch in batches:
         few.append(batch)
-        if len(few) == JOINED or batch.num_rows > JOINED or batch.nbytes > JOINED_BYTES:
+        if len(few) == BATCHES_TO_COMBINE or batch.num_rows > BATCHES_TO_COMBINE or batch.nbytes > MAX_SMALL_BATCH_BYTES:
             yield from pa.Table.from_batches(few).combine_chunks().to_batches()
             few = []
     if few:
         yield from pa.Table.from_batches(few).combine_chunks().to_batches()
 
 
-def _groups(batches: Iterator[pa.RecordBatch], most: int) -> Iterator[list[pa.RecordBatch]]:
+def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:
     """Group batches into row groups."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
         group.append(batch)
         rows, size = rows + batch.num_rows, size + batch.nbytes
-        if rows >= most or size >= ROW_GROUP_BYTES:
+        if rows >= max_rows or size >= ROW_GROUP_BYTES:
             yield group
             group, rows, size = [], 0, 0
     if group:
@@ -269,18 +269,18 @@ def _groups(batches: Iterator[pa.RecordBatch], most: int) -> Iterator[list[pa.Re
 @contextmanager
 def new_part(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Iterator[pq.ParquetWriter]:
     """Create a part. It is renamed to its final name when the block ends; after an error, no file remains."""
-    aside, file = part.aside(folder, table.name), part.file(folder, table.name)
+    temporary, file = part.temporary(folder, table.name), part.file(folder, table.name)
     file.parent.mkdir(exist_ok=True)
-    aside.parent.mkdir(exist_ok=True)
+    temporary.parent.mkdir(exist_ok=True)
     try:
-        with pq.ParquetWriter(aside, table.schema, **_options(table)) as writer:
+        with pq.ParquetWriter(temporary, table.schema, **_options(table)) as writer:
             yield writer
         if fsync:
-            _sync(aside)
-        os.replace(aside, file)
+            _sync(temporary)
+        os.replace(temporary, file)
     except BaseException:
         with suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
         raise
     if fsync:
         _sync(file.parent)

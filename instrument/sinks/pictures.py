@@ -28,7 +28,7 @@ WHITE, NOT_FINITE, BETWEEN = 253, 254, 255  # indices in the palette; black is 0
 PALETTE = [round(grey * 255 / WHITE) for grey in range(WHITE + 1) for _ in "rgb"] + [220, 40, 40] + [40, 60, 110]
 
 
-class Arriving(NamedTuple):
+class PendingTiles(NamedTuple):
     """Tiles in CPU memory, or being copied to it.
 
     Attributes:
@@ -39,19 +39,19 @@ class Arriving(NamedTuple):
     tiles: Tensor
     arrived: torch.cuda.Event | None = None
 
-    def here(self) -> np.ndarray[Any, Any]:
+    def wait(self) -> np.ndarray[Any, Any]:
         """Return the tiles. Wait for the copy if necessary."""
         if self.arrived is not None:
             self.arrived.synchronize()
         found: np.ndarray[Any, Any] = self.tiles.numpy()
         return found
 
-    def painted(self) -> Image.Image:
+    def draw(self) -> Image.Image:
         """Return the tiles as one image. Wait for the copy if necessary."""
-        return painted(self.here())
+        return draw_tiles(self.wait())
 
 
-def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Arriving | None:
+def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> PendingTiles | None:
     """Copy the displayed part of a tensor without waiting for its device.
 
     Args:
@@ -68,12 +68,12 @@ def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Arr
     shown = shown.to(dtype or shown.dtype)
     shown = shown.abs() if shown.is_complex() else shown
     if not shown.is_cuda:
-        return Arriving(shown.to("cpu", torch.float32, copy=True))
+        return PendingTiles(shown.to("cpu", torch.float32, copy=True))
     host = torch.empty(shown.shape, dtype=torch.float32, pin_memory=True)
     host.copy_(shown.to(torch.float32), non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(shown.device))
-    return Arriving(host, arrived)
+    return PendingTiles(host, arrived)
 
 
 def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:
@@ -86,7 +86,7 @@ def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:
     return tensor[:TILES, ::down, ::right]
 
 
-def painted(tiles: np.ndarray[Any, Any]) -> Image.Image:
+def draw_tiles(tiles: np.ndarray[Any, Any]) -> Image.Image:
     """Draw tiles side by side as an image with a palette, which takes a third of the bytes of an RGB image.
 
     Args:

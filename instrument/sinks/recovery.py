@@ -13,18 +13,18 @@ from .lost_rows import lost_journals, row_counts_in, rows_written
 from .parts import (
     JOURNALS,
     Part,
+    convert_journal,
     journals_of,
     new_part,
     parts_of,
     reserves_of,
-    settle,
 )
 from .remote import moved_to
 from .row_counts import DAMAGED
 
 
 @dataclass
-class Recovered:
+class RecoveryResult:
     """The result of a recovery.
 
     Attributes:
@@ -38,7 +38,7 @@ class Recovered:
     problems: list[str] = field(default_factory=list)
 
 
-def recover(folder: Path) -> Recovered:
+def recover(folder: Path) -> RecoveryResult:
     """Convert all journals of a run without a process to parts, and remove its temporary files.
 
     Args:
@@ -50,13 +50,13 @@ def recover(folder: Path) -> Recovered:
     Raises:
         OSError: A file cannot be written. The files not yet processed are unchanged.
     """
-    found = Recovered()
-    for aside in (folder / JOURNALS).glob("*.tmp"):
-        aside.unlink()
+    found = RecoveryResult()
+    for temporary in (folder / JOURNALS).glob("*.tmp"):
+        temporary.unlink()
     written, damaged = rows_written(folder)
     found.problems += [f"{path.relative_to(folder)}: {DAMAGED}" for path in damaged]
     for (name, part), path in journals_of(folder).items():
-        reading = settle(folder, TABLES[name], part, written.get((name, part), 0))
+        reading = convert_journal(folder, TABLES[name], part, written.get((name, part), 0))
         found.rows[name] += reading.rows
         if reading.torn:
             found.torn.append(name)

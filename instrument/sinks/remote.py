@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import ConfigError, InstrumentError, Mistake
+from ..errors import ConfigError, InstrumentError, Problem
 from ..extras import pip_command
-from .client_errors import CREDENTIALS, told, without_secrets
+from .client_errors import CREDENTIALS, safe_message, without_secrets
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -32,10 +32,10 @@ EXTRAS = {
 }  # by protocol; others require fsspec and their own package
 SWEEP_RECORD = "multirun.yaml"  # Hydra's record of a sweep, in the folder that contains its jobs
 REMOTE = "sink.remote"  # the config key of a run's remote folder
-AHEAD = 2**18  # bytes to read ahead: about the size of one column of a row group
-ALLOWED = "protocol://place/folder, such as s3://bucket/runs, gs://bucket/runs"
-WRITTEN_HERE = "a run is written to a folder of this machine, from where it can be sent on"
-AT_ONCE = 2  # the number of pieces of 50 MB of a large file in memory
+READ_AHEAD_BYTES = 2**18  # bytes to read ahead: about the size of one column of a row group
+ALLOWED = "protocol://bucket/folder, such as s3://bucket/runs, gs://bucket/runs"
+LOCAL_FOLDER_ONLY = "the folder of a run must be local; it can be uploaded to a remote folder"
+MAX_CONCURRENCY = 2  # the number of pieces of 50 MB of a large file in memory
 
 CLIENTS = (
     "adlfs",
@@ -72,12 +72,12 @@ def check_address(address: str, where: str) -> None:
     refuse_secret(address, where)
     found = _ADDRESS.fullmatch(address)
     if found is None or "::" in address:
-        raise ConfigError(Mistake(where, "this is no address of a folder", written=address, allowed=ALLOWED))
+        raise ConfigError(Problem(where, "not the address of a folder", given=address, allowed=ALLOWED))
     from fsspec.registry import available_protocols
 
     if found[1] not in available_protocols():
         known = sorted(available_protocols())
-        raise ConfigError(Mistake(where, "fsspec has no such protocol", written=address, allowed=known))
+        raise ConfigError(Problem(where, "fsspec has no such protocol", given=address, allowed=known))
 
 
 def refuse_secret(text: str, where: str) -> None:
@@ -91,8 +91,8 @@ def refuse_secret(text: str, where: str) -> None:
         ConfigError: There are credentials.
     """
     if _SECRET.search(text):
-        problem = "an address is written into run.json and logs: it may hold no password, key or query"
-        raise ConfigError(Mistake(where, problem, allowed=f"{ALLOWED}; {CREDENTIALS}"))
+        message = "the address must not contain a password, key or query, because it is written to run.json and logs"
+        raise ConfigError(Problem(where, message, allowed=f"{ALLOWED}; {CREDENTIALS}"))
 
 
 def filesystem(address: str, where: str) -> tuple[Any, str]:
@@ -105,20 +105,20 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
         import fsspec
     except ImportError:
         allowed = pip_command("remote")
-        raise ConfigError(Mistake(where, "remote folders need fsspec", written=address, allowed=allowed)) from None
+        raise ConfigError(Problem(where, "remote folders require fsspec", given=address, allowed=allowed)) from None
     check_address(address, where)
     for client in CLIENTS:  # clients log requests with tokens when debug logging is enabled
         logging.getLogger(client).setLevel(logging.WARNING)
     protocol = address.partition("://")[0]
     if EXTRAS.get(protocol) == "gcs":
-        _leave_random_numbers()
+        _isolate_random_state()
     try:
         return fsspec.core.url_to_fs(address, **_options(protocol))  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
         extra = EXTRAS.get(protocol)
         allowed = pip_command(extra) if extra else "the package that fsspec names"
-        problem = f"{protocol}:// cannot be had: {without_secrets(str(error))}"
-        raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
+        message = f"{protocol}:// is not available: {without_secrets(str(error))}"
+        raise ConfigError(Problem(where, message, given=address, allowed=allowed)) from None
 
 
 def check_remote(remote: str | None, where: str = REMOTE) -> None:
@@ -131,7 +131,7 @@ def check_remote(remote: str | None, where: str = REMOTE) -> None:
         filesystem(remote, where)
 
 
-def _leave_random_numbers() -> None:
+def _isolate_random_state() -> None:
     """Give gcsfs its own random generator for retry delays. Python's global generator belongs to the run."""
     with suppress(ImportError):  # the missing package is reported where it is used
         retry: Any = importlib.import_module("gcsfs.retry")
@@ -152,8 +152,8 @@ def _options(protocol: str) -> dict[str, Any]:
     own = conf.get("s3", {})
     return {
         "config_kwargs": {**own.get("config_kwargs", {}), "retries": {"max_attempts": 0}},
-        "default_block_size": own.get("default_block_size", AHEAD),
-        "max_concurrency": own.get("max_concurrency", AT_ONCE),
+        "default_block_size": own.get("default_block_size", READ_AHEAD_BYTES),
+        "max_concurrency": own.get("max_concurrency", MAX_CONCURRENCY),
     }
 
 
@@ -172,12 +172,12 @@ def folder_at(path: str | Path, where: str = "") -> Path:
         from upath import UPath
     except ImportError:
         allowed = pip_command("remote")
-        problem = "remote folders are read with universal_pathlib"
-        raise ConfigError(Mistake(where, problem, written=address, allowed=allowed)) from None
+        message = "reading remote folders requires universal_pathlib"
+        raise ConfigError(Problem(where, message, given=address, allowed=allowed)) from None
     return cast(Path, UPath(address, **_options(address.partition("://")[0])))
 
 
-def opened(path: str | Path) -> Path:
+def open_folder(path: str | Path) -> Path:
     """Return a folder to read from, as `folder_at` does.
 
     Of a remote folder, the cached listing is discarded and all files are listed in one call.
@@ -195,7 +195,7 @@ def opened(path: str | Path) -> Path:
         except FileNotFoundError:
             return folder  # the caller reports that there is no run
         except Exception as error:  # clients raise exceptions of many types
-            raise InstrumentError(f"{folder} cannot be read: {told(error)}") from None
+            raise InstrumentError(f"{folder} cannot be read: {safe_message(error)}") from None
     return folder
 
 
@@ -204,7 +204,7 @@ def arrow_name(file: Path) -> str:
     return str(cast(Any, file).path) if is_address(file) else str(file)
 
 
-def place_of(folder: Path, remote: str) -> str:
+def remote_address_of(folder: Path, remote: str) -> str:
     """Return the remote address of a run's folder.
 
     The path below `runs` is appended to `remote`. A folder outside `runs` keeps its path below the parent of its
@@ -251,7 +251,7 @@ class RemoteFolder:
         self.moved = 0
         self._files, root = filesystem(self.address, where)
         self._root = root.rstrip("/")
-        self._whole = self.address.partition("://")[0] in OBJECT_STORES
+        self._is_atomic = self.address.partition("://")[0] in OBJECT_STORES
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of all files in bytes, by path relative to the folder."""
@@ -265,14 +265,14 @@ class RemoteFolder:
     def put(self, file: Path, name: str) -> None:
         """Upload a file. It appears when it is complete, and replaces an existing file of that name."""
         path, before = f"{self._root}/{name}", self.moved
-        if self._whole:
+        if self._is_atomic:
             self._files.put_file(str(file), path, callback=self._counting(before))
         else:
             above, _, last = path.rpartition("/")
-            aside = f"{above}/.{last}.tmp"
+            temporary = f"{above}/.{last}.tmp"
             self._files.makedirs(above, exist_ok=True)
-            self._files.put_file(str(file), aside, callback=self._counting(before))
-            self._files.mv(aside, path)
+            self._files.put_file(str(file), temporary, callback=self._counting(before))
+            self._files.mv(temporary, path)
         self.moved = before + file.stat().st_size
 
     def _counting(self, before: int) -> Callback:
@@ -305,7 +305,7 @@ class RemoteFolder:
 
 
 def refuse_address(
-    path: str | Path, where: str, problem: str = WRITTEN_HERE, *, allowed: str = f"{REMOTE}=protocol://place/folder"
+    path: str | Path, where: str, message: str = LOCAL_FOLDER_ONLY, *, allowed: str = f"{REMOTE}=protocol://bucket/folder"
 ) -> None:
     """Refuse an address where a local folder is required.
 
@@ -319,7 +319,7 @@ def refuse_address(
         ConfigError: It is an address.
     """
     if is_address(path):
-        raise ConfigError(Mistake(where, problem, allowed=allowed))
+        raise ConfigError(Problem(where, message, allowed=allowed))
 
 
 class UploadError(InstrumentError):

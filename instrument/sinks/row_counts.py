@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ..capture.tables import TABLES
 
-DAMAGED = "it is damaged: whether a journal was cut short is not known"
-LOOKS = 3  # the number of attempts to read a file that is being written
+DAMAGED = "the file is damaged: truncated journals cannot be detected"
+ATTEMPTS = 3  # the number of attempts to read a file that is being written
 NAME = re.compile(r"rows\.(\d{4})")
 PAIRS = struct.Struct(f"<{2 * len(TABLES)}q")  # followed by a checksum
 CHECKSUM = struct.Struct("<I")
@@ -64,9 +64,9 @@ class RowCounts:
             self._file = None
 
 
-def counts_in(path: Path) -> dict[tuple[str, int], int] | None:
+def read_counts(path: Path) -> dict[tuple[str, int], int] | None:
     """Return the number of rows in each journal of a process, by table and part number; None if the file is damaged."""
-    for _ in range(LOOKS):
+    for _ in range(ATTEMPTS):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -79,6 +79,6 @@ def counts_in(path: Path) -> dict[tuple[str, int], int] | None:
     return None
 
 
-def cut_short(rows: int, written: int) -> str | None:
+def truncation_problem(rows: int, written: int) -> str | None:
     """Return a message if a journal contains fewer rows than were written; None otherwise."""
-    return None if rows >= written else f"it was cut short: {rows:,} of {written:,} rows are there"
+    return None if rows >= written else f"the journal is truncated: it contains {rows:,} of {written:,} rows"

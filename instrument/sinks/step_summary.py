@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 from ..capture.sink import Row
 from ..capture.tables import TABLES
-from .histogram import Histogram, merged
-from .tags import SHOWN, Fold, place_tag, scalars
+from .histogram import Histogram, merge_histograms
+from .tags import SCALAR_TABLES, Fold, scalars, tag_prefix
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
     from torch import Tensor
 
-    from .pictures import Arriving
+    from .pictures import PendingTiles
 
 _KIND = TABLES["tensors"].names.index("kind")
 
 
 @dataclass
-class Content:
+class StepSummary:
     """The summary of one step, by tag.
 
     Attributes:
@@ -39,51 +39,51 @@ class Content:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-class Gathering:
+class SummaryCollector:
     """Collects rows and tensors and returns one summary per step."""
 
     def __init__(self) -> None:
-        self._steps: defaultdict[int, _Gathered] = defaultdict(_Gathered)
+        self._steps: defaultdict[int, _CollectedStep] = defaultdict(_CollectedStep)
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
         """Add rows of any table except `tensors`."""
-        for row in rows if table in SHOWN else ():
+        for row in rows if table in SCALAR_TABLES else ():
             for tag, step, value, fold in scalars(table, row):
                 self._steps[step].scalars[tag, fold].append(value)
             if table == "distributions" and (histogram := Histogram.of(row)) is not None:
-                self._steps[row[0]].histograms[f"{place_tag(row)}/histogram"].append(histogram)
+                self._steps[row[0]].histograms[f"{tag_prefix(row)}/histogram"].append(histogram)
         for step, _, layer, rule, message, severity in rows if table == "events" else ():
-            place = f" {layer}" if layer else ""
-            self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{place}: {message}")
+            location = f" {layer}" if layer else ""
+            self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{location}: {message}")
 
     def add_tensor(self, key: Row, tensor: Tensor, dtype: torch.dtype | None) -> None:
         """Copy the displayed part of a recorded tensor, if it can be drawn and is the first of its tag."""
         # PyTorch and Pillow are only imported if a tensor is drawn.
         from .pictures import tiles_of
 
-        tag = f"{place_tag(key)}/image"
+        tag = f"{tag_prefix(key)}/image"
         known = key[0] in self._steps and tag in self._steps[key[0]].pictures
         if not known and (tiles := tiles_of(key[_KIND], tensor, dtype)) is not None:
             self._steps[key[0]].pictures[tag] = tiles
 
-    def take(self) -> Iterator[tuple[int, Content]]:
+    def take(self) -> Iterator[tuple[int, StepSummary]]:
         """Yield the collected summaries in the order of the steps. Steps without content are omitted."""
-        gathered, self._steps = self._steps, defaultdict(_Gathered)
-        for step in sorted(gathered):
-            yield step, gathered[step].content()
+        collected, self._steps = self._steps, defaultdict(_CollectedStep)
+        for step in sorted(collected):
+            yield step, collected[step].summary()
 
 
 @dataclass
-class _Gathered:
+class _CollectedStep:
     scalars: defaultdict[tuple[str, Fold], list[float]] = field(default_factory=lambda: defaultdict(list))
     histograms: defaultdict[str, list[Histogram]] = field(default_factory=lambda: defaultdict(list))
-    pictures: dict[str, Arriving] = field(default_factory=dict)
+    pictures: dict[str, PendingTiles] = field(default_factory=dict)
     texts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
-    def content(self) -> Content:
-        return Content(
+    def summary(self) -> StepSummary:
+        return StepSummary(
             {tag: values[0] if len(values) == 1 else fold(values) for (tag, fold), values in self.scalars.items()},
-            {tag: merged(several) for tag, several in self.histograms.items()},
-            {tag: tiles.painted() for tag, tiles in self.pictures.items()},
+            {tag: merge_histograms(several) for tag, several in self.histograms.items()},
+            {tag: tiles.draw() for tag, tiles in self.pictures.items()},
             {tag: "\n\n".join(lines) for tag, lines in self.texts.items()},
         )

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 from ..capture.reducer import own_rank
 from ..capture.tables import Table
 from .journal import Journal
-from .parts import Part, new_part, parts_of, settle
+from .parts import Part, convert_journal, new_part, parts_of
 
 
-class TableLog:
+class TableWriter:
     """Writes batches of plain rows.
 
     Args:
@@ -37,7 +37,7 @@ class TableLog:
         self.part = Part(own_rank(), first)
         self.journal: Journal | None = None
 
-    def is_there(self, *, parts: bool) -> bool:
+    def is_intact(self, *, parts: bool) -> bool:
         """Return whether the written files still exist, according to their names and sizes.
 
         Args:
@@ -46,7 +46,7 @@ class TableLog:
         Raises:
             OSError: The folder cannot be read.
         """
-        if self.journal is not None and not self.journal.is_there():
+        if self.journal is not None and not self.journal.is_intact():
             return False
         there = list(parts_of(self.folder, self.table.name)) if parts else []
         own = [part for part in there if part.rank == self.part.rank]
@@ -60,31 +60,31 @@ class TableLog:
     def append(self, batch: pa.RecordBatch) -> None:
         """Add rows to the journal. A journal that is large enough becomes a part first."""
         if self.journal is not None and self.journal.size >= self.journal_bytes:
-            self.settle()
+            self.finish_part()
         if self.journal is None:
             path = self.part.journal(self.folder, self.table.name)
             path.parent.mkdir(exist_ok=True)
             self.journal = Journal(path, self.table.plain_schema, fsync=self.fsync)
         self.journal.append(batch)
 
-    def settle(self) -> None:
+    def finish_part(self) -> None:
         """Convert the journal, if there is one, to a part."""
         if self.journal is not None:
-            settle(self.folder, self.table, self.part, self.rows, fsync=self.fsync)
+            convert_journal(self.folder, self.table, self.part, self.rows, fsync=self.fsync)
             self.release()
             self.part = self.part._replace(number=self.part.number + 1)
 
     @contextmanager
     def new_part(self) -> Iterator[pq.ParquetWriter]:
         """Write a part directly, without a journal. For so many rows that writing them twice is too slow."""
-        self.settle()
+        self.finish_part()
         with new_part(self.folder, self.table, self.part, fsync=self.fsync) as writer:
             yield writer
         self.part = self.part._replace(number=self.part.number + 1)
 
     def close(self) -> None:
         """Convert the journal to a part. A table without rows gets an empty part, so that it can be read."""
-        self.settle()
+        self.finish_part()
         if not self.part.number:
             with self.new_part():
                 pass

@@ -29,10 +29,10 @@ from ..spec.statistics import STATISTICS
 Fold = Callable[[Sequence[float]], float]
 """Combines several values with the same tag and step."""
 
-SHOWN = ("stats", "effects", "metrics", "distributions")  # tables with scalars
+SCALAR_TABLES = ("stats", "effects", "metrics", "distributions")  # tables with scalars
 ROOT = "_root_"
 _FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the three trackers refuses or replaces
-_KEY = {column.name: place for place, column in enumerate(IDENTITY)}
+_KEY = {column.name: index for index, column in enumerate(IDENTITY)}
 
 
 class Scalar(NamedTuple):
@@ -56,16 +56,16 @@ def scalars(table: str, row: Row) -> Iterator[Scalar]:
     if table == "distributions":
         yield from _quantiles(row)
         return
-    tag = metrics_tag(row) if table == "metrics" else place_tag(row)
-    for place, name, fold in _columns(table):
-        value = row[place]
+    tag = metrics_tag(row) if table == "metrics" else tag_prefix(row)
+    for index, name, fold in _columns(table):
+        value = row[index]
         if value is not None:
             yield Scalar(f"{tag}/{name}", row[0], float(value), fold)
 
 
-def place_tag(row: Row) -> str:
+def tag_prefix(row: Row) -> str:
     """Return the tag of a row with identity columns, without the last segment, which names the column."""
-    return _place(_WHERE(row))
+    return _tag_prefix(_tag_columns(row))
 
 
 def metrics_tag(row: Row) -> str:
@@ -74,13 +74,13 @@ def metrics_tag(row: Row) -> str:
     return f"{phase}{_of_rank(rank)}"
 
 
-_WHERE = itemgetter(
+_tag_columns = itemgetter(
     *(_KEY[name] for name in ("phase", "rank", "hook", "layer", "kind", "role", "path", "call", "backward"))
 )
 
 
 @lru_cache(maxsize=65_536)
-def _place(where: tuple[Any, ...]) -> str:
+def _tag_prefix(where: tuple[Any, ...]) -> str:
     phase, rank, hook, layer, kind, role, path, call, backward = where
     parts = [group_of(hook, phase) + _of_rank(rank), segment(layer)]
     parts += [segment(path)] if path else []
@@ -107,15 +107,15 @@ def _quantiles(row: Row) -> Iterator[Scalar]:
     cells = dict(zip(TABLES["distributions"].names, row, strict=True))
     for level, value in zip(cells["levels"] or (), cells["quantiles"] or (), strict=False):
         if value is not None:
-            yield Scalar(f"{place_tag(row)}/quantile_{level:g}", row[0], value, _mean)
+            yield Scalar(f"{tag_prefix(row)}/quantile_{level:g}", row[0], value, _mean)
 
 
 @lru_cache(maxsize=8)
 def _columns(table: str) -> list[tuple[int, str, Fold]]:
     """Return index, name and fold of the numeric columns that are not identity columns."""
     return [
-        (place, column.name, _fold(column.name))
-        for place, column in enumerate(TABLES[table].columns)
+        (index, column.name, _fold(column.name))
+        for index, column in enumerate(TABLES[table].columns)
         if column.name not in _KEY and _is_number(column.type)
     ]
 

@@ -15,7 +15,7 @@ from ..errors import SinkError
 from .parquet import warn
 
 
-class Several:
+class TeeSink:
     """Passes everything to a main sink and to others.
 
     Exceptions of the main sink propagate. If another sink raises an exception, it is reported once, as a warning and an
@@ -24,13 +24,13 @@ class Several:
     Args:
         first: The main sink. Its `keep` decides whether a tensor is dropped.
         others: Other sinks by the names that messages use. A sink that is added later receives later rows.
-        tell: Called with a message if one of the others fails. Default: issue a warning.
+        report: Called with a message if one of the others fails. Default: issue a warning.
     """
 
-    def __init__(self, first: Sink, others: Mapping[str, Sink], *, tell: Callable[[str], None] = warn) -> None:
+    def __init__(self, first: Sink, others: Mapping[str, Sink], *, report: Callable[[str], None] = warn) -> None:
         self.first = first
         self.others: dict[str, Sink] = dict(others)
-        self.tell = tell
+        self.report = report
         self._step: int | None = None
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
@@ -62,7 +62,7 @@ class Several:
             try:
                 sink.close()
             except Exception as error:
-                self._leave_out(name, error)
+                self._drop_sink(name, error)
             except BaseException as error:
                 errors.append(error)
         try:
@@ -77,13 +77,13 @@ class Several:
             try:
                 call(sink)
             except Exception as error:
-                self._leave_out(name, error)
+                self._drop_sink(name, error)
                 with suppress(Exception):  # its failure is reported already
                     sink.close()
 
-    def _leave_out(self, name: str, error: Exception) -> None:
+    def _drop_sink(self, name: str, error: Exception) -> None:
         del self.others[name]
         failed = str(error) if isinstance(error, SinkError) else f"{name} failed: {type(error).__name__}: {error}"
-        message = f"{failed}; nothing more goes to {name}, and the run goes on: Parquet has every row"
-        self.tell(message)
+        message = f"{failed}; {name} receives no more data, the run continues, and Parquet has every row"
+        self.report(message)
         self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning")])

@@ -12,8 +12,8 @@ from torch.utils.tensorboard import FileWriter, SummaryWriter
 from torch.utils.tensorboard.summary import histogram_raw, text
 
 from .histogram import Histogram
-from .step_summary import Content
-from .tracking import Outcome, Tracked
+from .step_summary import StepSummary
+from .tracking import Outcome, TrackedRun
 
 RGB = 3  # TensorBoard's code for color images
 FLUSH_SECONDS, QUEUE = 5, 100  # what a killed process may lose: seconds, or steps
@@ -27,19 +27,19 @@ class TensorBoard:
         place: The folder of the event files.
     """
 
-    draws = True
+    shows_images = True
 
-    def __init__(self, run: Tracked, place: Path) -> None:
-        self.writer = SummaryWriter(str(place), purge_step=run.resumed_at, flush_secs=FLUSH_SECONDS, max_queue=QUEUE)
+    def __init__(self, run: TrackedRun, folder: Path) -> None:
+        self.writer = SummaryWriter(str(folder), purge_step=run.resumed_at, flush_secs=FLUSH_SECONDS, max_queue=QUEUE)
         self.events = cast(FileWriter, self.writer.file_writer)
 
-    def log(self, step: int, content: Content) -> None:
+    def log(self, step: int, summary: StepSummary) -> None:
         """Add the event of a step. A thread of TensorBoard writes it."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in content.scalars.items()]
-        for tag, histogram in content.histograms.items():
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in summary.scalars.items()]
+        for tag, histogram in summary.histograms.items():
             values += _histogram(tag, histogram).value
-        values += [Summary.Value(tag=tag, image=_image(picture)) for tag, picture in content.pictures.items()]
-        for tag, lines in content.texts.items():
+        values += [Summary.Value(tag=tag, image=_image(picture)) for tag, picture in summary.pictures.items()]
+        for tag, lines in summary.texts.items():
             values += text(tag, lines).value
         self.events.add_summary(Summary(value=values), step)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..capture.sink import Row
 from ..capture.tables import TABLES, as_table
-from .buffer_pool import PATIENCE, Pool
+from .buffer_pool import CHECK_SECONDS, Pool
 from .parts import ROW_GROUP_BYTES
-from .table_writer import TableLog
+from .table_writer import TableWriter
 
 POOL_BYTES = 256 * 2**20
 
@@ -35,21 +35,21 @@ FITS_FLOAT32 = (
 )
 
 
-class Copied(NamedTuple):
+class CopiedTensor(NamedTuple):
     """A tensor that was copied into a buffer of the pool.
 
     Attributes:
         row: The columns before the values.
         flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
         as_list: Whether it is stored in `values`.
-        room: The buffer.
+        buffer: The buffer.
         arrived: The event that marks the end of the copy from a GPU; None for a CPU tensor.
     """
 
     row: Row
     flat: Tensor
     as_list: bool
-    room: Tensor
+    buffer: Tensor
     arrived: torch.cuda.Event | None
 
 
@@ -57,22 +57,22 @@ class TensorWriter:
     """Copies tensors and writes them in a thread.
 
     Args:
-        log: The writer of the `tensors` table.
+        writer: The writer of the `tensors` table.
         tensors: `list`: as float32 lists if those are exact. `bytes`: always as bytes.
         when_full: What a hook does if no buffer is available: `wait` for the thread, or `drop` the tensor.
     """
 
-    def __init__(self, log: TableLog, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]) -> None:
-        self.log = log
+    def __init__(self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]) -> None:
+        self.writer = writer
         self.as_list = tensors == "list"
         self.waits = when_full == "wait"
         self.pool = Pool(POOL_BYTES)
         self.error: BaseException | None = None
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # The following attributes belong to the thread.
-        self._waiting: list[Copied] = []
-        self._waiting_bytes = 0
+        self._pending: list[CopiedTensor] = []
+        self._pending_bytes = 0
         self._part: pq.ParquetWriter | None = None
         self._end_of_part = ExitStack()
 
@@ -93,10 +93,10 @@ class TensorWriter:
         as_list = self.as_list and tensor.dtype in FITS_FLOAT32
         stored = torch.float32 if as_list else tensor.dtype
         size = tensor.numel() * stored.itemsize
-        room = self.pool.take(size, pinned=tensor.is_cuda, wait=self._hurry if self.waits else None)
-        if room is None:
+        buffer = self.pool.take(size, pinned=tensor.is_cuda, wait=self._write_now if self.waits else None)
+        if buffer is None:
             return None
-        flat = room[:size].view(stored)
+        flat = buffer[:size].view(stored)
         flat.view(tensor.shape).copy_(tensor, non_blocking=True)
         arrived = None
         if tensor.is_cuda:
@@ -104,7 +104,7 @@ class TensorWriter:
             arrived.record(torch.cuda.current_stream(tensor.device))
         name = str(tensor.dtype).removeprefix("torch.")
         row = (*key, name, list(tensor.shape), list(source_shape))
-        self._order(partial(self._take, Copied(row, flat, as_list, room, arrived)))
+        self._submit(partial(self._receive, CopiedTensor(row, flat, as_list, buffer, arrived)))
         return size
 
     def end_step(self) -> None:
@@ -115,15 +115,15 @@ class TensorWriter:
         """
         if self._thread is not None:
             written = threading.Event()
-            self._order(self._end_step)
-            self._order(written.set)
-            while not written.wait(PATIENCE):
+            self._submit(self._end_step)
+            self._submit(written.set)
+            while not written.wait(CHECK_SECONDS):
                 self.check()
 
     def stop(self) -> None:
         """Stop the thread after it has completed its orders."""
         if self._thread is not None:
-            self._orders.put(None)
+            self._tasks.put(None)
             self._thread.join()
             self._thread = None
 
@@ -134,64 +134,64 @@ class TensorWriter:
             OSError: The thread could not write.
         """
         if self.error is not None:
-            told = f"{type(self.error).__name__}: {self.error}"
-            raise self.error if isinstance(self.error, OSError) else OSError(f"the writer of tensors failed, {told}")
+            problem = f"{type(self.error).__name__}: {self.error}"
+            raise self.error if isinstance(self.error, OSError) else OSError(f"the tensor writer failed: {problem}")
 
-    def _hurry(self) -> None:
+    def _write_now(self) -> None:
         """Write the collected tensors now, since no buffer is available."""
         self.check()
-        self._order(self._write_group)
+        self._submit(self._write_group)
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _submit(self, task: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="instrument-tensors", daemon=True)
             self._thread.start()
-        self._orders.put(order)
+        self._tasks.put(task)
 
     # ------------------------------------------------------------------------------------------------ the thread's side
 
     def _work(self) -> None:
-        while (order := self._orders.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             if self.error is None:
                 try:
-                    order()
+                    task()
                 except BaseException as error:
                     self.error = error
                     with suppress(BaseException):  # removes the incomplete part and raises the error again
                         self._end_of_part.__exit__(type(error), error, error.__traceback__)
 
-    def _take(self, copied: Copied) -> None:
+    def _receive(self, copied: CopiedTensor) -> None:
         if copied.arrived is not None:
             copied.arrived.synchronize()
-        self._waiting.append(copied)
-        self._waiting_bytes += copied.flat.nbytes
-        if self._waiting_bytes >= ROW_GROUP_BYTES:
+        self._pending.append(copied)
+        self._pending_bytes += copied.flat.nbytes
+        if self._pending_bytes >= ROW_GROUP_BYTES:
             self._write_group()
 
     def _write_group(self) -> None:
         """Write the collected tensors to the part of this step."""
-        if self._waiting:
+        if self._pending:
             if self._part is None:
-                self._part = self._end_of_part.enter_context(self.log.new_part())
-            self._part.write_table(as_table(self.log.table, rows_of(self._waiting)))
-            self._give_back()
+                self._part = self._end_of_part.enter_context(self.writer.new_part())
+            self._part.write_table(as_table(self.writer.table, rows_of(self._pending)))
+            self._release_buffers()
 
     def _end_step(self) -> None:
         if self._part is not None:
             self._write_group()
             self._part = None
             self._end_of_part.close()
-        elif self._waiting:
-            self.log.append(rows_of(self._waiting).combine_chunks().to_batches()[0])
-            self._give_back()
+        elif self._pending:
+            self.writer.append(rows_of(self._pending).combine_chunks().to_batches()[0])
+            self._release_buffers()
 
-    def _give_back(self) -> None:
-        for copied in self._waiting:
-            self.pool.give_back(copied.room)
-        self._waiting, self._waiting_bytes = [], 0
+    def _release_buffers(self) -> None:
+        for copied in self._pending:
+            self.pool.release(copied.buffer)
+        self._pending, self._pending_bytes = [], 0
 
 
-def rows_of(tensors: Sequence[Copied]) -> pa.Table:
+def rows_of(tensors: Sequence[CopiedTensor]) -> pa.Table:
     """Return plain rows of the `tensors` table. Their values share the memory of the tensors."""
     table = TABLES["tensors"]
     columns = pa.array([copied.row for copied in tensors], _KEYS).flatten()

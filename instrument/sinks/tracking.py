@@ -16,23 +16,22 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from ..capture.sink import Row
-from ..errors import ConfigError, Mistake, SinkError
+from ..errors import ConfigError, Problem, SinkError
 from ..extras import pip_command
-from .step_summary import Content, Gathering
-from .tags import SHOWN
+from .step_summary import StepSummary, SummaryCollector
+from .tags import SCALAR_TABLES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 Outcome = Literal["done", "failed", "killed"]
-ENDINGS: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the run's final event
-PLACES = {"tensorboard": "tensorboard"}  # subfolders of the run's folder for files of trackers
-EXTRAS = {"zarr": "arrays"}  # extras of this package whose name differs from the imported package
+OUTCOMES: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the run's final event
+TRACKER_FOLDERS = {"tensorboard": "tensorboard"}  # subfolders of the run's folder for files of trackers
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedRun:
     """The description of a run that a tracker receives.
 
     Attributes:
@@ -50,7 +49,7 @@ class Tracked:
     resumed_at: int | None = None
 
     @classmethod
-    def of(cls, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None) -> Tracked:
+    def of(cls, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None) -> TrackedRun:
         """Describe the run in a folder. Its title is the end of the folder's path."""
         title = "/".join(folder.resolve().parts[-2:])
         if resumed_at is not None:
@@ -65,9 +64,9 @@ class Tracker(Protocol):
         draws: Whether it shows pictures.
     """
 
-    draws: bool
+    shows_images: bool
 
-    def log(self, step: int, content: Content) -> None:
+    def log(self, step: int, summary: StepSummary) -> None:
         """Show the summary of a step."""
 
     def close(self, outcome: Outcome) -> None:
@@ -92,18 +91,18 @@ class TrackingSink:
         self.tracker = tracker
         self.name = name
         self.outcome: Outcome = "done"
-        self._gathering = Gathering()
+        self._collector = SummaryCollector()
 
     @property
     def tables(self) -> tuple[str, ...]:
         """The tables that are shown."""
-        return ("events", *SHOWN, *(("tensors",) if self.tracker.draws else ()))
+        return ("events", *SCALAR_TABLES, *(("tensors",) if self.tracker.shows_images else ()))
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Collect rows. They are shown at the end of the step."""
-        self._gathering.add(table, rows)
+        self._collector.add(table, rows)
         for _, _, _, rule, *_ in rows if table == "events" else ():
-            self.outcome = ENDINGS.get(rule, self.outcome)
+            self.outcome = OUTCOMES.get(rule, self.outcome)
 
     def keep(
         self,
@@ -113,15 +112,15 @@ class TrackingSink:
         dtype: torch.dtype | None = None,
     ) -> int | None:
         """Copy the displayed part of a tensor. Returns 0, since no bytes are stored."""
-        if self.tracker.draws:
-            self._gathering.add_tensor(key, tensor, dtype)
+        if self.tracker.shows_images:
+            self._collector.add_tensor(key, tensor, dtype)
         return 0
 
     def end_step(self) -> None:
         """Pass the collected summaries to the tracker."""
-        for step, content in self._gathering.take():
+        for step, summary in self._collector.take():
             with _calling(self.name):
-                self.tracker.log(step, content)
+                self.tracker.log(step, summary)
 
     def close(self) -> None:
         """Pass on the remaining summaries and end the run."""
@@ -147,13 +146,13 @@ def require(packages: Mapping[str, str]) -> None:
             with _same_random_numbers():
                 import_module(name)
         except ImportError as error:
-            allowed = pip_command(EXTRAS.get(name, name))
-            missing.append(Mistake(where, f"the package {name} cannot be imported: {error}", allowed=allowed))
+            message = f"the package {name} cannot be imported: {error}"
+            missing.append(Problem(where, message, allowed=pip_command(name)))
     if missing:
         raise ConfigError(*missing)
 
 
-def open_tracker(name: str, run: Tracked, where: str, place: Path | None = None) -> TrackingSink:
+def open_tracker(name: str, run: TrackedRun, where: str, place: Path | None = None) -> TrackingSink:
     """Start tracking a run.
 
     Args:
@@ -172,10 +171,10 @@ def open_tracker(name: str, run: Tracked, where: str, place: Path | None = None)
     module = import_module(f".{name}", __package__)
     try:
         with _same_random_numbers():
-            return TrackingSink(module.begin(run, place or run.folder / PLACES.get(name, ".")), name)
+            return TrackingSink(module.begin(run, place or run.folder / TRACKER_FOLDERS.get(name, ".")), name)
     except Exception as error:
-        problem = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
-        raise ConfigError(Mistake(where, problem, allowed="what docs/export.md says of its environment")) from error
+        message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
+        raise ConfigError(Problem(where, message, allowed="the environment variables in docs/export.md")) from error
 
 
 @contextmanager

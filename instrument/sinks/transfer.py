@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..capture.tables import TABLES
-from .client_errors import told
+from .client_errors import safe_message
 from .lock import LOCK
 from .parts import JOURNALS, parts_of, written_parts
 from .remote import RemoteFolder, UploadError, folder_at
@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints/"  # these files never change, like parts
 
 
 @dataclass
-class Sent:
+class TransferResult:
     """The result of sending a run's files.
 
     Attributes:
@@ -61,7 +61,7 @@ def closed_parts(folder: Path, rank: int | None = None) -> Iterator[Path]:
         yield from (file for part, file in parts_of(folder, table).items() if rank in (None, part.rank))
 
 
-def is_of(folder: Path, remote: RemoteFolder) -> bool | None:
+def is_same_run(folder: Path, remote: RemoteFolder) -> bool | None:
     """Return whether a remote folder contains the same run as a local folder; None if it contains none."""
     found = remote.read(RECORD)
     if found is None:
@@ -78,11 +78,11 @@ def refuse_other_run(folder: Path, remote: RemoteFolder) -> None:
     Raises:
         UploadError: It contains another run.
     """
-    if is_of(folder, remote) is False:
-        raise UploadError(f"{remote.address} holds another run already, and none is ever overwritten")
+    if is_same_run(folder, remote) is False:
+        raise UploadError(f"{remote.address} already contains another run, and runs are never overwritten")
 
 
-def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Sent:
+def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = None) -> TransferResult:
     """Send all files that do not exist in the remote folder.
 
     Args:
@@ -97,7 +97,7 @@ def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Se
         UploadError: The remote folder contains another run.
         Exception: The service cannot be reached; clients raise exceptions of many types.
     """
-    sent = Sent() if sent is None else sent
+    sent = TransferResult() if sent is None else sent
     refuse_other_run(folder, remote)
     there = remote.sizes()
     parts = {file.relative_to(folder).as_posix() for file in closed_parts(folder)}
@@ -107,16 +107,16 @@ def send_all(folder: Path, remote: RemoteFolder, sent: Sent | None = None) -> Se
         try:
             size = (folder / name).stat().st_size
             if name in parts and there.get(name, size) != size:
-                sent.missing[name] = f"there is a file of {there[name]:,} bytes already, and this one has {size:,}"
+                sent.missing[name] = f"the remote file has {there[name]:,} bytes, the local one {size:,}"
             if name in there and (name in parts or _is_same(folder / name, size, remote, name, there[name])):
                 continue
             if failed < ATTEMPTS:
                 put(folder, remote, name)
             else:
-                raise ConnectionError("not tried any more")
+                raise ConnectionError("not tried, because other files failed")
         except Exception as error:
             failed += 1
-            sent.missing[name] = told(error)
+            sent.missing[name] = safe_message(error)
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
     if not sent.missing:
@@ -186,7 +186,7 @@ def pause_after(failures: int) -> float:
     return PAUSES[min(failures, len(PAUSES)) - 1]
 
 
-def take_back(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
+def remove_parts_after(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
     """Remove the remote parts of one process after a number of parts per table, like `instrument.sinks.parts.rewind`.
 
     Raises:
@@ -199,5 +199,5 @@ def take_back(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> Non
                 remote.remove(f"{table}/{file.name}")
             elif part.rank == rank and part.end > count:
                 raise UploadError(
-                    f"{file} holds rows of before and after the checkpoint: it was merged for another one"
+                    f"{file} contains rows from before and after the checkpoint: it was merged for another checkpoint"
                 )

@@ -17,15 +17,25 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..capture.tables import TABLES
-from ..errors import ConfigError, Mistake
-from .client_errors import refusal, told
+from ..errors import ConfigError, Problem
+from .client_errors import permanent_error_hint, safe_message
 from .parts import parts_of
 from .remote import RemoteFolder, UploadError
-from .transfer import ATTEMPTS, RECORD, Sent, closed_parts, pause_after, put, refuse_other_run, remove_sent, send_all
+from .transfer import (
+    ATTEMPTS,
+    RECORD,
+    TransferResult,
+    closed_parts,
+    pause_after,
+    put,
+    refuse_other_run,
+    remove_sent,
+    send_all,
+)
 
-LOOK = 1.0  # seconds between two checks for completed parts
-PATIENCE = 30.0  # seconds that the start of a run waits for the first response
-STALLED = 300.0  # seconds without progress after which the end of a run stops waiting
+CHECK_SECONDS = 1.0  # seconds between two checks for completed parts
+RESPONSE_SECONDS = 30.0  # seconds that the start of a run waits for the first response
+STALL_SECONDS = 300.0  # seconds without progress after which the end of a run stops waiting
 
 
 class Upload:
@@ -43,10 +53,10 @@ class Upload:
         self.remote = remote
         self.rank = rank
         self.keep_local = keep_local
-        self.sent = Sent()
+        self.sent = TransferResult()
         self._there: set[Path] | None = None  # parts that need not be sent; None before the first response
         # Modification times of the tables' folders at the last two checks.
-        self._looked: dict[Path, tuple[int, int]] = {}
+        self._modified_times: dict[Path, tuple[int, int]] = {}
         self._messages: deque[str] = deque()
         self._refused: Exception | None = None
         self._answered, self._over = threading.Event(), threading.Event()
@@ -59,12 +69,12 @@ class Upload:
             ConfigError: The service responded, and writing is not allowed.
         """
         self._thread.start()
-        if not self._answered.wait(PATIENCE):
-            self._messages.append(f"{self.remote.address} has not answered for {PATIENCE:.0f} s; it is tried again")
+        if not self._answered.wait(RESPONSE_SECONDS):
+            self._messages.append(f"{self.remote.address} has not responded for {RESPONSE_SECONDS:.0f} s; the upload is retried")
         if self._refused is not None:
-            problem = f"this place cannot be written: {told(self._refused)}"
-            allowed = refusal(self._refused) or ()
-            raise ConfigError(Mistake(self.remote.where, problem, written=self.remote.address, allowed=allowed))
+            message = f"cannot write to the remote folder: {safe_message(self._refused)}"
+            allowed = permanent_error_hint(self._refused) or ()
+            raise ConfigError(Problem(self.remote.where, message, given=self.remote.address, allowed=allowed))
 
     @property
     def is_refused(self) -> bool:
@@ -75,7 +85,7 @@ class Upload:
         """Return the messages about failures and recoveries since the last call."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
-    def end(self) -> Sent:
+    def end(self) -> TransferResult:
         """Send the remaining files, and wait while there is progress.
 
         Returns:
@@ -83,16 +93,16 @@ class Upload:
         """
         self._over.set()
         before, since = self.remote.moved, time.monotonic()
-        while self._thread.is_alive() and time.monotonic() - since < STALLED:
-            self._thread.join(LOOK)
+        while self._thread.is_alive() and time.monotonic() - since < STALL_SECONDS:
+            self._thread.join(CHECK_SECONDS)
             if self.remote.moved != before:
                 before, since = self.remote.moved, time.monotonic()
         if self._thread.is_alive():
-            self.sent.missing[""] = f"nothing could be sent for {STALLED:.0f} s"
+            self.sent.missing[""] = f"nothing was sent for {STALL_SECONDS:.0f} s"
         return self.sent
 
     def _work(self) -> None:
-        self._follow()
+        self._send_during_run()
         if self._refused is not None:
             return
         try:
@@ -103,7 +113,7 @@ class Upload:
             if not self.keep_local:
                 remove_sent(self.folder, self.remote, self.rank or None)
         except Exception as error:
-            self.sent.missing[""] = told(error)
+            self.sent.missing[""] = safe_message(error)
 
     def _send_own(self) -> None:
         """Send the last parts of this process. Rank 0 may already have sent everything else."""
@@ -111,41 +121,41 @@ class Upload:
             if self._there is None or file not in self._there:
                 put(self.folder, self.remote, file.relative_to(self.folder).as_posix())
 
-    def _follow(self) -> None:
+    def _send_during_run(self) -> None:
         """Send completed parts repeatedly, until the run ends or the remote folder turns out to contain another run."""
         failures, lost = 0, False
         while not self._over.is_set():
             try:
-                self._look()
+                self._send_new_parts()
             except Exception as error:
                 failures += 1
-                if isinstance(error, UploadError) or (self._there is None and refusal(error) is not None):
+                if isinstance(error, UploadError) or (self._there is None and permanent_error_hint(error) is not None):
                     self._refused = error
-                    self.sent.missing[""] = told(error)
+                    self.sent.missing[""] = safe_message(error)
                 if self._refused or (not lost and (failures >= ATTEMPTS or not self._answered.is_set())):
                     lost = True
-                    goes_on = "nothing is sent" if self._refused else "it is tried again"
-                    rest = "all" if self.keep_local or not self.sent.files else "what was not sent"
+                    consequence = "the upload stops" if self._refused else "the upload is retried"
+                    kept = "all files are" if self.keep_local or not self.sent.files else "files that were not sent are"
                     self._messages.append(
-                        f"{self.remote.address}: {told(error)}; {goes_on}, {rest} is in {self.folder}"
+                        f"{self.remote.address}: {safe_message(error)}; {consequence}, {kept} in {self.folder}"
                     )
             else:
                 if lost:
-                    self._messages.append(f"{self.remote.address} is reached again")
+                    self._messages.append(f"{self.remote.address} is reachable again")
                 failures, lost = 0, False
             self._answered.set()
             if self._refused is not None:
                 return
-            self._over.wait(pause_after(failures) if failures else LOOK)
+            self._over.wait(pause_after(failures) if failures else CHECK_SECONDS)
 
-    def _look(self) -> None:
+    def _send_new_parts(self) -> None:
         """Send the parts that were completed since the last check."""
         if self._there is None:
             if self.rank == 0:
                 self._put_record()
             self._there = {self.folder / name for name in self.remote.sizes()}
         before = self.sent.files
-        for file in self._unseen():
+        for file in self._changed_parts():
             if file not in self._there and not self._over.is_set():
                 self.remote.put(file, file.relative_to(self.folder).as_posix())
                 self._there.add(file)
@@ -169,17 +179,17 @@ class Upload:
         self.remote.put(self.folder / RECORD, RECORD)
         refuse_other_run(self.folder, self.remote)
 
-    def _unseen(self) -> Iterator[Path]:
+    def _changed_parts(self) -> Iterator[Path]:
         """Yield the parts of tables whose folders changed since the check before the last one.
 
         Not since the last one: modification times have a limited resolution, so a part that follows a check immediately
         may not change the time.
         """
         for table in TABLES:
-            place = self.folder / table
+            table_folder = self.folder / table
             with suppress(FileNotFoundError):
-                changed = place.stat().st_mtime_ns
-                before = self._looked.get(place, (0, 0))
+                changed = table_folder.stat().st_mtime_ns
+                before = self._modified_times.get(table_folder, (0, 0))
                 if before != (changed, changed):
                     yield from (file for part, file in parts_of(self.folder, table).items() if part.rank == self.rank)
-                    self._looked[place] = (before[1], changed)
+                    self._modified_times[table_folder] = (before[1], changed)

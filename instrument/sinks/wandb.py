@@ -11,10 +11,10 @@ import numpy as np
 import wandb
 
 from .histogram import Histogram
-from .step_summary import Content
-from .tracking import Outcome, Tracked
+from .step_summary import StepSummary
+from .tracking import Outcome, TrackedRun
 
-MOST_BINS = 512  # the maximum of a W&B histogram
+MAX_BINS = 512  # the maximum of a W&B histogram
 
 
 class WeightsAndBiases:
@@ -25,24 +25,24 @@ class WeightsAndBiases:
         place: The folder for W&B's files, unless `WANDB_DIR` is set.
     """
 
-    draws = True
+    shows_images = True
 
-    def __init__(self, run: Tracked, place: Path) -> None:
+    def __init__(self, run: TrackedRun, folder: Path) -> None:
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "_", run.name),
             name=run.title,
             config=dict(run.config),
             # An absolute path, since W&B's process may run in another folder.
-            dir=os.environ.get("WANDB_DIR") or str(place.absolute()),
+            dir=os.environ.get("WANDB_DIR") or str(folder.absolute()),
             reinit="create_new",
         )
 
-    def log(self, step: int, content: Content) -> None:
+    def log(self, step: int, summary: StepSummary) -> None:
         """Pass the summary of a step to W&B's process, which sends it."""
-        shown: dict[str, Any] = {**content.scalars, **content.texts}
-        for tag, histogram in content.histograms.items():
+        shown: dict[str, Any] = {**summary.scalars, **summary.texts}
+        for tag, histogram in summary.histograms.items():
             shown[tag] = wandb.Histogram(np_histogram=_few_bins(histogram))
-        for tag, picture in content.pictures.items():
+        for tag, picture in summary.pictures.items():
             shown[tag] = wandb.Image(picture.convert("RGB"))
         self.run.log(shown, step=step)
 
@@ -57,6 +57,6 @@ begin = WeightsAndBiases
 def _few_bins(histogram: Histogram) -> tuple[Any, Any]:
     """Return counts and edges, with adjacent bins combined if there are more than W&B allows."""
     edges, counts = histogram.bins()
-    joined = -(-len(counts) // MOST_BINS)
-    starts = range(0, len(counts), joined)
+    bins_per_group = -(-len(counts) // MAX_BINS)
+    starts = range(0, len(counts), bins_per_group)
     return np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])

@@ -48,16 +48,16 @@ class InitSpec(ApplyBase):
 
     @field_validator("fn")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _validate_fn(cls, value: str) -> str:
         if value not in INIT_FUNCTIONS:
             raise UnknownNameError("function of torch.nn.init", value, tuple(INIT_FUNCTIONS))
         return value
 
     @model_validator(mode="after")
-    def _finite(self) -> InitSpec:
+    def _validate_finite(self) -> InitSpec:
         for name, value in self.arguments.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} has to be finite, not {value}")
+                raise ValueError(f"{name} must be finite, not {value}")
         return self
 
     @property
@@ -109,9 +109,9 @@ class SetSpec(ApplyBase):
 
     @field_validator("value")
     @classmethod
-    def _a_number(cls, value: Any) -> Any:
+    def _validate_not_nan(cls, value: Any) -> Any:
         if isinstance(value, float) and math.isnan(value):
-            raise ValueError("has to be a value other than NaN")
+            raise ValueError("must not be NaN")
         return value
 
 

@@ -70,32 +70,32 @@ class HookBase(Selection):
         return self.role or self.definition.roles[0]
 
     @model_validator(mode="after")
-    def _schedule_is_possible(self) -> HookBase:
+    def _validate_schedule(self) -> HookBase:
         if self.stop is not None and self.stop <= self.start:
             raise ValueError(
-                f"stop ({self.stop}) has to be larger than start ({self.start}): the window is [start, stop)"
+                f"stop ({self.stop}) must be larger than start ({self.start}): the window is [start, stop)"
             )
         if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
-            raise ValueError("'steps' stands alone: it cannot be joined with every, start or stop")
+            raise ValueError("'steps' cannot be combined with every, start or stop")
         if self.phase == "eval" and self.definition.gradient:
-            raise ValueError(f"kind {self.kind} needs gradients, and there are none in phase eval")
+            raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
         return self
 
     @model_validator(mode="after")
-    def _kind_has_it(self) -> HookBase:
+    def _validate_kind(self) -> HookBase:
         kind = self.definition
         if self.role is not None and not kind.has_role(self.role):
-            raise ValueError(f"kind {kind.name} has no role {self.role!r}; it has {', '.join(kind.roles)}")
+            raise ValueError(f"kind {kind.name} has no role {self.role!r}; its roles are {', '.join(kind.roles)}")
         if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
-            raise ValueError("'via: module' is for full_backward and full_backward_pre")
+            raise ValueError(f"'via: module' requires kind full_backward or full_backward_pre, not {self.kind}")
         if self.prepend and kind.family != "module":
-            raise ValueError(f"'prepend' is for hooks on modules; PyTorch has none for kind {kind.name}")
+            raise ValueError(f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}")
         if self.always_call and kind.name != "forward":
-            raise ValueError(f"'always_call' is for kind forward; PyTorch has none for kind {kind.name}")
+            raise ValueError(f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}")
         if self.params and kind.family == "module":
-            raise ValueError(f"'params' is for kinds that see parameters; kind {kind.name} sees a module's tensors")
+            raise ValueError(f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call")
         if self.path is not None and kind.family != "module":
-            raise ValueError(f"'path' picks inside a module's values; for kind {kind.name} use 'params'")
+            raise ValueError(f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'")
         return self
 
 
@@ -103,11 +103,11 @@ class Intervention(HookBase):
     """A hook that changes the tensor it sees."""
 
     @model_validator(mode="after")
-    def _role_can_be_changed(self) -> Intervention:
+    def _validate_role(self) -> Intervention:
         kind = self.definition
         if not kind.can_change(self.tensor_role):
-            better = [name for name, other in KINDS.items() if other.can_change(self.tensor_role)]
-            hint = f"; {' and '.join(better)} can" if better else ""
+            supporting = [name for name, other in KINDS.items() if other.can_change(self.tensor_role)]
+            hint = f"; {' and '.join(supporting)} can" if supporting else ""
             raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
         return self
 
@@ -129,13 +129,13 @@ def parse_slice(text: str) -> tuple[slice | int, ...]:
     parts: list[slice | int] = []
     for part in text.split(","):
         if not re.fullmatch(r"\s*(-?\d+|-?\d*\s*:\s*-?\d*(\s*:\s*\d*)?)\s*", part):
-            raise ValueError(f"{part.strip()!r} is no slice; write '0:4, :, ::2'")
+            raise ValueError(f"{part.strip()!r} is not a slice such as '0:4, :, ::2'")
         if ":" not in part:
             parts.append(int(part))
             continue
         bounds = [int(number) if number.strip() else None for number in part.split(":")]
         if len(bounds) == 3 and bounds[2] == 0:
-            raise ValueError("a slice's step cannot be 0")
+            raise ValueError("the step of a slice must not be 0")
         parts.append(slice(*bounds))
     return tuple(parts)
 

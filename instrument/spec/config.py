@@ -9,19 +9,19 @@ from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from .apply import ApplySpec
 from .budget import BudgetConfig
-from .fields import Count, Index, Seed, Spec, Target, spelled
+from .fields import Count, Index, Seed, Spec, Target, number_to_text
 from .hooks import HookSpec
 
-RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(spelled)]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
 
 
-def _mapping(value: Any) -> Any:
+def _empty_if_none(value: Any) -> Any:
     if value is None:
         return {}
     return value
 
 
-def _of_test(value: Any) -> Any:
+def _default_to_test_split(value: Any) -> Any:
     """Default to the test split, also if an override sets other fields of the slice."""
     return {"split": "test", **value} if isinstance(value, Mapping) else value
 
@@ -42,11 +42,11 @@ class SliceSpec(Spec):
     seed: Seed = Field(0, description="The seed of the shuffle.")
 
     @model_validator(mode="after")
-    def _possible(self) -> SliceSpec:
+    def _validate_range(self) -> SliceSpec:
         if self.stop is not None and self.stop <= self.start:
-            raise ValueError(f"the slice is empty: stop ({self.stop}) has to be larger than start ({self.start})")
+            raise ValueError(f"the slice is empty: stop ({self.stop}) must be larger than start ({self.start})")
         if self.indices is not None and {"start", "stop", "stride"} & self.model_fields_set:
-            raise ValueError("'indices' stands alone: it cannot be joined with start, stop or stride")
+            raise ValueError("'indices' cannot be combined with start, stop or stride")
         return self
 
 
@@ -60,7 +60,7 @@ class DataConfig(Spec):
         "data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it."
     )
     slice: SliceSpec = Field(default_factory=SliceSpec, description="The training samples.")
-    eval_slice: Annotated[SliceSpec, BeforeValidator(_of_test)] = Field(
+    eval_slice: Annotated[SliceSpec, BeforeValidator(_default_to_test_split)] = Field(
         default_factory=lambda: SliceSpec(split="test"),
         description="The evaluation samples, from the split `test` by default.",
     )
@@ -108,10 +108,10 @@ class TrainConfig(Spec):
     )
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
+    def _validate_length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            has = "none of them" if self.steps is None else f"both: steps {self.steps} and epochs {self.epochs}"
-            raise ValueError(f"needs one of steps and epochs, the other one null; it has {has}")
+            given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs is {self.epochs}"
+            raise ValueError(f"exactly one of steps and epochs must be set, the other must be null; {given}")
         return self
 
 
@@ -149,9 +149,9 @@ class SinkConfig(Spec):
     mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
 
     @model_validator(mode="after")
-    def _kept_somewhere(self) -> SinkConfig:
+    def _validate_remote(self) -> SinkConfig:
         if self.remote is None and not self.keep_local:
-            raise ValueError("'keep_local' is false, and there is no 'remote' folder that keeps what is removed here")
+            raise ValueError("'keep_local: false' requires 'remote', since local files are deleted after their upload")
         return self
 
     @property
@@ -195,8 +195,8 @@ class RunConfig(Spec):
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
     hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="The hooks, by name.")
-    budget: Annotated[BudgetConfig, BeforeValidator(_mapping)] = Field(
+    budget: Annotated[BudgetConfig, BeforeValidator(_empty_if_none)] = Field(
         default_factory=BudgetConfig,
         description="Limits for the cost of record hooks. Hooks over budget are sampled less often.",
     )
-    sink: Annotated[SinkConfig, BeforeValidator(_mapping)] = Field(default_factory=SinkConfig)
+    sink: Annotated[SinkConfig, BeforeValidator(_empty_if_none)] = Field(default_factory=SinkConfig)

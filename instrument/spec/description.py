@@ -11,24 +11,24 @@ def describe_action(spec: HookSpec) -> str:
     if isinstance(spec, RecordSpec):
         return "record " + ", ".join(
             part
-            for part, asked in (
+            for part, requested in (
                 ("stats", spec.statistics),
                 ("quantiles", spec.quantiles),
                 ("histogram", spec.histogram),
                 ("tensors", spec.tensors),
             )
-            if asked
+            if requested
         )
-    told = spec.model_dump(
+    arguments = spec.model_dump(
         include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
         exclude_none=True,
         exclude_unset=True,
         by_alias=True,
     )
-    fn = told.pop("fn", None)
+    fn = arguments.pop("fn", None)
     parts = [
         spec.action,
         fn["_target_"] if isinstance(fn, dict) else fn,
-        *(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in told.items()),
+        *(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in arguments.items()),
     ]
     return " ".join(part for part in parts if part)

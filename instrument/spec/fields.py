@@ -22,13 +22,13 @@ from .globs import compile_glob
 
 
 class Spec(BaseModel):
-    """Frozen, and no field that is not declared is let through."""
+    """A frozen model that does not allow undeclared fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, defer_build=True)
 
 
 class Target(BaseModel):
-    """Something importable and its arguments: `{_target_: package.name, argument: value}`, as Hydra writes it."""
+    """A class or function to import and its arguments, in the notation of Hydra: `{_target_: package.name, argument: value}`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, defer_build=True)
 
@@ -36,7 +36,7 @@ class Target(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_its_path(cls, value: Any) -> Any:
+    def _from_callable(cls, value: Any) -> Any:
         """Accept a function or class instead of a target without arguments, for specs in Python."""
         return {"_target_": _dotted_path(value)} if callable(value) else value
 
@@ -49,7 +49,7 @@ def _dotted_path(function: Any) -> str:
     """Return the import path of a function or class, so that the recorded spec identifies it."""
     path = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
     if "<" in path or "None" in path.split("."):
-        raise ValueError("a function has to have a name at the top of its module: no lambda, none inside another one")
+        raise ValueError("must be a function or class at the top level of a module, not a lambda or a nested function")
     return path
 
 
@@ -58,11 +58,11 @@ def _glob(pattern: str) -> str:
     return pattern
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int | float) else value
 
 
-def spelled(value: Any) -> Any:
+def number_to_text(value: Any) -> Any:
     """Convert a name that YAML reads as a number to text: the item `0` of a list, or the function `nan`.
 
     Finite floats are ambiguous (`1.10`) and stay numbers.
@@ -71,25 +71,25 @@ def spelled(value: Any) -> Any:
     return str(value) if is_name and not isinstance(value, bool) else value
 
 
-def _no_bool(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("has to be a number, not true or false")
+        raise ValueError("must be a number, not true or false")
     return value
 
 
-Name = Annotated[str, BeforeValidator(spelled, json_schema_input_type=str | int)]
+Name = Annotated[str, BeforeValidator(number_to_text, json_schema_input_type=str | int)]
 Glob = Annotated[Name, AfterValidator(_glob)]
-Globs = Annotated[tuple[Glob, ...], BeforeValidator(_listed, json_schema_input_type=str | int | list[str | int])]
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+Globs = Annotated[tuple[Glob, ...], BeforeValidator(_as_list, json_schema_input_type=str | int | list[str | int])]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 # Bounds are next to the type, where the JSON Schema reads them. `Spec` forbids NaN and infinity.
-Number = Annotated[float, BeforeValidator(_no_bool)]
-NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_no_bool)]
+Number = Annotated[float, BeforeValidator(_reject_bool)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_reject_bool)]
 LARGEST = 10**12  # an upper bound for steps, samples and elements
 
-Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_no_bool)]
-Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_no_bool)]
-Dimension = Annotated[int, BeforeValidator(_no_bool)]
-Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_no_bool)]
+Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_reject_bool)]
+Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_reject_bool)]
+Dimension = Annotated[int, BeforeValidator(_reject_bool)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_reject_bool)]
 
 
 class Selection(Spec):
@@ -108,22 +108,22 @@ class Selection(Spec):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _some_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        of_the_model = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss per model
-        if not isinstance(value, Mapping) or value.get("layers") is not None or value.get("types") or of_the_model:
+    def _validate_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        is_loss = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss per model
+        if not isinstance(value, Mapping) or value.get("layers") is not None or value.get("types") or is_loss:
             return validate(value)
-        problem = PydanticCustomError(
+        error_type = PydanticCustomError(
             "no_selection", "needs 'layers' (globs on module names), 'types' (class names), or both"
         )
-        found: list[InitErrorDetails] = [{"type": problem, "loc": (), "input": value}]
+        errors: list[InitErrorDetails] = [{"type": error_type, "loc": (), "input": value}]
         try:
             validate({**value, "layers": "**"})
         except ValidationError as error:  # an unknown field may be a misspelled 'layers'
-            found += [
+            errors += [
                 {"type": item["type"], "loc": item["loc"], "input": item["input"], "ctx": item.get("ctx", {})}
                 for item in error.errors()
             ]
-        raise ValidationError.from_exception_data(cls.__name__, found)
+        raise ValidationError.from_exception_data(cls.__name__, errors)
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import Intervention, SliceText
-from .fields import Count, Dimension, Index, NonNegative, Number, Target, spelled
+from .fields import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
 
 Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 
@@ -21,11 +21,11 @@ class ModifySpec(Intervention):
     )
 
     @model_validator(mode="after")
-    def _passes_a_gradient(self) -> ModifySpec:
-        asked = self.straight_through and "straight_through" in self.model_fields_set
-        if asked and self.kind not in ("forward", "forward_pre"):
+    def _validate_straight_through(self) -> ModifySpec:
+        is_set = self.straight_through and "straight_through" in self.model_fields_set
+        if is_set and self.kind not in ("forward", "forward_pre"):
             raise ValueError(
-                f"'straight_through' is about the gradient of a changed value; kind {self.kind} changes none"
+                f"'straight_through' requires kind forward or forward_pre; kind {self.kind} changes no forward value"
             )
         return self
 
@@ -89,9 +89,9 @@ class SignSpec(ModifySpec):
 class NanSpec(ModifySpec):
     """Insert NaN or infinity at random positions, to test error handling."""
 
-    fn: Annotated[Literal["nan"], BeforeValidator(spelled)]
+    fn: Annotated[Literal["nan"], BeforeValidator(number_to_text)]
     count: Count = Field(1, description="Number of elements to replace.")
-    value: Annotated[Literal["nan", "inf", "-inf"], BeforeValidator(spelled)] = Field(
+    value: Annotated[Literal["nan", "inf", "-inf"], BeforeValidator(number_to_text)] = Field(
         "nan", description="The inserted value."
     )
 
@@ -103,12 +103,12 @@ class PenaltySpec(ModifySpec):
     coefficient: NonNegative = Field(description="The weight of the penalty. l2 equals the optimizer's weight_decay.")
 
     @model_validator(mode="after")
-    def _has_a_value(self) -> PenaltySpec:
+    def _validate_penalty_kind(self) -> PenaltySpec:
         kinds = ("loss", "parameter_grad", "parameter_grad_micro", "post_accumulate_grad", "tensor")
         if self.kind not in kinds:
             raise ValueError(
                 f"{self.fn} adds a penalty to the loss, or its gradient to a gradient; "
-                f"kinds {', '.join(kinds)} can, {self.kind} cannot"
+                f"it requires one of the kinds {', '.join(kinds)}, not {self.kind}"
             )
         return self
 
@@ -125,10 +125,10 @@ class RecordedSpec(ModifySpec):
     slice: SliceText | None = Field(None, description="For patch: the slice to replace, in NumPy notation: ':, 0:4'.")
 
     @model_validator(mode="after")
-    def _a_part_or_all(self) -> RecordedSpec:
+    def _validate_slice(self) -> RecordedSpec:
         if (self.fn == "patch") != (self.slice is not None):
             raise ValueError(
-                "patch needs 'slice', the part that is put in" if self.fn == "patch" else "'slice' is for patch"
+                "patch requires 'slice', the slice to replace" if self.fn == "patch" else "'slice' requires fn patch"
             )
         return self
 

@@ -20,7 +20,7 @@ ROOT = "."
 
 @lru_cache(maxsize=1024)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """Convert a pattern to a regular expression, which is matched against `_spell(name)`.
+    """Convert a pattern to a regular expression, which is matched against `_with_dots(name)`.
 
     Raises:
         ValueError: The pattern is empty, contains an empty segment, an unclosed bracket, a reversed range or a `**`
@@ -46,10 +46,10 @@ def matches(pattern: str, name: str) -> bool:
     compiled = compile_glob(pattern)
     if pattern.startswith("re:"):
         return compiled.fullmatch(name) is not None
-    return compiled.fullmatch(_spell(name)) is not None
+    return compiled.fullmatch(_with_dots(name)) is not None
 
 
-def _spell(name: str) -> str:
+def _with_dots(name: str) -> str:
     """Add a dot after every segment, so that each segment of a pattern can match its own dot."""
     return f"{name}." if name else ""
 
@@ -58,7 +58,7 @@ def _segment(segment: str, pattern: str) -> str:
     if segment == "**":
         return r"(?:[^.]+\.)*"
     if "**" in segment:
-        raise ValueError(f"'**' has to stand alone between dots in {pattern!r}")
+        raise ValueError(f"'**' must be a complete segment between dots in {pattern!r}")
     if not segment:
         raise ValueError(f"{pattern!r} has an empty segment")
     return _characters(segment, pattern) + r"\."

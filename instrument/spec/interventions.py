@@ -36,22 +36,22 @@ class ClipSpec(Intervention):
     )
 
     @model_validator(mode="after")
-    def _one_bound(self) -> ClipSpec:
+    def _validate_bounds(self) -> ClipSpec:
         given = {
             "min/max": self.min is not None or self.max is not None,
             **{name: getattr(self, name) is not None for name in ("value", "norm", "quantile", "ratio")},
         }
-        ways = [name for name, there in given.items() if there]
-        if len(ways) != 1:
-            raise ValueError(f"needs one of {', '.join(given)}; it has {' and '.join(ways) or 'none'}")
+        set_bounds = [name for name, is_set in given.items() if is_set]
+        if len(set_bounds) != 1:
+            raise ValueError(f"needs exactly one of {', '.join(given)}; given: {' and '.join(set_bounds) or 'none'}")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min ({self.min}) is above max ({self.max})")
         if self.norm is None and {"ord", "scope"} & self.model_fields_set:
-            raise ValueError("'ord' and 'scope' belong to 'norm'")
+            raise ValueError("'ord' and 'scope' require 'norm'")
         if self.scope == "all" and self.kind != "parameter_grad":
-            raise ValueError("'scope: all' needs all tensors at once, which only kind parameter_grad has")
+            raise ValueError("'scope: all' requires kind parameter_grad, the only kind with all tensors at once")
         if self.scope == "sample" and self.definition.family != "module":
-            raise ValueError(f"'scope: sample' needs a batch dimension, which kind {self.kind} does not have")
+            raise ValueError(f"'scope: sample' requires a batch dimension, which kind {self.kind} does not have")
         if self.ratio is not None and self.definition.family != "parameter":
             raise ValueError(f"'ratio' compares a gradient with its weight, which kind {self.kind} does not have")
         return self
@@ -72,8 +72,8 @@ def _factor(value: object) -> float | tuple[float, ...] | dict[int, float]:
     if isinstance(value, Mapping):
         if not value:
             raise ValueError("a mapping from steps to factors cannot be empty")
-        if wrong := [key for key in value if not str(key).isdecimal()]:
-            raise ValueError(f"a mapping has steps as keys, 0 and up, not {wrong[0]!r}")
+        if invalid := [key for key in value if not str(key).isdecimal()]:
+            raise ValueError(f"the keys of a mapping must be steps (integers from 0), not {invalid[0]!r}")
         return {int(key): _number(item) for key, item in value.items()}
     return _number(value)
 
@@ -110,11 +110,11 @@ class ScaleSpec(Intervention):
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> ScaleSpec:
+    def _validate_dim_and_reverse(self) -> ScaleSpec:
         if "dim" in self.model_fields_set and not isinstance(self.factor, tuple):
-            raise ValueError("'dim' belongs to a list of factors")
+            raise ValueError("'dim' requires a list of factors")
         if self.reverse and self.kind not in ("forward", "forward_pre"):
             raise ValueError(
-                f"'reverse' is about the gradient of a value; at kind {self.kind} scale by a negative factor"
+                f"'reverse' requires kind forward or forward_pre; for kind {self.kind} use a negative factor"
             )
         return self

@@ -41,11 +41,11 @@ def fields_of_specs(name: str) -> tuple[str, ...]:
     """Return the fields of all specs of `hooks` or `apply`, for all actions."""
     if name == "apply":
         arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
-        return _without_repeats(apply.ACTIONS.values(), arguments)
-    return _without_repeats([*hooks.ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec], ["fn"])
+        return _unique_fields(apply.ACTIONS.values(), arguments)
+    return _unique_fields([*hooks.ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec], ["fn"])
 
 
-def _without_repeats(models: Iterable[type[BaseModel]], more: Iterable[str]) -> tuple[str, ...]:
+def _unique_fields(models: Iterable[type[BaseModel]], more: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([name for model in models for name in fields_of(model)] + [*more]))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Family = Literal["module", "parameter", "optimizer", "state_dict", "loss"]
-Rhythm = Literal["micro_step", "step", "occasion"]
+Frequency = Literal["micro_step", "step", "occasion"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Kind:
     Attributes:
         name: The value of `kind:`; PyTorch's `register_<name>_hook` if it exists.
         family: The file in `instrument/kinds/` that implements it.
-        rhythm: How often it is expected to fire: in every micro-step, once per step around the optimizer step, or
+        frequency: How often it is expected to fire: in every micro-step, once per step around the optimizer step, or
             occasionally.
         roles: The available tensors. The first one is the default. A role that ends in `.*` is a prefix.
         changes: The roles that an intervention can change.
@@ -26,7 +26,7 @@ class Kind:
 
     name: str
     family: Family
-    rhythm: Rhythm
+    frequency: Frequency
     roles: tuple[str, ...]
     changes: tuple[str, ...]
     gradient: bool

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..errors import ConfigError, Mistake, nearest
+from ..errors import ConfigError, Problem, similar_names
 from . import apply as apply_specs
 from . import hooks as hook_specs
 from .apply import ApplySpec
 from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
-from .fields import spelled
+from .fields import number_to_text
 from .functions import FUNCTIONS, FunctionSpec
 from .hooks import HookSpec
 from .keys import fields_of, fields_of_specs, model_at
@@ -37,43 +37,43 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: It is invalid. The error contains every problem.
     """
-    mistakes: list[Mistake] = []
+    problems: list[Problem] = []
     parsed = {}
     for section, parse in (("hooks", parse_hooks), ("apply", parse_apply)):
         try:
             parsed[section] = parse(raw.get(section))
         except ConfigError as error:
-            mistakes += error.mistakes
+            problems += error.problems
     if not raw.get("model"):
-        mistakes.append(
-            Mistake(
+        problems.append(
+            Problem(
                 "model",
-                "no model was chosen",
-                allowed="model=mnist_cnn or another of conf/model, or model: {_target_: package.Class, ...} of your own",
+                "no model is configured",
+                allowed="model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}",
             )
         )
     if not raw.get("data"):
-        mistakes.append(
-            Mistake(
+        problems.append(
+            Problem(
                 "data",
-                "no dataset was chosen",
-                allowed="data=mnist or another of conf/data, or data.dataset: {_target_: ...} of your own",
+                "no dataset is configured",
+                allowed="data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}",
             )
         )
     for section in ("optimizer", "scheduler"):
-        mistakes += _not_finite(raw.get(section), section)
-    missing = {mistake.where for mistake in mistakes}
+        problems += _not_finite(raw.get(section), section)
+    missing = {problem.where for problem in problems}
     rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply")}
     try:
         config = RunConfig.model_validate({**rest, **parsed})
     except ValidationError as error:
-        mistakes += [mistake for mistake in _mistakes(error, "", RunConfig) if mistake.where not in missing]
-    if mistakes:
-        raise ConfigError(*mistakes)
+        problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
+    if problems:
+        raise ConfigError(*problems)
     return config
 
 
-def _not_finite(value: Any, where: str) -> Iterable[Mistake]:
+def _not_finite(value: Any, where: str) -> Iterable[Problem]:
     """Yield a problem for every NaN or infinite number in a section.
 
     PyTorch's optimizers and schedulers accept most of them.
@@ -85,7 +85,7 @@ def _not_finite(value: Any, where: str) -> Iterable[Mistake]:
         for i, item in enumerate(value):
             yield from _not_finite(item, f"{where}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        yield Mistake(where, "has to be finite", written=value, allowed="a finite number")
+        yield Problem(where, "must be finite", given=value, allowed="a finite number")
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
@@ -121,55 +121,55 @@ def parse_apply(raw: Any) -> dict[str, ApplySpec]:
     return _parse_section("apply", raw, _apply_class)
 
 
-def _parse_section(section: str, raw: Any, choose: Callable[[Mapping[str, Any], str], Any]) -> dict[str, Any]:
+def _parse_section(section: str, raw: Any, model_for: Callable[[Mapping[str, Any], str], Any]) -> dict[str, Any]:
     specs: dict[str, Any] = {}
-    mistakes: list[Mistake] = []
-    for name, value in _named(section, raw):
+    problems: list[Problem] = []
+    for name, value in _named_specs(section, raw):
         where = f"{section}.{name}"
         try:
             if not isinstance(name, str):
-                raise ConfigError(Mistake(section, _not_a_word(name), written=name, allowed="the name in quotes"))
+                raise ConfigError(Problem(section, _not_a_string(name), given=name, allowed="the name in quotes"))
             if not NAME.fullmatch(name):
-                raise ConfigError(Mistake(section, "a name has to be letters, digits and underscores", written=name))
+                raise ConfigError(Problem(section, "a name must consist of letters, digits and underscores, and must not start with a digit", given=name))
             if not isinstance(value, Mapping):
-                raise ConfigError(Mistake(where, "has to be a mapping", written=value))
+                raise ConfigError(Problem(where, "must be a mapping", given=value))
             if value.get("name") not in (None, "", name):
                 raise ConfigError(
-                    Mistake(f"{where}.name", "a spec in a mapping is named by its key", written=value["name"])
+                    Problem(f"{where}.name", "the name differs from the key of the spec; remove it", given=value["name"])
                 )
             if name in specs:
-                raise ConfigError(Mistake(where, "this name is used twice; names have to differ"))
-            specs[name] = _build(_chosen(section, choose, value, where), {**value, "name": name}, where)
+                raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
+            specs[name] = _build(_model_of(section, model_for, value, where), {**value, "name": name}, where)
         except ConfigError as error:
-            mistakes += error.mistakes
-    if mistakes:
-        raise ConfigError(*mistakes)
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
     return specs
 
 
-def _chosen(
-    section: str, choose: Callable[[Mapping[str, Any], str], Any], value: Mapping[str, Any], where: str
+def _model_of(
+    section: str, model_for: Callable[[Mapping[str, Any], str], Any], value: Mapping[str, Any], where: str
 ) -> type[BaseModel]:
     """Return the model of a spec. If its action is unknown, fields that no action has are reported too."""
     try:
-        model: type[BaseModel] = choose(value, where)
+        model: type[BaseModel] = model_for(value, where)
     except ConfigError as error:
         known = fields_of_specs(section)
         unknown = [str(key) for key in value if key not in (*known, "name")]
-        raise ConfigError(*error.mistakes, *(_unknown(key, value[key], known, where) for key in unknown)) from None
+        raise ConfigError(*error.problems, *(_unknown(key, value[key], known, where) for key in unknown)) from None
     return model
 
 
-def _unknown(field: str, written: object, fields: Sequence[str], where: str) -> Mistake:
-    close = nearest(field, fields)
-    return Mistake(where, f"unknown field '{field}'", f"{field}: {written}", allowed=fields, nearest=close)
+def _unknown(field: str, given: object, fields: Sequence[str], where: str) -> Problem:
+    similar = similar_names(field, fields)
+    return Problem(where, f"unknown field '{field}'", f"{field}: {given}", allowed=fields, similar=similar)
 
 
-def _not_a_word(value: object) -> str:
-    return f"YAML reads this as {value!r} ({type(value).__name__}), and not as a word"
+def _not_a_string(value: object) -> str:
+    return f"YAML reads this as {value!r} ({type(value).__name__}), not as a string"
 
 
-def _named(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
+def _named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
     if raw is None:
         return []
     if isinstance(raw, Mapping):
@@ -181,7 +181,7 @@ def _named(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
         ]
     else:
         raise ConfigError(
-            Mistake(section, "has to be a mapping from a name to a spec, or a list of specs", written=raw)
+            Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw)
         )
     return [
         (str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value)
@@ -194,11 +194,11 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     kind = value.get("kind")
     if kind == "backward":
         raise ConfigError(
-            Mistake(
+            Problem(
                 where,
-                "kind backward is deprecated in PyTorch: it sees wrong gradients of modules with several operations",
-                written="kind: backward",
-                nearest=["full_backward"],
+                "kind backward is deprecated in PyTorch: its gradients are wrong for modules with several operations",
+                given="kind: backward",
+                similar=["full_backward"],
             )
         )
     action = _choice(value, "action", hook_specs.ACTIONS, where)
@@ -214,73 +214,73 @@ def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     return apply_specs.ACTIONS[_choice(value, "action", apply_specs.ACTIONS, where)]
 
 
-def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: str, more: str = "") -> str:
+def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: str, hint: str = "") -> str:
     names = tuple(options)
-    allowed = [*names, more] if more else names
+    allowed = [*names, hint] if hint else names
     if value.get(key) is None:
         raise ConfigError(
-            Mistake(
+            Problem(
                 f"{where}.{key}",
                 "is missing",
                 allowed=allowed,
-                nearest=nearest(key, [str(name) for name in value if name != key]),
+                similar=similar_names(key, [str(name) for name in value if name != key]),
             )
         )
-    written = spelled(value[key])
-    if written not in names:
+    given = number_to_text(value[key])
+    if given not in names:
         raise ConfigError(
-            Mistake(
+            Problem(
                 f"{where}.{key}",
-                f"unknown {key}" if isinstance(written, str) else _not_a_word(written),
-                written=written,
+                f"unknown {key}" if isinstance(given, str) else _not_a_string(given),
+                given=given,
                 allowed=allowed,
-                nearest=nearest(str(written), names),
+                similar=similar_names(str(given), names),
             )
         )
-    return str(written)
+    return str(given)
 
 
 def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise ConfigError(*_mistakes(error, where, model)) from None
+        raise ConfigError(*_problems(error, where, model)) from None
 
 
-def _mistakes(error: ValidationError, where: str, model: type[BaseModel]) -> list[Mistake]:
-    found = [_mistake(dict(item), where, model) for item in error.errors()]
-    return list({(mistake.where, mistake.problem): mistake for mistake in found}.values())
+def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> list[Problem]:
+    found = [_problem(dict(item), where, model) for item in error.errors()]
+    return list({(problem.where, problem.message): problem for problem in found}.values())
 
 
-def _mistake(item: dict[str, Any], where: str, model: type[BaseModel]) -> Mistake:
+def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:
     """Convert an error of pydantic."""
     kind, context = item["type"], item.get("ctx", {})
     loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
-    place = ".".join([part for part in (where, *loc) if part])
+    key = ".".join([part for part in (where, *loc) if part])
     if kind == "extra_forbidden":
         fields = fields_of(model_at(model, loc[:-1]) or model)
         return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":
-        return Mistake(place, "is missing")
+        return Problem(key, "is missing")
     cause = context.get("error")
     if isinstance(cause, UnknownNameError):
-        return Mistake(
-            place,
+        return Problem(
+            key,
             f"unknown {cause.what}",
-            written=cause.name,
+            given=cause.name,
             allowed=cause.allowed,
-            nearest=nearest(cause.name, cause.allowed),
+            similar=similar_names(cause.name, cause.allowed),
         )
-    written = None if isinstance(item["input"], Mapping) else item["input"]
-    if kind == "string_type" and isinstance(written, bool | int | float):
-        return Mistake(place, _not_a_word(written), written=written, allowed="the word in quotes")
+    given = None if isinstance(item["input"], Mapping) else item["input"]
+    if kind == "string_type" and isinstance(given, bool | int | float):
+        return Problem(key, _not_a_string(given), given=given, allowed="the value in quotes")
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
-        return Mistake(
-            place,
-            "not one of the values allowed" if isinstance(written, str | None) else _not_a_word(written),
-            written=written,
+        return Problem(
+            key,
+            "not an allowed value" if isinstance(given, str | None) else _not_a_string(given),
+            given=given,
             allowed=options,
-            nearest=nearest(str(written), options),
+            similar=similar_names(str(given), options),
         )
-    return Mistake(place, item["msg"].removeprefix("Value error, "), written=written)
+    return Problem(key, item["msg"].removeprefix("Value error, "), given=given)

@@ -17,7 +17,7 @@ Statistics = Annotated[
     ),
 ]
 DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-DEFAULT_BINS, MOST_BINS = 64, 4096
+DEFAULT_BINS, MAX_BINS = 64, 4096
 
 
 def _levels(value: Any) -> Any:
@@ -46,9 +46,9 @@ Levels = Annotated[
     ),
 ]
 Bins = Annotated[
-    Annotated[int, Field(ge=2, le=MOST_BINS)] | None,
+    Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
     BeforeValidator(_bins),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MOST_BINS}]}),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MAX_BINS}]}),
 ]
 
 
@@ -81,7 +81,7 @@ class RecordSpec(HookBase):
 
     @field_validator("stats", mode="before")
     @classmethod
-    def _known_statistics(cls, value: Any) -> Any:
+    def _parse_statistics(cls, value: Any) -> Any:
         if isinstance(value, str) and value not in ("default", "all", "none"):
             value = [value]
         if not isinstance(value, list | tuple):
@@ -92,31 +92,31 @@ class RecordSpec(HookBase):
         return tuple(known for name in value for known in (DEFAULT if name == "default" else (name,)))
 
     @model_validator(mode="after")
-    def _role_has_the_statistics(self) -> RecordSpec:
+    def _validate_statistics(self) -> RecordSpec:
         for name in self.stats if isinstance(self.stats, tuple) else ():
             if not self._has(name):
                 where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[name].only)
-                raise ValueError(f"{name} is a statistic of {where}; this is kind {self.kind}, role {self.tensor_role}")
+                raise ValueError(f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}")
         return self
 
     @model_validator(mode="after")
-    def _records_something(self) -> RecordSpec:
+    def _validate_output(self) -> RecordSpec:
         if not self.tensors and not self.statistics and not self.distribution:
             raise ValueError(
-                "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are asked for"
+                "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are requested"
             )
         if self.unit_dim is not None and "dead_fraction" not in self.statistics:
-            raise ValueError("unit_dim is for dead_fraction: name it in 'stats' too")
-        cuts = {"samples", "slice", "max_elements", "dtype"} & self.model_fields_set
-        if cuts and not self.tensors:
-            raise ValueError(f"{', '.join(sorted(cuts))} cut recorded tensors: say 'tensors: true' too")
+            raise ValueError("'unit_dim' requires dead_fraction in 'stats'")
+        tensor_options = {"samples", "slice", "max_elements", "dtype"} & self.model_fields_set
+        if tensor_options and not self.tensors:
+            raise ValueError(f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'")
         return self
 
     @property
     def statistics(self) -> tuple[str, ...]:
         """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
-        asked = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        return tuple(name for name in ALL if (name in asked and self._has(name)) or (asked and name in COUNTS))
+        requested = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
+        return tuple(name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS))
 
     def _has(self, statistic: str) -> bool:
         only = STATISTICS[statistic].only

@@ -13,14 +13,14 @@ Phase = Literal["train", "eval"]
 def common(one: range, other: range) -> range:
     """Return the intersection of two ascending ranges, which is a range too (Chinese remainder theorem)."""
     divisor = gcd(one.step, other.step)
-    apart = other.start - one.start
-    if apart % divisor or not one or not other:
+    distance = other.start - one.start
+    if distance % divisor or not one or not other:
         return range(0)
     step = one.step * (other.step // divisor)
     # one.start + times * one.step is the first number of `one` that is congruent to the numbers of `other`.
     modulus = other.step // divisor
-    times = apart // divisor * pow(one.step // divisor, -1, modulus) % modulus if modulus > 1 else 0
-    first = one.start + times * one.step
+    count = distance // divisor * pow(one.step // divisor, -1, modulus) % modulus if modulus > 1 else 0
+    first = one.start + count * one.step
     start = max(one.start, other.start)
     first += -((first - start) // step) * step if first < start else 0
     return range(first, min(one.stop, other.stop), step)
@@ -46,10 +46,10 @@ class Evaluations:
     def __contains__(self, step: int) -> bool:
         return step == self.steps or step in self.regular
 
-    def among(self, schedule: Schedule) -> Sequence[int]:
+    def steps_in(self, schedule: Schedule) -> Sequence[int]:
         """Return the evaluations at which a schedule with phase `eval` is active."""
-        regular = schedule.among(self.regular)
-        last = self.steps not in self.regular and schedule.due(self.steps, "eval")
+        regular = schedule.steps_in(self.regular)
+        last = self.steps not in self.regular and schedule.includes(self.steps, "eval")
         return [*regular, self.steps] if last else regular
 
 
@@ -67,7 +67,7 @@ class Schedule:
     steps: frozenset[int] | None = None
     phase: Phase = "train"
 
-    def due(self, step: int, phase: str) -> bool:
+    def includes(self, step: int, phase: str) -> bool:
         """Return whether a hook with this schedule runs in this step and phase."""
         if phase != self.phase:
             return False
@@ -77,7 +77,7 @@ class Schedule:
             return False
         return (step - self.start) % self.every == 0
 
-    def among(self, steps: range) -> Sequence[int]:
+    def steps_in(self, steps: range) -> Sequence[int]:
         """Return which of these steps are scheduled, in the phase of the schedule.
 
         It does not iterate over the steps.
@@ -88,9 +88,9 @@ class Schedule:
 
     def __str__(self) -> str:
         if self.steps is not None:
-            words = "steps " + ", ".join(str(step) for step in sorted(self.steps))
+            text = "steps " + ", ".join(str(step) for step in sorted(self.steps))
         else:
-            words = "every step" if self.every == 1 else f"every {self.every} steps"
+            text = "every step" if self.every == 1 else f"every {self.every} steps"
             if self.start or self.stop is not None:
-                words += f" of [{self.start}, {'end' if self.stop is None else self.stop})"
-        return words if self.phase == "train" else f"{words}, in eval"
+                text += f" of [{self.start}, {'end' if self.stop is None else self.stop})"
+        return text if self.phase == "train" else f"{text}, in eval"

@@ -13,8 +13,8 @@ from typing import Any
 from .config import RunConfig
 
 HYDRA_KEYS: dict[str, Any] = {
-    "defaults": {"type": "array", "description": "What Hydra composes this file from."},
-    "hydra": {"type": "object", "description": "Hydra's own settings."},
+    "defaults": {"type": "array", "description": "Hydra's defaults list: the files that are composed with this one."},
+    "hydra": {"type": "object", "description": "The settings of Hydra."},
 }
 
 
@@ -24,7 +24,7 @@ def experiment_schema() -> dict[str, Any]:
     No root key is required, and no key of a section that a config group may set.
     """
     schema = RunConfig.model_json_schema(by_alias=True)
-    schema["title"] = "An experiment of instrument"
+    schema["title"] = "Experiment of instrument"
     schema["properties"] |= HYDRA_KEYS
     schema.pop("required", None)
     for section in ("DataConfig", "TrainConfig", "SliceSpec", "SinkConfig", "Target"):

@@ -40,7 +40,7 @@ class Statistic:
     only: tuple[tuple[str, str], ...] = ()
 
 
-_OF_VALUES = (
+_VALUE_STATISTICS = (
     Statistic("numel", "number of elements, including NaN and infinity", "count", "int64", merged="max"),
     Statistic("mean", "sum(x) / n", "value", "float64"),
     Statistic("std", "sqrt(sum((x - mean)^2) / n) (population)", "value", "float64"),
@@ -54,7 +54,7 @@ _OF_VALUES = (
     Statistic("nan_count", "number of NaN", "count", "int64", merged="max"),
     Statistic("inf_count", "number of +inf and -inf", "count", "int64", merged="max"),
 )
-_OF_MORE = (
+_DERIVED_STATISTICS = (
     Statistic(
         "dead_fraction",
         "fraction of units that are zero for every sample and position; null for activations with fewer than two dimensions",
@@ -81,16 +81,16 @@ _OF_MORE = (
     ),
 )
 
-STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in (*_OF_VALUES, *_OF_MORE)}
+STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in (*_VALUE_STATISTICS, *_DERIVED_STATISTICS)}
 ALL: tuple[str, ...] = tuple(STATISTICS)
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
 """Recorded with every other statistic.
 
 Without them, a gradient that is NaN except for a few zeros would look like a small one.
 """
-OF_VALUES: tuple[str, ...] = tuple(statistic.name for statistic in _OF_VALUES)
+VALUE_STATISTICS: tuple[str, ...] = tuple(statistic.name for statistic in _VALUE_STATISTICS)
 DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
-USUAL_UPDATES = (1e-4, 1e-2)
+USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
 """The usual range of `update_ratio` in a healthy training, "about 1e-3".
 
 CS231n, https://cs231n.github.io/neural-networks-3/#ratio

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import OF_VALUES
+from ..spec.statistics import VALUE_STATISTICS
+from .formulas import FORMULAS, Sums
 
 BLOCK = 65_536  # in elements; half a megabyte in float64, which fits the L2 cache
 SAFE_EXPONENT = 400  # a power of two; sums of squares up to it neither overflow nor underflow float64
-MOST_EXPONENT = 1000  # a power of two; the divisor and its inverse are then finite
+MAX_EXPONENT = 1000  # a power of two; the divisor and its inverse are then finite
 SMALLEST, LARGEST = 1e-12, 1e16  # range of a block's maximum magnitude for which float32 sums squares without loss
 # The limit of squared mean over variance up to which the variance is computed as the difference of two sums.
 CANCELLATION = 4.0
@@ -84,12 +85,12 @@ def measure_blocks(flat: Tensor, names: Collection[str]) -> dict[str, float | No
     moments = Moments() if narrow else Moments(_unit(flat) if flat.dtype == torch.float64 else 1.0)
     for start in range(0, flat.numel(), BLOCK):
         block = flat[start : start + BLOCK]
-        if not (narrow and _add_as_it_is(moments, block, names)):
-            _add_centred(moments, block.to(torch.float64), with_l1="l1" in names)
+        if not (narrow and _add_unconverted(moments, block, names)):
+            _add_centered(moments, block.to(torch.float64), with_l1="l1" in names)
     return _statistics(moments, flat.numel())
 
 
-def _add_as_it_is(moments: Moments, block: Tensor, names: Collection[str]) -> bool:
+def _add_unconverted(moments: Moments, block: Tensor, names: Collection[str]) -> bool:
     """Add a block of floats of up to 32 bits in its own precision.
 
     If that is not exact enough, return False and add nothing.
@@ -102,10 +103,10 @@ def _add_as_it_is(moments: Moments, block: Tensor, names: Collection[str]) -> bo
     if not (SMALLEST <= largest <= LARGEST or largest == 0.0):  # also rejects values that are not finite
         return False
     total, squares = 0.0, 0.0
-    room = _SCRATCH.squares[:size]
+    buffer = _SCRATCH.squares[:size]
     if largest:
         total = block.sum().item()
-        squares = torch.mul(block, block, out=room).sum().item()
+        squares = torch.mul(block, block, out=buffer).sum().item()
         mean = total / size
         m2 = squares - total * mean
         if mean * mean * size > CANCELLATION * m2:
@@ -118,12 +119,12 @@ def _add_as_it_is(moments: Moments, block: Tensor, names: Collection[str]) -> bo
         mask = _SCRATCH.mask[:size]
         moments.zeros += int(np.count_nonzero(np.equal(block.numpy(), 0.0, out=mask)))
     if "l1" in names:
-        moments.l1 += torch.abs(block, out=room).sum().item()
+        moments.l1 += torch.abs(block, out=buffer).sum().item()
     moments.merge(size, total / size - moments.pivot, max(squares - total * total / size, 0.0))
     return True
 
 
-def _add_centred(moments: Moments, block: Tensor, *, with_l1: bool) -> None:
+def _add_centered(moments: Moments, block: Tensor, *, with_l1: bool) -> None:
     """Add a block in float64, in two passes: the mean, then the deviations from it."""
     smallest, largest = (bound.item() for bound in torch.aminmax(block))
     if not (math.isfinite(smallest) and math.isfinite(largest)):
@@ -143,33 +144,33 @@ def _add_centred(moments: Moments, block: Tensor, *, with_l1: bool) -> None:
         moments.l1 += block.abs().sum().item()
     if moments.n == 0:
         moments.pivot = smallest / moments.unit
-    moved = block - moments.pivot
-    mean = moved.sum().item() / size
-    centred = moved.sub_(mean)
-    drift = centred.sum().item()  # the rounding error of the mean
-    moments.merge(size, mean, torch.dot(centred, centred).item() - drift * drift / size)
+    shifted = block - moments.pivot
+    mean = shifted.sum().item() / size
+    centered = shifted.sub_(mean)
+    drift = centered.sum().item()  # the rounding error of the mean
+    moments.merge(size, mean, torch.dot(centered, centered).item() - drift * drift / size)
 
 
 def _statistics(moments: Moments, numel: int) -> dict[str, float | None]:
-    counts: dict[str, float | None] = {
-        "numel": numel,
-        "nan_count": moments.nan_count,
-        "inf_count": moments.inf_count,
-    }
-    n, unit = moments.n, moments.unit
+    n = moments.n
     if n == 0:
-        return dict.fromkeys(OF_VALUES) | counts
-    return counts | {
-        "mean": (moments.pivot + moments.mean) * unit,
-        "std": math.sqrt(max(moments.m2, 0.0) / n) * unit,
-        "rms": math.sqrt(moments.squares / n) * unit,
-        "min": moments.low,
-        "max": moments.high,
-        "abs_max": max(abs(moments.low), abs(moments.high)),
-        "l1": moments.l1 * unit,
-        "l2": math.sqrt(moments.squares) * unit,
-        "zero_fraction": moments.zeros / n,
-    }
+        counts = {"numel": numel, "nan_count": moments.nan_count, "inf_count": moments.inf_count}
+        return dict.fromkeys(VALUE_STATISTICS) | counts
+    sums = Sums(
+        numel=numel,
+        n=n,
+        nan_count=moments.nan_count,
+        inf_count=moments.inf_count,
+        zeros=moments.zeros,
+        low=moments.low,
+        high=moments.high,
+        mean=moments.pivot + moments.mean,
+        variance=max(moments.m2, 0.0) / n,
+        squares=moments.squares,
+        magnitudes=moments.l1,
+        unit=moments.unit,
+    )
+    return {name: FORMULAS[name](sums) for name in VALUE_STATISTICS}
 
 
 def _unit(flat: Tensor) -> float:
@@ -179,4 +180,4 @@ def _unit(flat: Tensor) -> float:
     """
     finite = flat[flat.isfinite()]
     exponent = math.frexp(finite.abs().max().item())[1] if finite.numel() else 0
-    return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MOST_EXPONENT, min(exponent, MOST_EXPONENT))
+    return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MAX_EXPONENT, min(exponent, MAX_EXPONENT))

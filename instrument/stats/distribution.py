@@ -26,7 +26,7 @@ GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples a
 NARROW, WIDER = 2.0**-1000, 2.0**600
 BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
-Cells = tuple[int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None]
+DistributionColumns = tuple[int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None]
 
 
 def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Values:
@@ -57,7 +57,7 @@ def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Values
     return found
 
 
-def cells(levels: tuple[float, ...], bins: int, values: Sequence[float | None]) -> Cells:
+def distribution_columns(levels: tuple[float, ...], bins: int, values: Sequence[float | None]) -> DistributionColumns:
     """Convert the result of `distribution` to the columns `sampled` to `counts` of the `distributions` table."""
     numbers: Iterator[Any] = (None if number is None or math.isnan(number) else number for number in values)
     sampled = quantiles = low = high = counts = None
@@ -72,7 +72,7 @@ def cells(levels: tuple[float, ...], bins: int, values: Sequence[float | None]) 
 
 
 def _quantiles(vector: Tensor, levels: tuple[float, ...]) -> list[float | None]:
-    sample = vector if len(vector) <= 2 * SAMPLE else vector[_places(len(vector), vector.device)]
+    sample = vector if len(vector) <= 2 * SAMPLE else vector[_sample_indices(len(vector), vector.device)]
     narrow = sample.dtype in (torch.float16, torch.bfloat16, torch.float32)
     x = sample.to(torch.float32 if narrow else torch.float64).numpy()
     x = np.sort(x[np.isfinite(x)])
@@ -81,8 +81,8 @@ def _quantiles(vector: Tensor, levels: tuple[float, ...]) -> list[float | None]:
     at = np.asarray(levels) * (len(x) - 1)
     below = np.floor(at).astype(np.int64)
     low, high = (x[np.minimum(index, len(x) - 1)].astype(np.float64) for index in (below, below + 1))
-    share = at - below
-    return [len(x), *np.clip(low * (1.0 - share) + high * share, low, high).tolist()]
+    fraction = at - below
+    return [len(x), *np.clip(low * (1.0 - fraction) + high * fraction, low, high).tolist()]
 
 
 def _histogram(vector: Tensor, bins: int) -> list[float | None]:
@@ -115,8 +115,8 @@ def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int)
     """
     found: list[Tensor] = []
     if levels:
-        sample = vector if len(vector) <= 2 * SAMPLE else vector[_places(len(vector), vector.device)]
-        found += _quantiles_on_device(sample.to(torch.float64), _numbers(levels, vector.device))
+        sample = vector if len(vector) <= 2 * SAMPLE else vector[_sample_indices(len(vector), vector.device)]
+        found += _quantiles_on_device(sample.to(torch.float64), _to_device(levels, vector.device))
     if bins:
         found += _histogram_on_device(vector.to(torch.float64), bins)
     return torch.cat(found)
@@ -132,9 +132,9 @@ def _quantiles_on_device(x: Tensor, levels: Tensor) -> list[Tensor]:
     below = at.floor()
     low = x[below.long()]
     high = x[torch.minimum(below + 1.0, (n - 1.0).clamp(min=0.0)).long()]
-    share = at - below
-    between = torch.maximum(torch.minimum(low * (1.0 - share) + high * share, high), low)
-    return [n[None], torch.where(n > 0, between, math.nan)]
+    fraction = at - below
+    interpolated = torch.maximum(torch.minimum(low * (1.0 - fraction) + high * fraction, high), low)
+    return [n[None], torch.where(n > 0, interpolated, math.nan)]
 
 
 def _histogram_on_device(x: Tensor, bins: int) -> list[Tensor]:
@@ -155,17 +155,17 @@ def _histogram_on_device(x: Tensor, bins: int) -> list[Tensor]:
 
 
 @lru_cache(maxsize=128)
-def _places(numel: int, device: torch.device) -> Tensor:
+def _sample_indices(numel: int, device: torch.device) -> Tensor:
     """Return `SAMPLE` indices: one in each of as many equal intervals.
 
     Their positions within the intervals vary, so that every channel is sampled.
     """
-    stretch = torch.arange(SAMPLE, dtype=torch.float64, device=device)
-    at = (stretch + (stretch * GOLDEN) % 1.0) * (numel / SAMPLE)
+    interval = torch.arange(SAMPLE, dtype=torch.float64, device=device)
+    at = (interval + (interval * GOLDEN) % 1.0) * (numel / SAMPLE)
     return at.long().clamp(max=numel - 1)
 
 
 @lru_cache(maxsize=128)
-def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    there = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    return there.to(device, non_blocking=True)
+def _to_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..spec.statistics import ALL
-from .blocks import MOST_EXPONENT, measure_blocks
+from .blocks import MAX_EXPONENT, measure_blocks
+from .formulas import FORMULAS, Sums
 from .single_pass import measure_in_one_pass
 from .vector import as_vector
 
@@ -29,7 +30,7 @@ def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
 
     Args:
         tensor: The tensor. It is not modified.
-        names: Names from `instrument.spec.statistics.OF_VALUES`.
+        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
 
     Returns:
         The values in the order of `names`. For a CPU tensor: numbers and None. Otherwise: a float64 tensor [len(names)]
@@ -78,36 +79,36 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
     kept = torch.where(finite, x, 0.0)
     unit = _unit_on_device(kept) if flat.dtype == torch.float64 and x.numel() else torch.ones_like(n)
     kept = kept / unit
-    none = torch.where(n == 0, math.nan, 0.0)  # added to statistics that have no value if nothing is finite
-    squares = kept.square().sum()
+    nan_if_empty = torch.where(n == 0, math.nan, 0.0)  # added to statistics that have no value if nothing is finite
+    squares = kept.square().sum() + nan_if_empty
     if x.numel():
         low = torch.where(finite, x, math.inf).amin()
         high = torch.where(finite, x, -math.inf).amax()
     else:
-        low = high = none
+        low = high = nan_if_empty
     pivot = low / unit
-    moved = torch.where(finite, kept - pivot, 0.0)
-    mean = moved.sum() / n
-    centred = torch.where(finite, moved - mean, 0.0)
-    drift = centred.sum()
-    values = {
-        "numel": torch.full_like(n, x.numel()),
-        "mean": (pivot + mean) * unit,
-        "std": ((centred.square().sum() - drift * drift / n) / n).clamp(min=0.0).sqrt() * unit,
-        "rms": (squares / n).sqrt() * unit,
-        "min": low + none,
-        "max": high + none,
-        "abs_max": torch.maximum(low.abs(), high.abs()) + none,
-        "l1": kept.abs().sum() * unit + none,
-        "l2": squares.sqrt() * unit + none,
-        "zero_fraction": ((x == 0).sum(dtype=torch.float64)) / n,
-        "nan_count": x.isnan().sum(dtype=torch.float64),
-        "inf_count": x.isinf().sum(dtype=torch.float64),
-    }
-    return torch.stack([values[name] for name in names])
+    shifted = torch.where(finite, kept - pivot, 0.0)
+    mean = shifted.sum() / n
+    centered = torch.where(finite, shifted - mean, 0.0)
+    drift = centered.sum()
+    sums = Sums(
+        numel=torch.full_like(n, x.numel()),
+        n=n,
+        nan_count=x.isnan().sum(dtype=torch.float64),
+        inf_count=x.isinf().sum(dtype=torch.float64),
+        zeros=(x == 0).sum(dtype=torch.float64),
+        low=low + nan_if_empty,
+        high=high + nan_if_empty,
+        mean=pivot + mean,
+        variance=((centered.square().sum() - drift * drift / n) / n).clamp(min=0.0),
+        squares=squares,
+        magnitudes=kept.abs().sum() + nan_if_empty if "l1" in names else nan_if_empty,
+        unit=unit,
+    )
+    return torch.stack([FORMULAS[name](sums) for name in names])
 
 
 def _unit_on_device(kept: Tensor) -> Tensor:
     """Return a unit for finite values, like `instrument.stats.blocks._unit`, without branches on values."""
-    exponent = torch.frexp(kept.abs().amax()).exponent.clamp(-MOST_EXPONENT, MOST_EXPONENT)
+    exponent = torch.frexp(kept.abs().amax()).exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     return torch.exp2(exponent.to(torch.float64))

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from ..spec.statistics import ALL
 from .distribution import distribution
+from .formulas import FORMULAS, Sums
 from .measure import Values, measure
 
 MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
 """The statistics that are measured of each part; `l1` in addition if requested."""
-PART = (*MEASURED, "l1", "saturated", "weight", "dead", "units")
+PARTIAL_STATISTICS = (*MEASURED, "l1", "saturated", "weight", "dead", "units")
 """The numbers of one part.
 
 `MEASURED` and `l1`; the fraction of saturated elements; the norm of the parameter of an update; the number of dead
@@ -41,17 +42,17 @@ PACKED = 48  # units per number: a float64 represents integers up to 2^53 exactl
 _SKETCHED = tuple(i / (LEVELS - 1) for i in range(LEVELS))
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Part = Sequence[float] | Tensor
-"""The numbers of one part, in the order of `PART`; a float64 tensor if they are on a device."""
+PartialStatistics = Sequence[float] | Tensor
+"""The numbers of one part, in the order of `PARTIAL_STATISTICS`; a float64 tensor if they are on a device."""
 
 
-def part_of(
+def partial_statistics(
     values: Values, saturated: float | Tensor | None, weight: float | Tensor | None, dead: Tensor | None = None
-) -> Part:
+) -> PartialStatistics:
     """Combine the numbers of one part.
 
     Args:
-        values: The statistics `MEASURED`, and `l1` if requested: the result of `instrument.stats.measure.measure`.
+        values: The statistics `MEASURED`, and `l1` if requested: the result columns `instrument.stats.measure.measure`.
         saturated: The fraction of saturated elements; None if not defined or not requested.
         weight: The norm of the parameter of an update; None if not defined or not requested.
         dead: Which units are dead, bool [units], if no other part has them; None otherwise.
@@ -61,14 +62,14 @@ def part_of(
     """
     if not isinstance(values, Tensor):
         units = (None, None) if dead is None else (int(dead.sum()), len(dead))
-        numbers = [*values, *[None] * (len(PART) - 4 - len(values)), saturated, weight, *units]
+        numbers = [*values, *[None] * (len(PARTIAL_STATISTICS) - 4 - len(values)), saturated, weight, *units]
         return [math.nan if number is None else float(number) for number in numbers]
-    part = values.new_full((len(PART),), math.nan)
+    part = values.new_full((len(PARTIAL_STATISTICS),), math.nan)
     part[: len(values)] = values
     counts = (None, None) if dead is None else (dead.sum(), len(dead))
-    for place, number in zip((-4, -3, -2, -1), (saturated, weight, *counts), strict=True):
+    for index, number in zip((-4, -3, -2, -1), (saturated, weight, *counts), strict=True):
         if number is not None:
-            part[place] = number
+            part[index] = number
     return part
 
 
@@ -97,94 +98,95 @@ def extremes(parts: Tensor) -> Tensor:
     """Return the numbers of which the maximum over all processes is computed.
 
     Args:
-        parts: float64 [rows, PART], NaN for missing numbers.
+        parts: float64 [rows, PARTIAL_STATISTICS], NaN for missing numbers.
 
     Returns:
         float64 [rows, 5]: max, -min, weight, saturated, l1; minus infinity for missing numbers.
     """
-    of = _columns(parts)
-    found = torch.stack([of["max"], -of["min"], of["weight"], of["saturated"], of["l1"]], dim=1)
+    columns = _columns(parts)
+    found = torch.stack([columns["max"], -columns["min"], columns["weight"], columns["saturated"], columns["l1"]], dim=1)
     return found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def sums(parts: Tensor, most: Tensor) -> Tensor:
+def sums(parts: Tensor, maxima: Tensor) -> Tensor:
     """Return the numbers of which the sum over all processes is computed, given the extremes of all parts.
 
     Args:
-        parts: float64 [rows, PART].
-        most: float64 [rows, 5], the maximum of all parts' `extremes`.
+        parts: float64 [rows, PARTIAL_STATISTICS].
+        maxima: float64 [rows, 5], the maximum of all parts' `extremes`.
 
     Returns:
         float64 [rows, 13]: elements, finite elements, sum, sum of squares, sum of magnitudes, zeros, NaN, infinities,
         saturated elements, squared norm of the parameter, sum of squares about the midpoint, dead units, units. The
         sums are of values divided by the largest magnitude. The norm is divided by the largest norm.
     """
-    of, unit, weight = _columns(parts), _unit(most), _norm_unit(most)
-    n = _finite(of)
+    columns, unit, weight = _columns(parts), _unit(maxima), _norm_unit(maxima)
+    n = _finite(columns)
     found = [
-        *(of["numel"], n, n * (of["mean"] / unit), (of["l2"] / unit).square(), of["l1"] / unit),
-        *(n * of["zero_fraction"], of["nan_count"], of["inf_count"], n * of["saturated"]),
-        (of["weight"] / weight).square(),
-        n * ((of["std"] / unit).square() + (of["mean"] / unit - _middle(most)).square()),
-        of["dead"],
-        of["units"],
+        *(columns["numel"], n, n * (columns["mean"] / unit), (columns["l2"] / unit).square(), columns["l1"] / unit),
+        *(n * columns["zero_fraction"], columns["nan_count"], columns["inf_count"], n * columns["saturated"]),
+        (columns["weight"] / weight).square(),
+        n * ((columns["std"] / unit).square() + (columns["mean"] / unit - _midpoint(maxima)).square()),
+        columns["dead"],
+        columns["units"],
     ]
     return torch.stack(found, dim=1).nan_to_num(nan=0.0)
 
 
-def merged(most: Tensor, total: Tensor) -> Tensor:
+def merged(maxima: Tensor, total: Tensor) -> Tensor:
     """Compute the statistics of all parts together, float64 [rows, MERGED]; NaN for missing values."""
-    unit = _unit(most)
+    unit = _unit(maxima)
     numel, n, summed, squared, magnitudes, zeros, nans, infinities, saturated, weights, squares, dead, units = (
         total.unbind(dim=1)
     )
-    none = torch.where(n > 0, 0.0, math.nan)
-    high, low = most[:, 0] + none, -most[:, 1] + none
-    l2 = squared.sqrt() * unit + none
-    weight = weights.sqrt() * _norm_unit(most)
-    found = {
-        "numel": numel,
-        "mean": summed / n * unit,
-        "std": (squares / n - (summed / n - _middle(most)).square()).clamp(min=0.0).sqrt() * unit,
-        "rms": (squared / n).sqrt() * unit,
-        "min": low,
-        "max": high,
-        "abs_max": torch.maximum(high.abs(), low.abs()),
-        "l1": magnitudes * unit + torch.where(most[:, 4].isinf(), math.nan, none),
-        "l2": l2,
-        "zero_fraction": zeros / n,
-        "nan_count": nans,
-        "inf_count": infinities,
+    nan_if_empty = torch.where(n > 0, 0.0, math.nan)
+    high, low = maxima[:, 0] + nan_if_empty, -maxima[:, 1] + nan_if_empty
+    weight = weights.sqrt() * _norm_unit(maxima)
+    sums = Sums(
+        numel=numel,
+        n=n,
+        nan_count=nans,
+        inf_count=infinities,
+        zeros=zeros,
+        low=low,
+        high=high,
+        mean=summed / n,
+        variance=(squares / n - (summed / n - _midpoint(maxima)).square()).clamp(min=0.0),
+        squares=squared + nan_if_empty,
+        magnitudes=magnitudes + torch.where(maxima[:, 4].isinf(), math.nan, nan_if_empty),
+        unit=unit,
+    )
+    found = {name: formula(sums) for name, formula in FORMULAS.items()} | {
         "dead_fraction": torch.where(units > 0, dead / units, math.nan),
-        "saturated_fraction": saturated / n + torch.where(most[:, 3].isinf(), math.nan, 0.0),
-        "update_ratio": torch.where(weight > 0, l2 / weight, math.nan),
+        "saturated_fraction": saturated / n + torch.where(maxima[:, 3].isinf(), math.nan, 0.0),
+        "update_ratio": torch.where(weight > 0, FORMULAS["l2"](sums) / weight, math.nan),
     }
     return torch.stack([found[name] for name in MERGED], dim=1)
 
 
 def _columns(parts: Tensor) -> dict[str, Tensor]:
-    return dict(zip(PART, parts.unbind(dim=1), strict=True))
+    return dict(zip(PARTIAL_STATISTICS, parts.unbind(dim=1), strict=True))
 
 
-def _finite(of: dict[str, Tensor]) -> Tensor:
-    return of["numel"] - of["nan_count"] - of["inf_count"]
+def _finite(columns: dict[str, Tensor]) -> Tensor:
+    return columns["numel"] - columns["nan_count"] - columns["inf_count"]
 
 
-def _unit(most: Tensor) -> Tensor:
+def _unit(maxima: Tensor) -> Tensor:
     """Return the largest magnitude of each row; 1 if it is zero or not finite."""
-    largest = most[:, :2].abs().amax(dim=1)
+    largest = maxima[:, :2].abs().amax(dim=1)
     return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
-def _middle(most: Tensor) -> Tensor:
+def _midpoint(maxima: Tensor) -> Tensor:
     """Return the midpoint of minimum and maximum, divided by the unit; 0 if it is not finite."""
-    unit = _unit(most)
-    middle = most[:, 0] / unit / 2.0 - most[:, 1] / unit / 2.0
+    unit = _unit(maxima)
+    middle = maxima[:, 0] / unit / 2.0 - maxima[:, 1] / unit / 2.0
     return torch.where(middle.isfinite(), middle, 0.0)
 
 
-def _norm_unit(most: Tensor) -> Tensor:
-    weight = most[:, 2]
+def _norm_unit(maxima: Tensor) -> Tensor:
+    weight = maxima[:, 2]
     return torch.where((weight > 0) & weight.isfinite(), weight, 1.0)
 
 
@@ -199,8 +201,8 @@ def pack_units(dead: Tensor) -> Tensor:
     """
     padded = torch.zeros(-(-len(dead) // PACKED) * PACKED, dtype=torch.float64, device=dead.device)
     padded[: len(dead)] = dead.to(torch.float64)
-    places = torch.exp2(torch.arange(PACKED, dtype=torch.float64, device=dead.device))
-    return padded.view(-1, PACKED) @ places
+    powers = torch.exp2(torch.arange(PACKED, dtype=torch.float64, device=dead.device))
+    return padded.view(-1, PACKED) @ powers
 
 
 def merge_units(packed: Array, units: int) -> float:
@@ -250,9 +252,9 @@ def _quantiles(sketches: Array, sizes: Array, levels: Sequence[float]) -> list[f
 
     The elements of a part are assumed to be evenly distributed between its quantiles.
     """
-    each = np.ones(sketches.shape[1])
-    each[[0, -1]] = 0.5
-    weights = (sizes[:, None] * each).ravel()
+    weight_per_point = np.ones(sketches.shape[1])
+    weight_per_point[[0, -1]] = 0.5
+    weights = (sizes[:, None] * weight_per_point).ravel()
     order = np.argsort(sketches, axis=None, kind="stable")
     values, weights = sketches.ravel()[order], weights[order]
     ranks = np.cumsum(weights) - weights / 2.0
@@ -264,20 +266,21 @@ def _histogram(lows: Array, highs: Array, counted: Array, low: float, high: floa
     bins = counted.shape[1]
     edges = np.linspace(low, high, bins + 1)
     total = np.zeros(bins)
-    for least, most, counts in zip(lows, highs, counted, strict=True):
-        if most > least:
-            below = np.interp(edges, np.linspace(least, most, bins + 1), np.concatenate([[0.0], np.cumsum(counts)]))
+    for part_low, part_high, counts in zip(lows, highs, counted, strict=True):
+        if part_high > part_low:
+            part_edges = np.linspace(part_low, part_high, bins + 1)
+            below = np.interp(edges, part_edges, np.concatenate([[0.0], np.cumsum(counts)]))
             total += np.diff(below)
         else:
-            at = int((least - low) / (high - low) * bins) if high > low else 0
-            total[min(at, bins - 1)] += counts.sum()
-    return _whole_numbers(total, int(counted.sum()))
+            index = int((part_low - low) / (high - low) * bins) if high > low else 0
+            total[min(index, bins - 1)] += counts.sum()
+    return _round_to_total(total, int(counted.sum()))
 
 
-def _whole_numbers(shares: Array, total: int) -> list[int]:
+def _round_to_total(exact_counts: Array, total: int) -> list[int]:
     """Round to integers with a given total (largest remainders)."""
-    floors = np.floor(shares)
+    floors = np.floor(exact_counts)
     missing = total - int(floors.sum())
-    for place in np.argsort(floors - shares, kind="stable")[:missing]:
-        floors[place] += 1
+    for index in np.argsort(floors - exact_counts, kind="stable")[:missing]:
+        floors[index] += 1
     return [int(number) for number in floors]

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..spec.statistics import VALUE_STATISTICS
+from .formulas import FORMULAS, Sums
+
 try:
     from . import native
 # Installed without a C compiler: `instrument.stats.blocks` measures all tensors.
@@ -30,7 +33,14 @@ SMALLEST, LARGEST = (
 )  # the largest magnitude of a float64 tensor whose squares a double adds up without loss
 
 Row = tuple[float | None, ...]
-"""All statistics of values, in the order of `instrument.spec.statistics.OF_VALUES`."""
+"""All statistics of values, in the order of `instrument.spec.statistics.VALUE_STATISTICS`."""
+
+# The order of the values that are computed without `FORMULAS`, since this function runs at every firing of a hook.
+_ORDER = (
+    *("numel", "mean", "std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction", "nan_count", "inf_count"),
+)
+_OTHERS = tuple(name for name in VALUE_STATISTICS if name not in _ORDER)
+_NOTHING = (None,) * (len(_ORDER) - 3)  # no value is finite
 
 _FLOAT64 = 2
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: _FLOAT64}
@@ -53,7 +63,7 @@ def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
     address, numel = tensor.data_ptr(), tensor.numel()
     n, nan, inf, zeros, low, high, total, squares, l1 = native.moments(address, numel, kind, 0.0, with_l1)
     if not n:
-        return (numel, None, None, None, None, None, None, None, None, None, nan, inf)
+        return (numel, *_NOTHING, nan, inf, *(None for _ in _OTHERS))
     largest = max(-low, high)
     if kind == _FLOAT64 and not (SMALLEST <= largest <= LARGEST or largest == 0.0):
         return None
@@ -67,7 +77,12 @@ def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
         spread -= moved * moved / n
     std = math.sqrt(spread / n) if spread > 0.0 else 0.0
     rms, l2 = math.sqrt(squares / n), math.sqrt(squares)
-    return (numel, mean, std, rms, low, high, largest, l1, l2, zeros / n, nan, inf)
+    row = (numel, mean, std, rms, low, high, largest, l1, l2, zeros / n, nan, inf)
+    if not _OTHERS:
+        return row
+    variance = max(spread / n, 0.0)
+    sums = Sums(numel, n, nan, inf, zeros, low, high, mean, variance, squares, l1, 1.0)
+    return (*row, *(FORMULAS[name](sums) for name in _OTHERS))
 
 
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:

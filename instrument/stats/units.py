@@ -60,7 +60,7 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
 
 def dead_fraction_on_device(tensor: Tensor, dim: int) -> Tensor:
     """Compute the same without branches on values: a float64 scalar on the device of the tensor."""
-    return _zero_throughout(tensor, _all_but(tensor, dim)).to(torch.float64).mean()
+    return _all_zero(tensor, _other_dims(tensor, dim)).to(torch.float64).mean()
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
@@ -77,13 +77,13 @@ def dead_units(tensor: Tensor, dim: int) -> Tensor:
         IndexError: The tensor has no such dimension.
     """
     x = tensor.detach()
-    others = _all_but(x, dim)
+    others = _other_dims(x, dim)
     if not x.numel():
         return torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
-    return _dead(x, others) if x.is_cpu and others else _zero_throughout(x, others)
+    return _dead(x, others) if x.is_cpu and others else _all_zero(x, others)
 
 
-def _all_but(tensor: Tensor, dim: int) -> list[int]:
+def _other_dims(tensor: Tensor, dim: int) -> list[int]:
     kept = range(tensor.dim())[dim]
     return [other for other in range(tensor.dim()) if other != kept]
 
@@ -98,19 +98,19 @@ def _dead(tensor: Tensor, others: list[int]) -> Tensor:
     dead = torch.ones((), dtype=torch.bool)
     while begin < tensor.shape[along] and dead.any():
         part = tensor.narrow(along, begin, min(size, tensor.shape[along] - begin))
-        dead = dead & _zero_throughout(part, others)
+        dead = dead & _all_zero(part, others)
         begin, size = begin + size, 2 * size
     return dead
 
 
-def _zero_throughout(tensor: Tensor, others: list[int]) -> Tensor:
+def _all_zero(tensor: Tensor, others: list[int]) -> Tensor:
     """Return which units are zero along all other dimensions, shape [units]."""
     tensor = _comparable(tensor)
     magnitudes = tensor.abs() if tensor.is_floating_point() or tensor.is_complex() else tensor != 0
     return (magnitudes.amax(others) if others else magnitudes) == 0
 
 
-def range_of(module: nn.Module) -> tuple[float | None, float] | None:
+def saturation_limits(module: nn.Module) -> tuple[float | None, float] | None:
     """Return the limits of an activation at which its gradient vanishes; None for modules without known limits."""
     match module:
         case nn.ReLU6():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from ..sharded import own_part
+from ..sharded import local_shard
 
 
 def as_vector(tensor: Tensor) -> Tensor:
@@ -43,19 +43,21 @@ def unreadable(tensor: Tensor) -> str | None:
     Args:
         tensor: Any tensor. Of a sharded tensor, the shard of this process is tested.
     """
-    part = own_part(tensor)
+    part = local_shard(tensor)
     if is_lazy(part):
-        return "the tensor has no values yet: it is a parameter or a buffer of a lazy module, which no forward pass has run"
+        return "the tensor has no values yet: it is a parameter or a buffer of a lazy module that has not run a forward pass"
     if part.is_meta:
-        return "the tensor is on the meta device, where tensors have shapes and no values"
+        return "the tensor is on the meta device, which stores shapes but no values"
     if part.is_quantized:
         return (
-            f"the tensor is quantized (torch.{_name(part.dtype)}): hook the layer before quantize, or behind dequantize"
+            f"the tensor is quantized (torch.{_name(part.dtype)}): hook the layer before quantize or after dequantize"
         )
     if not _is_numeric(part.dtype):
         return f"PyTorch cannot convert elements of type torch.{_name(part.dtype)} to numbers"
     if type(part) not in (Tensor, Parameter) and not _has_memory(part):
-        return f"the tensor is a {type(part).__name__}, whose values are not in memory as a plain tensor's are"
+        return (
+            f"the tensor is a {type(part).__name__}, whose values are not stored in memory like those of a plain tensor"
+        )
     return None
 
 

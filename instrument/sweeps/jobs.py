@@ -22,13 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..configuration.search_path import config_loader
-from ..errors import ConfigError, InstrumentWarning, Mistake
+from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.snapshot import REFUSED
-from ..sinks.remote import REMOTE, SWEEP_RECORD, place_of
+from ..sinks.remote import REMOTE, SWEEP_RECORD, remote_address_of
 
-READ = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
+REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-BY_NUMBER = "${hydra.job.num}"
+JOB_NUMBER = "${hydra.job.num}"
 DONE, RUNNING, MISSING, UNKNOWN = "done", "running", "missing", "unknown"
 
 
@@ -55,10 +55,10 @@ class Jobs(ABC):
     """The jobs in a folder, and the keys in which they differ.
 
     Attributes:
-        is_laid_out: Whether all jobs are known before the first one starts, and each folder is named by its job number.
+        has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
     """
 
-    is_laid_out: bool
+    has_known_jobs: bool
 
     @property
     @abstractmethod
@@ -89,7 +89,7 @@ class Sweep(Jobs):
         self.folder = folder
         self.record = read_sweep(folder)
         self.hydra: DictConfig = self.record.hydra
-        self.is_laid_out = is_laid_out(self.hydra)
+        self.has_known_jobs = has_known_jobs(self.hydra)
 
     @property
     def address(self) -> str | None:
@@ -101,7 +101,7 @@ class Sweep(Jobs):
             remote = OmegaConf.select(self.record, REMOTE)
         except OmegaConfBaseException:
             return None
-        return None if remote is None or REMOTE in self.swept else place_of(self.folder, str(remote))
+        return None if remote is None or REMOTE in self.swept else remote_address_of(self.folder, str(remote))
 
     @cached_property
     def swept(self) -> frozenset[str]:
@@ -110,19 +110,21 @@ class Sweep(Jobs):
 
     @cached_property
     def _swept(self) -> list[Override]:
-        return swept_in(self.hydra)
+        return sweep_overrides(self.hydra)
 
     def jobs(self) -> list[SweepJob]:
-        """Return all jobs, sorted by number. Missing jobs are included only if `is_laid_out` is true."""
-        there = {str(folder.relative_to(self.folder)): _recorded(folder) for folder in _jobs_below(self.folder)}
-        planned = self._planned(there) if self.is_laid_out else {}
-        names = sorted({**there, **planned}, key=natural)
-        with unwarned():
-            return [self._job(name, there.get(name) or planned.get(name, ())) for name in names]
+        """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
+        recorded = {
+            str(folder.relative_to(self.folder)): _read_overrides(folder) for folder in _jobs_below(self.folder)
+        }
+        planned = self._planned(recorded) if self.has_known_jobs else {}
+        names = sorted({**recorded, **planned}, key=natural_sort_key)
+        with suppress_warnings():
+            return [self._job(name, recorded.get(name) or planned.get(name, ())) for name in names]
 
-    def _planned(self, there: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    def _planned(self, recorded: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         shuffled = any(getattr(override.value(), "shuffle", False) for override in self._swept)
-        return _planned(composed(self.hydra), there, shuffled=shuffled)
+        return _planned(expand_sweep(self.hydra), recorded, shuffled=shuffled)
 
     def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
         from ..analysis.run_files import RunFiles
@@ -138,7 +140,7 @@ class Sweep(Jobs):
 
 
 @contextmanager
-def unwarned() -> Iterator[None]:
+def suppress_warnings() -> Iterator[None]:
     """Suppress `InstrumentWarning` about the location of rows during the `with` block, which reads only `run.json`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)
@@ -166,26 +168,26 @@ def read_sweep(folder: Path) -> DictConfig:
     try:
         with (folder / SWEEP_RECORD).open() as file:
             record = OmegaConf.load(file)
-        reason = "" if all(OmegaConf.select(record, key) for key in READ) else "it is not one of Hydra's"
+        reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
     if reason:
-        problem = f"{SWEEP_RECORD} of this folder cannot be read: {reason}"
-        raise ConfigError(Mistake("", problem, written=str(folder), allowed="the folder of a sweep"))
+        message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
+        raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
     return record  # type: ignore[return-value]
 
 
-def is_laid_out(hydra: DictConfig) -> bool:
+def has_known_jobs(hydra: DictConfig) -> bool:
     """Return whether all jobs are known before the first one starts, and each folder is named by its job number.
 
     Args:
         hydra: Section `hydra` of the configuration of the sweep.
     """
     subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-    return bool(hydra.sweeper["_target_"] == BASIC and subdir == BY_NUMBER)
+    return bool(hydra.sweeper["_target_"] == BASIC and subdir == JOB_NUMBER)
 
 
-def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
+def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
     Args:
@@ -198,28 +200,28 @@ def composed(hydra: DictConfig) -> list[tuple[str, ...]]:
         ConfigError: The values of an override cannot be expanded.
     """
     parser = OverridesParser.create(config_loader=config_loader())
-    overrides = [_readable(parser, written) for written in arguments_of(hydra)]
+    overrides = [_parse_override(parser, written) for written in arguments_of(hydra)]
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return [tuple(job) for job in jobs]
 
 
-def _readable(parser: OverridesParser, written: str) -> Override:
+def _parse_override(parser: OverridesParser, written: str) -> Override:
     try:
         (override,) = parser.parse_overrides([written])
         if override.is_sweep_override():
             list(override.sweep_string_iterator())
     except (ValueError, OmegaConfBaseException) as error:
-        told = str(error).partition("\n")[0]
-        allowed = "values with commas between them, or one of range(...), glob(...), choice(...)"
-        problem = f"the values of this override cannot be gone through: {told}"
-        raise ConfigError(Mistake("", problem, written=written, allowed=allowed)) from None
+        reason = str(error).partition("\n")[0]
+        allowed = "comma-separated values, range(...), glob(...) or choice(...)"
+        message = f"cannot expand the values of this sweep override: {reason}"
+        raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
     return override
 
 
-def summary(jobs: Sequence[SweepJob]) -> str:
+def count_by_status(jobs: Sequence[SweepJob]) -> str:
     """Return the number of jobs by status, with `done` first: `5 done, 1 failed`."""
     if not jobs:
-        return "none was begun"
+        return "no job was started"
     counts = Counter(job.status for job in jobs)
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda item: item[0] != DONE))
 
@@ -230,7 +232,7 @@ def arguments_of(hydra: DictConfig) -> list[str]:
     return [*(f"{key}={value}" for key, value in parameters.items()), *overrides_of(hydra, "task")]
 
 
-def swept_in(hydra: DictConfig) -> list[Override]:
+def sweep_overrides(hydra: DictConfig) -> list[Override]:
     """Return the overrides that have several values."""
     parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
     return [override for override in parsed if override.is_sweep_override()]
@@ -254,7 +256,7 @@ def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]
     return [str(override) for override in written]
 
 
-def natural(name: str) -> list[str | int]:
+def natural_sort_key(name: str) -> list[str | int]:
     """Return a sort key that orders job 10 after job 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
@@ -271,7 +273,7 @@ def _jobs_below(sweep: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 
-def _recorded(folder: Path) -> tuple[str, ...]:
+def _read_overrides(folder: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
     try:
         overrides = yaml.load((folder / ".hydra" / "overrides.yaml").read_text(), yaml.CSafeLoader)
@@ -281,7 +283,7 @@ def _recorded(folder: Path) -> tuple[str, ...]:
 
 
 def _planned(
-    jobs: Sequence[tuple[str, ...]], there: Mapping[str, tuple[str, ...]], *, shuffled: bool
+    jobs: Sequence[tuple[str, ...]], recorded: Mapping[str, tuple[str, ...]], *, shuffled: bool
 ) -> dict[str, tuple[str, ...]]:
     """Assign the planned jobs to job numbers.
 
@@ -290,7 +292,7 @@ def _planned(
 
     Args:
         jobs: Overrides of all planned jobs.
-        there: Recorded overrides by job number.
+        recorded: Recorded overrides by job number.
         shuffled: Whether the values of an override are shuffled.
 
     Returns:
@@ -298,9 +300,9 @@ def _planned(
     """
     if not shuffled:
         return {str(number): overrides for number, overrides in enumerate(jobs)}
-    left = list((Counter(jobs) - Counter(there.values())).elements())
-    numbers = [str(number) for number in range(len(jobs)) if not there.get(str(number))]
-    return dict(zip(numbers, left, strict=False))
+    unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
+    numbers = [str(number) for number in range(len(jobs)) if not recorded.get(str(number))]
+    return dict(zip(numbers, unrecorded, strict=False))
 
 
 def _first_line_of(file: Path) -> str | None:

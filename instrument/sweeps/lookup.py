@@ -8,25 +8,25 @@ from omegaconf import DictConfig
 
 from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
-from ..analysis.training_config import differing_overrides, in_yaml
-from ..errors import ConfigError, Mistake
+from ..analysis.training_config import differing_overrides, to_yaml
+from ..errors import ConfigError, Problem
 from ..sinks.remote import SWEEP_RECORD, is_address
 from .jobs import (
     MISSING,
     Jobs,
     Sweep,
     SweepJob,
-    composed,
     error_of,
-    is_laid_out,
+    expand_sweep,
+    has_known_jobs,
     keys_of,
-    natural,
+    natural_sort_key,
     read_sweep,
-    swept_in,
-    unwarned,
+    suppress_warnings,
+    sweep_overrides,
 )
 
-ALLOWED = "the folder of a sweep, or one above several runs"
+ALLOWED = "the folder of a sweep, or a folder that contains several runs"
 
 
 class Runs(Jobs):
@@ -40,7 +40,7 @@ class Runs(Jobs):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.is_laid_out = False
+        self.has_known_jobs = False
 
     @property
     def swept(self) -> frozenset[str]:
@@ -49,13 +49,13 @@ class Runs(Jobs):
 
     def jobs(self) -> list[SweepJob]:
         """Return all runs, sorted by number."""
-        with unwarned():
+        with suppress_warnings():
             infos = self.run.infos
         return [
             SweepJob(
                 str(folder.relative_to(self.run.path)),
                 folder,
-                tuple(f"{key}={in_yaml(value)}" for key, value in info["overrides"].items()),
+                tuple(f"{key}={to_yaml(value)}" for key, value in info["overrides"].items()),
                 info["status"],
                 error_of(info),
             )
@@ -63,7 +63,7 @@ class Runs(Jobs):
         ]
 
 
-class SentSweep(Jobs):
+class RemoteSweep(Jobs):
     """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
 
     Args:
@@ -73,12 +73,12 @@ class SentSweep(Jobs):
 
     def __init__(self, run: Run, hydra: DictConfig) -> None:
         self.runs, self.hydra = Runs(run), hydra
-        self.is_laid_out = is_laid_out(hydra)
+        self.has_known_jobs = has_known_jobs(hydra)
 
     @property
     def swept(self) -> frozenset[str]:
         """The keys whose values differ between jobs."""
-        return keys_of(swept_in(self.hydra))
+        return keys_of(sweep_overrides(self.hydra))
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number.
@@ -86,18 +86,18 @@ class SentSweep(Jobs):
         Missing jobs are included only if the number of each planned job is known: not for a sweeper that chooses jobs
         one by one, and not for shuffled values.
         """
-        there = {job.name: job for job in self.runs.jobs()}
-        shuffled = any(getattr(override.value(), "shuffle", False) for override in swept_in(self.hydra))
-        if not self.is_laid_out or shuffled:
-            return list(there.values())
-        planned = {str(number): overrides for number, overrides in enumerate(composed(self.hydra))}
+        existing = {job.name: job for job in self.runs.jobs()}
+        shuffled = any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
+        if not self.has_known_jobs or shuffled:
+            return list(existing.values())
+        planned = {str(number): overrides for number, overrides in enumerate(expand_sweep(self.hydra))}
         above = self.runs.run.path
         missing = [
             SweepJob(name, above / name, overrides, MISSING, None)
             for name, overrides in planned.items()
-            if name not in there
+            if name not in existing
         ]
-        return sorted([*there.values(), *missing], key=lambda job: natural(job.name))
+        return sorted([*existing.values(), *missing], key=lambda job: natural_sort_key(job.name))
 
 
 def jobs_in(folder: str) -> Jobs:
@@ -114,12 +114,12 @@ def jobs_in(folder: str) -> Jobs:
     try:
         run = load(folder)
     except NoRunError as error:
-        raise ConfigError(Mistake("", f"there is no sweep: {error}", written=folder, allowed=ALLOWED)) from None
+        raise ConfigError(Problem("", f"no sweep found: {error}", given=folder, allowed=ALLOWED)) from None
     if run.folders == [run.path]:
         above = Path(folder).resolve().parent
         is_job = not is_address(folder) and (above / SWEEP_RECORD).exists()
-        problem = "this is one run, and no sweep"
-        raise ConfigError(Mistake("", problem, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
+        message = "this is the folder of a single run, not of a sweep"
+        raise ConfigError(Problem("", message, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
     if is_address(folder) and (run.path / SWEEP_RECORD).exists():
-        return SentSweep(run, read_sweep(run.path).hydra)
+        return RemoteSweep(run, read_sweep(run.path).hydra)
     return Runs(run)

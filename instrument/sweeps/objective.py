@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, InstrumentError, Mistake, nearest
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..extras import pip_command
 
 KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation
-ASKED = ("stats", "metrics", "effects")  # tables with numeric columns
+NUMERIC_TABLES = ("stats", "metrics", "effects")  # tables with numeric columns
 AGGREGATES = {
     "min": "min(value)",
     "max": "max(value)",
@@ -33,10 +33,10 @@ AGGREGATES = {
 `first` and `last` apply to the mean over the rows of each step; they return the mean at the first and last step.
 """
 ALLOWED = (
-    f"a metric of the last evaluation ({', '.join(METRICS)}), or one number of a table, as in "
+    f"a metric of the last evaluation ({', '.join(METRICS)}), or an aggregate of a table column, such as "
     "max(stats.abs_max where layer = 'decoder.2')"
 )
-_NUMBER_OF_A_TABLE = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?\s*\)", re.IGNORECASE | re.DOTALL)
+_AGGREGATE_PATTERN = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?\s*\)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Objective:
     written: str
     query: str | None = None
 
-    def of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
+    def value_of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
         """Compute the objective value of a run.
 
         Args:
@@ -66,18 +66,18 @@ class Objective:
         if self.query is None:
             value = metrics.get(self.written)
             if value is None:
-                return None, "the last evaluation has none"
+                return None, "the last evaluation has no value for it"
         else:
             from ..analysis.load import load
 
             try:
-                (found,) = load(folder).sql(self.query).to_dict("records")
+                (row,) = load(folder).sql(self.query).to_dict("records")
             except InstrumentError as error:
-                return None, f"its condition failed: {_first_line(error).removeprefix('run.sql: ')}"
-            if not found["rows"]:
-                return None, "no row that meets the condition has a number there"
-            value = found["value"]
-        return (float(value), "") if math.isfinite(value) else (None, f"it is {float(value)}")
+                return None, f"the condition failed: {_first_line(error).removeprefix('run.sql: ')}"
+            if not row["rows"]:
+                return None, "no row that meets the condition has a value in this column"
+            value = row["value"]
+        return (float(value), "") if math.isfinite(value) else (None, f"the value is {float(value)}")
 
 
 def read_objective(written: str) -> Objective:
@@ -94,16 +94,16 @@ def read_objective(written: str) -> Objective:
     """
     if written in METRICS:
         return Objective(written)
-    found = _NUMBER_OF_A_TABLE.fullmatch(written.strip())
-    if found is None:
+    match = _AGGREGATE_PATTERN.fullmatch(written.strip())
+    if match is None:
         word = re.fullmatch(r"\w+", written)
-        problem = "no such metric of an evaluation" if word else "this cannot be read"
-        raise ConfigError(Mistake(KEY, problem, written, ALLOWED, nearest(written, METRICS) if word else ()))
-    aggregate, table, column = (name.lower() for name in found.groups()[:3])
-    condition = found[4]
-    _known("aggregate", aggregate, list(AGGREGATES), written)
-    _known("table", table, ASKED, written)
-    _known(f"column of {table} with numbers", column, _numbers(table), written)
+        message = "an evaluation has no such metric" if word else "cannot parse the objective"
+        raise ConfigError(Problem(KEY, message, written, ALLOWED, similar_names(written, METRICS) if word else ()))
+    aggregate, table, column = (name.lower() for name in match.groups()[:3])
+    condition = match[4]
+    _check_known("aggregate", aggregate, list(AGGREGATES), written)
+    _check_known("table", table, NUMERIC_TABLES, written)
+    _check_known(f"numeric column of {table}", column, _numeric_columns(table), written)
     once = "" if table == "metrics" else " and not recompute"
     # The newline ends a SQL comment at the end of the condition.
     where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")
@@ -111,16 +111,16 @@ def read_objective(written: str) -> Objective:
     if aggregate in ("first", "last"):
         rows = f"select step, avg(value) as value from ({rows}) group by step"
     query = f"select {AGGREGATES[aggregate]} as value, count(*) as rows from ({rows})"
-    _try(query, table, condition or "")
+    _check_query(query, table, condition or "")
     return Objective(written, query)
 
 
-def _known(what: str, name: str, names: Iterable[str], written: str) -> None:
+def _check_known(what: str, name: str, names: Iterable[str], written: str) -> None:
     if name not in names:
-        raise ConfigError(Mistake(KEY, f"there is no {what} named {name}", written, list(names), nearest(name, names)))
+        raise ConfigError(Problem(KEY, f"no {what} is named {name}", written, list(names), similar_names(name, names)))
 
 
-def _numbers(table: str) -> list[str]:
+def _numeric_columns(table: str) -> list[str]:
     import pyarrow as pa
 
     from ..capture.tables import MOMENT, TABLES
@@ -133,12 +133,12 @@ def _numbers(table: str) -> list[str]:
     ]
 
 
-def _try(query: str, table: str, condition: str) -> None:
+def _check_query(query: str, table: str, condition: str) -> None:
     try:
         import duckdb
     except ImportError:
         raise ConfigError(
-            Mistake(KEY, f"numbers of tables need DuckDB: {pip_command('sql')}", condition or None, METRICS)
+            Problem(KEY, f"an objective from a table requires DuckDB: {pip_command('sql')}", condition or None, METRICS)
         ) from None
     from ..capture.tables import TABLES
 
@@ -149,10 +149,10 @@ def _try(query: str, table: str, condition: str) -> None:
                 duckdb.SQLExpression(condition)  # raises unless it is one complete expression
             connection.execute(query)
         except duckdb.Error as error:
-            told = _first_line(error)
-            names, unknown = TABLES[table].names, re.search(r'column "(\w+)"', told)
-            like = nearest(unknown[1], names) if unknown else ()
-            raise ConfigError(Mistake(KEY, f"its condition cannot be read: {told}", condition, names, like)) from None
+            message = _first_line(error)
+            names, unknown = TABLES[table].names, re.search(r'column "(\w+)"', message)
+            like = similar_names(unknown[1], names) if unknown else ()
+            raise ConfigError(Problem(KEY, f"cannot parse the condition: {message}", condition, names, like)) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..folders.run_folder import read_record, write_json
-from ..sinks.client_errors import told
+from ..folders.run_record import read_record, write_json
+from ..sinks.client_errors import safe_message
 from ..sinks.parts import parts_of
 from ..sinks.remote import REMOTE, RemoteFolder, folder_at, moved_to
-from .objective import ASKED, DEFAULT, KEY, Objective
+from .objective import DEFAULT, KEY, NUMERIC_TABLES, Objective
 
 RECORD = "run.json"
 
 
-def judge(
+def score_job(
     objective: Objective, folder: Path, metrics: Mapping[str, float | None], *, searched: bool = False
 ) -> float | None:
     """Compute the objective value of a finished job.
@@ -34,25 +34,25 @@ def judge(
         The value; None if it is missing or not finite.
     """
     if objective.query is None:
-        value, reason = objective.of(folder, metrics)
+        value, reason = objective.value_of(folder, metrics)
     else:
         record = read_record(folder, KEY)
-        reason = _why_incomplete(folder, record)
-        value, reason = (None, reason) if reason else objective.of(_rows_of(folder, record), metrics)
-        _keep(folder, {**record, KEY: value})
+        reason = _incomplete_reason(folder, record)
+        value, reason = (None, reason) if reason else objective.value_of(_rows_of(folder, record), metrics)
+        _save(folder, {**record, KEY: value})
     if value is not None and objective.query is not None:
         print(f"{folder}  {objective.written} = {value:.6g}")
     if value is None and (searched or objective.written != DEFAULT):
-        print(f"{folder}  nothing to go by: {objective.written}: {reason}", file=sys.stderr)
+        print(f"{folder}  the objective has no value: {objective.written}: {reason}", file=sys.stderr)
     return value
 
 
-def _why_incomplete(folder: Path, record: Mapping[str, Any]) -> str:
+def _incomplete_reason(folder: Path, record: Mapping[str, Any]) -> str:
     """Return why the available rows are not all rows of the run; empty if they are complete."""
     if stopped := record.get("recording_stopped"):
-        return f"its recording stopped: {stopped}"
-    if moved_to(record) is not None and any(parts_of(folder, table) for table in ASKED):
-        return f"not all of its rows are in {moved_to(record)}"
+        return f"recording stopped: {stopped}"
+    if moved_to(record) is not None and any(parts_of(folder, table) for table in NUMERIC_TABLES):
+        return f"some of the rows are not in {moved_to(record)}"
     return ""
 
 
@@ -62,11 +62,14 @@ def _rows_of(folder: Path, record: Mapping[str, Any]) -> Path:
     return folder if address is None else folder_at(address)
 
 
-def _keep(folder: Path, record: dict[str, Any]) -> None:
+def _save(folder: Path, record: dict[str, Any]) -> None:
     write_json(folder / RECORD, record)
     if record.get("remote") is None:
         return
     try:
         RemoteFolder(record["remote"], REMOTE).put(folder / RECORD, RECORD)
     except Exception as error:  # Each storage client raises its own exception types.
-        print(f"{folder}  its number is not in {record['remote']}: {told(error)}", file=sys.stderr)
+        print(
+            f"{folder}  the objective value was not uploaded to {record['remote']}: {safe_message(error)}",
+            file=sys.stderr,
+        )

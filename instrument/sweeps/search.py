@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from ..errors import ConfigError, Mistake, nearest
+from ..errors import ConfigError, Problem, similar_names
 from .jobs import SweepJob
 from .objective import KEY
 
@@ -45,12 +45,12 @@ def check_search(hydra: DictConfig) -> None:
     import optuna
 
     optuna.logging.set_verbosity(logging.WARNING)  # The summary of the sweep prints the best trial.
-    asked = hydra.sweeper
-    mistakes = [*_numbers(asked), *_direction(asked.direction)]
-    if mistakes:
-        raise ConfigError(*mistakes)
-    if isinstance(asked.storage, str):
-        _check_storage(asked)
+    sweeper = hydra.sweeper
+    problems = [*_count_problems(sweeper), *_direction_problems(sweeper.direction)]
+    if problems:
+        raise ConfigError(*problems)
+    if isinstance(sweeper.storage, str):
+        _check_storage(sweeper)
 
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
@@ -71,41 +71,43 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return {}
     chosen = [f"{name}={setting}" for name, setting in best.items()]
-    name, place = KEY, "in an earlier sweep of the study"
+    name, source = KEY, "from an earlier sweep of the study"
     for job in jobs:
-        if set(chosen) <= set(job.overrides) and (found := _number_of(job.folder)) and math.isclose(found[1], value):
-            name, place = found[0], str(job.folder)
+        if (
+            set(chosen) <= set(job.overrides)
+            and (found := _objective_value(job.folder))
+            and math.isclose(found[1], value)
+        ):
+            name, source = found[0], str(job.folder)
             break
-    return {"best": "  ".join([place, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
+    return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
 
 
-def _numbers(asked: DictConfig) -> Iterator[Mistake]:
+def _count_problems(sweeper: DictConfig) -> Iterator[Problem]:
     for name in ("n_trials", "n_jobs"):
-        if asked[name] < 1:
-            yield Mistake(f"{WHERE}.{name}", "there has to be one at least", asked[name], "1, 2, 3, ...")
-    if not 0.0 <= asked.max_failure_rate <= 1.0:
-        problem = "this is no share of the trials"
-        yield Mistake(f"{WHERE}.max_failure_rate", problem, asked.max_failure_rate, "0 to 1")
+        if sweeper[name] < 1:
+            yield Problem(f"{WHERE}.{name}", "must be at least 1", sweeper[name], "1, 2, 3, ...")
+    if not 0.0 <= sweeper.max_failure_rate <= 1.0:
+        message = "must be a fraction of the trials"
+        yield Problem(f"{WHERE}.max_failure_rate", message, sweeper.max_failure_rate, "0 to 1")
 
 
-def _direction(written: Any) -> Iterator[Mistake]:
+def _direction_problems(written: Any) -> Iterator[Problem]:
     names = _directions(written)
     for name in names:
         if name not in DIRECTIONS:
-            yield Mistake(
-                f"{WHERE}.direction", "there is no such direction", name, DIRECTIONS, nearest(name, DIRECTIONS)
-            )
+            yield Problem(f"{WHERE}.direction", "unknown direction", name, DIRECTIONS, similar_names(name, DIRECTIONS))
     if len(names) != 1:
-        yield Mistake(f"{WHERE}.direction", f"{KEY} is one number, and has one direction", names, DIRECTIONS)
+        yield Problem(f"{WHERE}.direction", f"{KEY} is one number, so it has one direction", names, DIRECTIONS)
 
 
 def _directions(written: Any) -> list[str]:
     """Return the names of one direction or a list of directions, each a string or an enum member of the sweeper."""
-    several = written if OmegaConf.is_list(written) else [written]
-    return [str(getattr(one, "name", one)) for one in several]
+    directions = written if OmegaConf.is_list(written) else [written]
+    return [str(getattr(direction, "name", direction)) for direction in directions]
 
 
-def _check_storage(asked: DictConfig) -> None:
+def _check_storage(sweeper: DictConfig) -> None:
     """Check the storage of a study.
 
     Raises:
@@ -113,20 +115,20 @@ def _check_storage(asked: DictConfig) -> None:
             direction.
     """
     where = f"{WHERE}.storage"
-    plain: Any = OmegaConf.to_container(asked, resolve=False)
+    plain: Any = OmegaConf.to_container(sweeper, resolve=False)
     if re.search(r"://[^/]*:[^/]*@", plain["storage"]):
-        problem = "what stands here is written into multirun.yaml: it may hold no password"
-        allowed = f"{where}='${{oc.env:NAME}}', with the address in the environment"
-        raise ConfigError(Mistake(where, problem, allowed=allowed))
+        message = "this address is written to multirun.yaml, so it must not contain a password"
+        allowed = f"{where}='${{oc.env:NAME}}', with the address in the environment variable NAME"
+        raise ConfigError(Problem(where, message, allowed=allowed))
     try:
-        before = _directions_of(asked.storage, asked.study_name)
+        before = _directions_of(sweeper.storage, sweeper.study_name)
     except Exception as error:  # Each database client raises its own exception types.
-        problem = f"no study can be kept there: {type(error).__name__}"
-        raise ConfigError(Mistake(where, problem, plain["storage"], "such as sqlite:///study.db")) from None
-    now = _directions(asked.direction)
+        message = f"the study storage cannot be used: {type(error).__name__}"
+        raise ConfigError(Problem(where, message, plain["storage"], "such as sqlite:///study.db")) from None
+    now = _directions(sweeper.direction)
     if before not in ([], now):
-        problem = f"the study {asked.study_name} is there already, and goes another way"
-        raise ConfigError(Mistake(f"{WHERE}.direction", problem, ", ".join(now), before))
+        message = f"the study {sweeper.study_name} already exists with another direction"
+        raise ConfigError(Problem(f"{WHERE}.direction", message, ", ".join(now), before))
 
 
 def _directions_of(storage: str, study_name: str | None) -> list[str]:
@@ -141,7 +143,7 @@ def _directions_of(storage: str, study_name: str | None) -> list[str]:
     return [direction.name.lower() for direction in study.directions]
 
 
-def _number_of(folder: Path) -> tuple[str, float] | None:
+def _objective_value(folder: Path) -> tuple[str, float] | None:
     """Return the objective of a job and its value; None if the job has no value."""
     try:
         record = json.loads((folder / "run.json").read_text())

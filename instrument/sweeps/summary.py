@@ -9,35 +9,35 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from ..folders.snapshot import SUBMITTED
-from .jobs import DONE, Sweep, SweepJob, summary
+from .jobs import DONE, Sweep, SweepJob, count_by_status
 from .search import best_trial
 
-MOST = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
-RANGES = 8  # maximum number of ranges of job numbers in a line
+MAX_LISTED = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
+MAX_RANGES = 8  # maximum number of ranges of job numbers in a line
 
 
-def tell_sweep(folder: Path) -> None:
+def print_summary(folder: Path) -> None:
     """Print the jobs of a sweep that are not done, their errors, and the command that runs them again, to stderr."""
     sweep = Sweep(folder)
     jobs = sweep.jobs()
     if not jobs:
-        print(f"no job was begun in {folder}", file=sys.stderr)
+        print(f"no job was started in {folder}", file=sys.stderr)
         return
-    left = [job for job in jobs if job.status != DONE]
-    print(f"\n{len(jobs)} jobs in {folder}: {summary(jobs)}", file=sys.stderr)
-    for job in left if len(left) <= MOST else ():
+    unfinished = [job for job in jobs if job.status != DONE]
+    print(f"\n{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", file=sys.stderr)
+    for job in unfinished if len(unfinished) <= MAX_LISTED else ():
         parts = (str(job.folder), job.status, sweep.label(job), job.error)
         print("  ".join(part for part in parts if part), file=sys.stderr)
-    for line in told_together(left):
+    for line in grouped_lines(unfinished):
         print(line, file=sys.stderr)
     for name, text in outcome(sweep, jobs).items():
         print(f"{name:<13}{text}", file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
-        print(f"terminals    {terminals}, of each job", file=sys.stderr)
+        print(f"job output   {terminals}", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
-    print(f"all of them  {command}", file=sys.stderr)
-    if left and sweep.is_laid_out:
-        print(f"the rest     {command} --rerun", file=sys.stderr)
+    print(f"all jobs     {command}", file=sys.stderr)
+    if unfinished and sweep.has_known_jobs:
+        print(f"rerun        {command} --rerun", file=sys.stderr)
 
 
 def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
@@ -54,32 +54,33 @@ def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
     return {**best_trial(sweep.folder, jobs), **remote}
 
 
-def told_together(left: Sequence[SweepJob]) -> list[str]:
-    """Group jobs by status and error, if there are more than `MOST`.
+def grouped_lines(unfinished: Sequence[SweepJob]) -> list[str]:
+    """Group jobs by status and error, if there are more than `MAX_LISTED`.
 
     Args:
-        left: Jobs that are not done.
+        unfinished: Jobs that are not done.
 
     Returns:
         One line for each group, the largest group first; empty if the jobs can be listed one by one.
     """
-    if len(left) <= MOST:
+    if len(unfinished) <= MAX_LISTED:
         return []
-    alike: dict[tuple[str, str], list[str]] = {}
-    for job in left:
-        alike.setdefault((job.status, job.error or ""), []).append(job.name)
-    groups = sorted(alike.items(), key=lambda group: -len(group[1]))
+    jobs_by_cause: dict[tuple[str, str], list[str]] = {}
+    for job in unfinished:
+        jobs_by_cause.setdefault((job.status, job.error or ""), []).append(job.name)
+    groups = sorted(jobs_by_cause.items(), key=lambda group: -len(group[1]))
     lines = [
-        f"{len(names)} {status}  {_in_ranges(names)}  {error}".rstrip() for (status, error), names in groups[:MOST]
+        f"{len(names)} {status}  {_in_ranges(names)}  {error}".rstrip()
+        for (status, error), names in groups[:MAX_LISTED]
     ]
-    more = sum(len(names) for _, names in groups[MOST:])
+    more = sum(len(names) for _, names in groups[MAX_LISTED:])
     return [*lines, f"and {more} more"] if more else lines
 
 
 def _in_ranges(names: Sequence[str]) -> str:
     """Format job names: consecutive numbers as ranges (`3, 7-12, 40`), other names one by one."""
-    found = list(islice(_ranges(names), RANGES + 1))
-    return ", ".join([*found[:RANGES], "..."] if len(found) > RANGES else found)
+    ranges = list(islice(_ranges(names), MAX_RANGES + 1))
+    return ", ".join([*ranges[:MAX_RANGES], "..."] if len(ranges) > MAX_RANGES else ranges)
 
 
 def _ranges(names: Sequence[str]) -> Iterator[str]:

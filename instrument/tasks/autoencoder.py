@@ -41,7 +41,5 @@ class Autoencoder:
         inputs = inputs_of(batch)
         output = main_output(model(inputs))
         if output.shape != inputs.shape:
-            raise ValueError(
-                f"the output is {list(output.shape)}, the input that it is held against {list(inputs.shape)}"
-            )
+            raise ValueError(f"the output has shape {list(output.shape)}, but the input has shape {list(inputs.shape)}")
         return Outcome(self.loss(output, inputs), len(inputs))

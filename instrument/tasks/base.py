@@ -71,7 +71,7 @@ def inputs_of(batch: Any) -> Tensor:
     if isinstance(inputs, Tensor):
         return inputs
     raise TypeError(
-        f"the inputs are a {type(inputs).__name__}, and this task takes a tensor; write a task for this batch"
+        f"the inputs are {type(inputs).__name__}, but this task requires a tensor; write a custom task for this batch"
     )
 
 
@@ -88,7 +88,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
     raise TypeError(
-        f"the batch is a {given}, and this task takes a pair (inputs, targets); write a task for this batch"
+        f"the batch is a {given}, but this task requires a pair (inputs, targets); write a custom task for this batch"
     )
 
 
@@ -102,12 +102,12 @@ def check_outcome(outcome: object) -> None:
         TypeError: The result is not an `Outcome`, or its loss is not a differentiable scalar.
     """
     if not isinstance(outcome, Outcome):
-        raise TypeError(f"the task gave a {type(outcome).__name__} in place of an instrument.tasks.Outcome")
+        raise TypeError(f"the task returned {type(outcome).__name__} instead of instrument.tasks.Outcome")
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
         raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
     if not outcome.loss.requires_grad:
-        raise TypeError("the loss does not depend on any parameter that trains")
+        raise TypeError("the loss does not depend on any trainable parameter")
 
 
 @torch.no_grad()

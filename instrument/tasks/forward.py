@@ -31,16 +31,16 @@ class Forward(nn.Module):
         object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
         self.precision = precision
 
-    def forward(self, batch: Any, see: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
+    def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
         """Compute the outcome of a batch and the loss for the backward pass.
 
         Args:
             batch: The batch, on the device of the model.
-            see: Called with the loss; returns the loss that replaces it.
+            loss_hook: Called with the loss; returns the loss that replaces it.
 
         Returns:
-            The outcome of the task, and the loss that `see` returned.
+            The outcome of the task, and the loss that `loss_hook` returned.
         """
         with self.precision():
             outcome: Outcome = self.task(self.model, batch)
-        return outcome, see(outcome.loss)
+        return outcome, loss_hook(outcome.loss)

@@ -37,7 +37,7 @@ class WassersteinGAN:
 
     def __init__(self, latent: int = 16, penalty: float = 10.0) -> None:
         if penalty < 0:
-            raise ValueError(f"penalty has to be 0 or more, not {penalty}")
+            raise ValueError(f"penalty must be at least 0, got {penalty}")
         self.latent = latent
         self.penalty = penalty
 
@@ -61,7 +61,7 @@ class WassersteinGAN:
         loss = critic(fake.detach()).mean() - critic(real).mean()
         if torch.is_grad_enabled():  # An evaluation has no gradients, which the penalty requires.
             loss = loss + self.penalty * gradient_penalty(critic, real, fake.detach())
-            with held_still(critic):
+            with frozen_parameters(critic):
                 loss = loss - critic(fake).mean()
         return Outcome(loss, len(real))
 
@@ -79,15 +79,15 @@ def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
     Returns:
         A scalar that can be differentiated with respect to the parameters of the critic.
     """
-    share = torch.rand(len(real), *[1] * (real.dim() - 1), device=real.device, dtype=real.dtype)
-    mixture = (share * real + (1 - share) * fake).requires_grad_()
+    weight = torch.rand(len(real), *[1] * (real.dim() - 1), device=real.device, dtype=real.dtype)
+    mixture = (weight * real + (1 - weight) * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(critic(mixture).sum(), mixture, create_graph=True)
     norms: Tensor = gradient.flatten(1).norm(dim=1)
     return (norms - 1).square().mean()
 
 
 @contextmanager
-def held_still(module: nn.Module) -> Iterator[None]:
+def frozen_parameters(module: nn.Module) -> Iterator[None]:
     """Disable the gradients of a module's parameters inside the block. Gradients still pass through the module.
 
     Args:

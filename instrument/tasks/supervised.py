@@ -32,9 +32,9 @@ class Supervised:
         smoothing: float = 0.0,
     ) -> None:
         if targets not in ("as_is", "one_hot"):
-            raise ValueError(f"targets has to be as_is or one_hot, not {targets!r}")
+            raise ValueError(f"targets must be 'as_is' or 'one_hot', got {targets!r}")
         if not 0.0 <= smoothing <= 1.0:
-            raise ValueError(f"smoothing has to be from 0 to 1, not {smoothing}")
+            raise ValueError(f"smoothing must be from 0 to 1, got {smoothing}")
         self.loss = loss
         self.targets = targets
         self.smoothing = smoothing
@@ -56,11 +56,11 @@ class Supervised:
         inputs, targets = pair_of(batch)
         output = main_output(model(inputs))
         is_class = not targets.is_floating_point() and targets.dim() == output.dim() - 1
-        wanted = targets
+        expected = targets
         if self.targets == "one_hot" and is_class:
-            wanted = soft_targets(targets, output.shape[-1], self.smoothing).to(output.dtype)
+            expected = soft_targets(targets, output.shape[-1], self.smoothing).to(output.dtype)
         correct = (output.detach().argmax(-1) == targets).sum() if is_class and targets.dim() == 1 else None
-        return Outcome(self.loss(output, wanted), len(targets), correct)
+        return Outcome(self.loss(output, expected), len(targets), correct)
 
 
 class KLDivergence(nn.Module):
@@ -112,4 +112,7 @@ def main_output(output: Any) -> Tensor:
         return logits
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
-    raise TypeError(f"the model returned {type(output).__name__}, in which no tensor stands out as its output")
+    raise TypeError(
+        f"the model returned {type(output).__name__}, which has no main output: return a tensor, an object with `logits`, "
+        "or a tuple or list whose first element is a tensor"
+    )

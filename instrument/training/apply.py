@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from ..errors import ConfigError, InstrumentError, Mistake, nearest, own_frame
+from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
 from ..plan.layer_selection import select_layers
 from ..plan.modules import Layer, Layers
 from ..spec.apply import (
@@ -43,19 +43,19 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
         where = f"apply.{name}"
         layers = Layers.of(model)
         order = _in_order(model, select_layers(spec, layers, where))
-        touched = 0
+        changed = 0
         for layer in order:
             try:
-                touched += _DO[type(spec)](spec, layer, layers, where)
+                changed += _ACTIONS[type(spec)](spec, layer, layers, where)
             except InstrumentError:
                 raise
             except Exception as error:
-                problem = (
+                message = (
                     f"{spec.action} failed at layer {layer.label!r} ({layer.type}): {type(error).__name__}: {error}"
                 )
-                raise ConfigError(Mistake(where, problem + own_frame(error))) from error
-        if not touched:
-            raise ConfigError(_nothing_to_do(spec, order, where))
+                raise ConfigError(Problem(where, message + user_code_location(error))) from error
+        if not changed:
+            raise ConfigError(_no_match_problem(spec, order, where))
 
 
 def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
@@ -75,26 +75,26 @@ def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
     return list(order.values())
 
 
-def _nothing_to_do(spec: ApplySpec, layers: list[Layer], where: str) -> Mistake:
+def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:
     """Return the error for a spec whose modules have no matching parameter."""
     owns = list(dict.fromkeys(name for layer in layers for name, _ in layer.own_parameters()))
     if spec.params and owns:
-        close = [name for written in spec.params for name in nearest(written, owns)]
-        return Mistake(
+        close = [name for written in spec.params for name in similar_names(written, owns)]
+        return Problem(
             f"{where}.params",
             "this pattern matches no parameter",
-            written=list(spec.params),
+            given=list(spec.params),
             allowed=owns,
-            nearest=close,
+            similar=close,
         )
     names = [
         f"{layer.name}.**" if layer.name else "**" for layer in layers if any(True for _ in layer.module.parameters())
     ]
-    return Mistake(
+    return Problem(
         f"{where}.layers",
-        "none of the modules matched has such a parameter of its own",
-        written=list(spec.globs),
-        nearest=names[:3],
+        "no matched module has such a parameter of its own",
+        given=list(spec.globs),
+        similar=names[:3],
     )
 
 
@@ -134,24 +134,24 @@ def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int: 
 
 def _replace(spec: ReplaceSpec, layer: Layer, layers: Layers, where: str) -> int:
     """Replace a module by a new one. Return 1."""
-    _put(build_module(spec.module, f"{where}.module"), layer, layers, where)
+    _replace_module(build_module(spec.module, f"{where}.module"), layer, layers, where)
     return 1
 
 
 def _wrap(spec: WrapSpec, layer: Layer, layers: Layers, where: str) -> int:
     """Replace a module by a new one that is built with the module as its first argument. Return 1."""
-    _put(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
+    _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
     return 1
 
 
-def _put(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
+def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
     """Replace a module under all of its names.
 
     Raises:
         ConfigError: The module is the root module.
     """
     if not layer.name:
-        raise ConfigError(Mistake(where, "the root module cannot be replaced: name another one under 'model'"))
+        raise ConfigError(Problem(where, "the root module cannot be replaced; set 'model' instead"))
     for parent in layers:
         for key, child in parent.module._modules.items():
             if child is layer.module and parent.module is not new:
@@ -188,13 +188,13 @@ def _set(spec: SetSpec, layer: Layer, layers: Layers, where: str) -> int:  # noq
         ConfigError: The module has no such attribute.
     """
     if not hasattr(layer.module, spec.attribute):
-        close = nearest(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
+        close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
         raise ConfigError(
-            Mistake(
+            Problem(
                 f"{where}.attribute",
                 f"layer {layer.label!r} ({layer.type}) has no such attribute",
-                written=spec.attribute,
-                nearest=close,
+                given=spec.attribute,
+                similar=close,
             )
         )
     setattr(layer.module, spec.attribute, spec.value)
@@ -209,14 +209,14 @@ def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: 
     """
     if hasattr(layer.module, spec.parameter):
         raise ConfigError(
-            Mistake(
+            Problem(
                 f"{where}.parameter",
-                f"layer {layer.label!r} ({layer.type}) has this attribute already",
-                written=spec.parameter,
+                f"layer {layer.label!r} ({layer.type}) already has this attribute",
+                given=spec.parameter,
             )
         )
-    beside = next(layer.module.parameters(), None)
-    device = beside.device if beside is not None else None
+    existing = next(layer.module.parameters(), None)
+    device = existing.device if existing is not None else None
     layer.module.register_parameter(spec.parameter, Parameter(torch.full(spec.shape, spec.value, device=device)))
     return 1
 
@@ -227,7 +227,7 @@ def _call(spec: CallSpec, layer: Layer, layers: Layers, where: str) -> int:  # n
     return 1
 
 
-_DO: dict[type[Any], Callable[[Any, Layer, Layers, str], int]] = {
+_ACTIONS: dict[type[Any], Callable[[Any, Layer, Layers, str], int]] = {
     InitSpec: _init,
     FillSpec: _fill,
     FreezeSpec: _freeze,
@@ -257,10 +257,10 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     found = build(target, where, *positional)
     if not isinstance(found, nn.Module):
         raise ConfigError(
-            Mistake(
+            Problem(
                 where,
-                f"{target.target} gave a {type(found).__name__}",
-                written=target.target,
+                f"{target.target} returned {type(found).__name__}",
+                given=target.target,
                 allowed="a torch.nn.Module",
             )
         )

@@ -28,10 +28,10 @@ from torch import nn
 
 from ..capture.probe import Probe
 from ..capture.reducer import own_rank
-from ..distributed.torchrun import agreed
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..folders.run_folder import CHECKPOINTS
-from ..sharded import as_plain, from_plain, mesh_of
+from ..distributed.torchrun import synced_errors
+from ..errors import ConfigError, InstrumentError, Problem
+from ..folders.run_record import CHECKPOINTS
+from ..sharded import mesh_of, pack_shards, unpack_shards
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..distributed.processes import Processes
 
 VERSION = 3
-ASIDE = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 
 
 class Checkpoints:
@@ -58,7 +58,7 @@ class Checkpoints:
         self.every = every
         self.processes = processes
 
-    def due(self, step: int, steps: int) -> bool:
+    def is_due(self, step: int, steps: int) -> bool:
         """Return whether a checkpoint is scheduled.
 
         Args:
@@ -83,11 +83,11 @@ class Checkpoints:
         """
         with probe.saving_checkpoint():
             states = _states(_own(experiment))
-            if experiment.strategy.keeps_state:
-                states |= as_plain(_states(_shared(experiment)))
+            if experiment.strategy.saves_state:
+                states |= pack_shards(_states(_shared(experiment)))
                 states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
         probe.flush()
-        ends = sink.settle()
+        ends = sink.finish_parts()
         state = {
             "version": VERSION,
             "step": probe.step,
@@ -100,18 +100,18 @@ class Checkpoints:
         }
         path = self._file(probe.step, own_rank())
         try:
-            with agreed(self.processes):
-                _write(state, path.with_suffix(ASIDE))
+            with synced_errors(self.processes):
+                _write(state, path.with_suffix(TEMPORARY_SUFFIX))
             if own_rank():
-                _put_in_place(path)
+                _replace_final(path)
             if self.processes is not None:
                 self.processes.wait()
             if not own_rank():
-                _put_in_place(path)
+                _replace_final(path)
                 self._remove_others(probe.step)
         except BaseException:
             with suppress(OSError):
-                path.with_suffix(ASIDE).unlink()
+                path.with_suffix(TEMPORARY_SUFFIX).unlink()
             raise
 
     def load(self, rank: int = 0) -> dict[str, Any]:
@@ -129,21 +129,21 @@ class Checkpoints:
         found = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
         if not found:
             raise ConfigError(
-                Mistake(
+                Problem(
                     "resume",
-                    "this run has no checkpoint: train.checkpoint.every was 0, or it ended before the first one",
-                    written=str(self.folder),
+                    "the run has no checkpoint: train.checkpoint.every was 0, or the run ended before the first checkpoint",
+                    given=str(self.folder),
                 )
             )
         step = int(found[-1].stem.partition("-")[2])
         state: dict[str, Any] = {}
-        for each in (rank,) if rank == 0 else (rank, 0):
+        for saved_rank in (rank,) if rank == 0 else (rank, 0):
             if "model" not in state:  # If the model is replicated, only the file of rank 0 contains it.
-                path = self._file(step, each)
+                path = self._file(step, saved_rank)
                 try:
                     state = _read(path) | state
                 except InstrumentError as error:
-                    raise ConfigError(Mistake("resume", str(error), written=str(path))) from None
+                    raise ConfigError(Problem("resume", str(error), given=str(path))) from None
         return state
 
     def _file(self, step: int, rank: int) -> Path:
@@ -161,24 +161,24 @@ class Checkpoints:
                     file.unlink()
 
 
-def _write(state: Mapping[str, Any], aside: Path) -> None:
+def _write(state: Mapping[str, Any], temporary: Path) -> None:
     """Write a state to a temporary file next to its final path.
 
     Args:
         state: The state.
-        aside: The path of the temporary file.
+        temporary: The path of the temporary file.
 
     Raises:
         InstrumentError: The state cannot be written, or cannot be read back.
     """
-    path = aside.with_suffix(".pt")
+    path = temporary.with_suffix(".pt")
     try:
-        aside.parent.mkdir(exist_ok=True)
-        with open(aside, "wb") as file:
+        temporary.parent.mkdir(exist_ok=True)
+        with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(aside)  # Report a file that cannot be read back now, not when the run is resumed.
+        _read(temporary)  # Report a file that cannot be read back now, not when the run is resumed.
     except OSError as error:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
@@ -188,10 +188,10 @@ def _write(state: Mapping[str, Any], aside: Path) -> None:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
-def _put_in_place(path: Path) -> None:
+def _replace_final(path: Path) -> None:
     """Rename a temporary file to its final path."""
     try:
-        os.replace(path.with_suffix(ASIDE), path)
+        os.replace(path.with_suffix(TEMPORARY_SUFFIX), path)
     except OSError as error:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
 
@@ -206,9 +206,9 @@ def _read(path: Path) -> dict[str, Any]:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types of exceptions for a damaged file
         reason = str(error).strip().partition("\n")[0]
-        raise InstrumentError(f"the checkpoint holds what cannot be read back safely: {reason}") from error
+        raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
     if not isinstance(state, dict) or state.get("version") != VERSION:
-        raise InstrumentError("this is no checkpoint of this version")
+        raise InstrumentError("the file is not a checkpoint of this version")
     return state
 
 
@@ -226,14 +226,14 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None
     mesh = mesh_of(experiment.model)
     try:
         for name, part in (_shared(experiment) | _own(experiment)).items():
-            part.load_state_dict(state[name] if mesh is None else from_plain(state[name], mesh))
+            part.load_state_dict(state[name] if mesh is None else unpack_shards(state[name], mesh))
         for name, buffer in _unsaved_buffers(experiment.model, state["model"]):
             buffer.copy_(state["buffers"][name])
         experiment.batches.load_state_dict(state["batches"])
         probe.load_state_dict(state["probe"])
     except (KeyError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(Mistake("resume", "the checkpoint does not fit this experiment", written=reason)) from None
+        raise ConfigError(Problem("resume", "the checkpoint does not match this experiment", given=reason)) from None
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:
@@ -245,14 +245,14 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
         state: The checkpoint, from `Checkpoints.load`.
         device: The device of the experiment. The CUDA state is restored for this device.
     """
-    kept = state["random"]
-    version, words, gauss = kept["python"]
+    saved = state["random"]
+    version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
-    name, words, *rest = kept["numpy"]
+    name, words, *rest = saved["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(kept["torch"])
-    if kept["cuda"] is not None:
-        torch.cuda.set_rng_state(kept["cuda"], device)
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None:
+        torch.cuda.set_rng_state(saved["cuda"], device)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections import Counter
 
 from torch import nn
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 from ..plan.sites import HookPlan
 from ..spec.kinds import KINDS
 
 
-def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
+def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     """Prepare a model that is compiled, or will be compiled, for the attachment of hooks.
 
     Compiled code ignores hooks that were attached after its first call. The compiled code is therefore discarded, and
@@ -33,16 +33,16 @@ def meet_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
     if not compiled:
         return None
-    whole = any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled)
+    is_fullgraph = any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled)
     on_modules = [name for name, spec in plan.specs.items() if spec.definition.family == "module"]
-    if whole and on_modules:
+    if is_fullgraph and on_modules:
         kinds = ", ".join(name for name, kind in KINDS.items() if kind.family != "module")
-        problem = (
-            f"kind {plan.specs[on_modules[0]].kind} breaks the graph, and the model is compiled with fullgraph=True"
+        message = (
+            f"kind {plan.specs[on_modules[0]].kind} breaks the graph, but the model is compiled with fullgraph=True"
         )
-        raise ConfigError(Mistake(f"hooks.{on_modules[0]}.kind", problem, allowed=f"{kinds}; or fullgraph=False"))
+        raise ConfigError(Problem(f"hooks.{on_modules[0]}.kind", message, allowed=f"{kinds}; or fullgraph=False"))
     torch.compiler.reset()
-    return "the model was compiled before: it will be compiled again, so that the hooks fire"
+    return "the model was already compiled; it is compiled again so that the hooks fire"
 
 
 def graph_breaks() -> Counter[str]:
@@ -51,7 +51,7 @@ def graph_breaks() -> Counter[str]:
     return Counter() if compiler is None else Counter(compiler.counters["graph_break"])
 
 
-def broken_graphs(before: Counter[str]) -> str:
+def describe_graph_breaks(before: Counter[str]) -> str:
     """Describe the graph breaks since an earlier call of `graph_breaks`.
 
     Args:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from ..distributed.sharding import WHOLE, Group, Share, in_order
-from ..errors import ConfigError, Mistake, own_frame
+from ..distributed.sharding import FULL_BATCH, BatchShard, StepBatches, sequential_loader
+from ..errors import ConfigError, Problem, user_code_location
 from ..nested import number_of_samples, shapes
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.fields import Target
-from ..targets import build, takes
+from ..targets import argument_names, build
 from .datasets import DatasetMissingError
 
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.training.datasets.digits", "size": 28})
@@ -60,12 +60,12 @@ def load_data(config: DataConfig) -> Data:
         train, test = (_load(target, which) for which in (config.slice, config.eval_slice))
     except DatasetMissingError as missing:
         if config.fallback is None:
-            raise ConfigError(_ways_out(config, missing)) from None
-        fallback = f"{target.target} is missing ({missing}); scikit-learn's digits, resized to 28x28, stand in for it"
+            raise ConfigError(_missing_dataset_problem(config, missing)) from None
+        fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
         train, test = (_load(target, which) for which in (config.slice, config.eval_slice))
-    chosen = Subset(train, choose(train, config.slice, "data.slice"))
-    evaluated = Subset(test, choose(test, config.eval_slice, "data.eval_slice"))
+    chosen = Subset(train, slice_indices(train, config.slice, "data.slice"))
+    evaluated = Subset(test, slice_indices(test, config.eval_slice, "data.eval_slice"))
     source = {
         "dataset": target.target,
         "root": config.root,
@@ -78,7 +78,7 @@ def load_data(config: DataConfig) -> Data:
 
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
     """Build the dataset. The split is passed as `split=`, or as `train=` for the datasets of torchvision."""
-    parameters = takes(target.target, "data.dataset")
+    parameters = argument_names(target.target, "data.dataset")
     given: dict[str, Any] = {}
     if "split" in parameters:
         given["split"] = which.split
@@ -91,12 +91,12 @@ def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
             raise missing from None
         raise
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        mistake = Mistake(
+        problem = Problem(
             "data.dataset",
-            f"{target.target} gave a {type(dataset).__name__}",
+            f"{target.target} returned {type(dataset).__name__}",
             allowed="a dataset with a length and items (input, target)",
         )
-        raise ConfigError(mistake)
+        raise ConfigError(problem)
     return dataset  # type: ignore[no-any-return]
 
 
@@ -109,18 +109,18 @@ def _missing(error: BaseException | None) -> DatasetMissingError | None:
     return None
 
 
-def _ways_out(config: DataConfig, missing: DatasetMissingError) -> Mistake:
+def _missing_dataset_problem(config: DataConfig, missing: DatasetMissingError) -> Problem:
     """Return the error for a missing dataset, with the ways to fix it."""
-    return Mistake(
+    return Problem(
         "data.dataset",
-        f"{config.dataset.target} is missing: {missing}. Three ways out:\n"
-        "    1. have it on disk in torchvision's layout, and set data.root=FOLDER, or INSTRUMENT_DATA=FOLDER in the environment\n"
-        "    2. run once where there is a network, with data.dataset.download=true\n"
-        "    3. use what is always there: data=digits, or data.fallback=digits to have it stand in",
+        f"{config.dataset.target} is missing: {missing}. Do one of the following:\n"
+        "    1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER\n"
+        "    2. run once with a network connection and data.dataset.download=true\n"
+        "    3. use a dataset that needs no download: data=digits, or data.fallback=digits as a fallback",
     )
 
 
-def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
+def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
     """Return the indices of the samples in a slice.
 
     The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`,
@@ -146,10 +146,10 @@ def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
         order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(which.seed)).tolist()
         indices = [indices[i] for i in order]
     if which.indices is not None:
-        beyond = [i for i in which.indices if i >= len(indices)]
-        if beyond:
+        out_of_range = [i for i in which.indices if i >= len(indices)]
+        if out_of_range:
             raise ConfigError(
-                Mistake(f"{where}.indices", "out of range", written=beyond, allowed=f"0 to {len(indices) - 1}")
+                Problem(f"{where}.indices", "out of range", given=out_of_range, allowed=f"0 to {len(indices) - 1}")
             )
         indices = [indices[i] for i in which.indices]
     else:
@@ -165,7 +165,7 @@ def choose(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
     if not indices:
         written = which.model_dump(exclude_defaults=True)
         raise ConfigError(
-            Mistake(where, f"the slice is empty: the {which.split} split has {size} samples", written=written)
+            Problem(where, f"the slice is empty: the {which.split} split has {size} samples", given=written)
         )
     return indices
 
@@ -178,14 +178,14 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
     Raises:
         ConfigError: The targets cannot be converted to integers.
     """
-    known = getattr(dataset, "targets", None)
+    targets = getattr(dataset, "targets", None)
     try:
-        if known is None:
-            known = [dataset[i][1] for i in range(len(dataset))]  # type: ignore[arg-type]
-        return [int(target) for target in known]
+        if targets is None:
+            targets = [dataset[i][1] for i in range(len(dataset))]  # type: ignore[arg-type]
+        return [int(target) for target in targets]
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ConfigError(
-            Mistake(where, f"the targets of this dataset are no classes: {type(error).__name__}: {error}")
+            Problem(where, f"the targets of this dataset are not integer classes: {type(error).__name__}: {error}")
         ) from None
 
 
@@ -196,26 +196,26 @@ class Batches:
         dataset: The training slice.
         config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
         seed: The seed of the shuffle.
-        share: The part of each batch that this process gets. Default: the full batch.
+        shard: The part of each batch that this process gets. Default: the full batch.
 
     Attributes:
-        in_epoch: The number of micro-batches per epoch.
+        micro_batches_per_epoch: The number of micro-batches per epoch.
         steps: The number of optimizer steps of the run.
     """
 
-    def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int, share: Share = WHOLE) -> None:
+    def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int, shard: BatchShard = FULL_BATCH) -> None:
         self.dataset = dataset
-        self.share = share
+        self.shard = shard
         self.batch_size = config.batch_size
         self.accumulate = config.accumulate
-        self.in_epoch = -(-len(dataset) // config.batch_size)  # type: ignore[arg-type]
-        per_epoch = -(-self.in_epoch // config.accumulate)
+        self.micro_batches_per_epoch = -(-len(dataset) // config.batch_size)  # type: ignore[arg-type]
+        per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
         self.steps = config.steps if config.steps is not None else per_epoch * (config.epochs or 1)
         self._generator = torch.Generator().manual_seed(seed)
         self._before_epoch = self._generator.get_state()
         self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
 
-    def __iter__(self) -> Iterator[tuple[int, Group]]:
+    def __iter__(self) -> Iterator[tuple[int, StepBatches]]:
         """Yield the epoch and the micro-batches of each remaining step.
 
         The last step of an epoch may have fewer micro-batches.
@@ -229,24 +229,24 @@ class Batches:
                     return
             self._epoch, self._taken = self._epoch + 1, 0
 
-    def _groups_of_epoch(self) -> Iterator[Group]:
+    def _groups_of_epoch(self) -> Iterator[StepBatches]:
         """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
         order = torch.randperm(len(self.dataset), generator=self._generator).tolist()  # type: ignore[arg-type]
         rest = Subset(self.dataset, order[self._taken * self.batch_size :])
-        group = Group()
-        for place, batch in enumerate(in_order(rest, self.batch_size, self.share) if len(rest) else ()):
+        group = StepBatches()
+        for index, batch in enumerate(sequential_loader(rest, self.batch_size, self.shard) if len(rest) else ()):
             group.append(batch)
-            group.samples += min(self.batch_size, len(rest) - place * self.batch_size)
+            group.samples += min(self.batch_size, len(rest) - index * self.batch_size)
             if len(group) == self.accumulate:
                 yield group
-                group = Group()
+                group = StepBatches()
         if group:
             yield group
 
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each micro-batch of a step, summed over all processes."""
-        first = step % -(-self.in_epoch // self.accumulate) * self.accumulate
+        first = step % -(-self.micro_batches_per_epoch // self.accumulate) * self.accumulate
         length = len(self.dataset)  # type: ignore[arg-type]
         return batch_sizes(length, self.batch_size, first, first + self.accumulate)
 
@@ -277,13 +277,13 @@ def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None =
     return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
 
 
-def first_batch(dataset: Dataset[Any], batch_size: int, share: Share = WHOLE) -> Any:
+def first_batch(dataset: Dataset[Any], batch_size: int, shard: BatchShard = FULL_BATCH) -> Any:
     """Return a batch of the first samples of the dataset, for shape inference.
 
     Args:
         dataset: The dataset.
         batch_size: The number of samples per batch, over all processes.
-        share: The part of the batch that this process gets. Default: the full batch.
+        shard: The part of the batch that this process gets. Default: the full batch.
 
     Returns:
         The collated batch.
@@ -291,22 +291,22 @@ def first_batch(dataset: Dataset[Any], batch_size: int, share: Share = WHOLE) ->
     Raises:
         ConfigError: The samples cannot be collated, or dimension 0 of the tensors is not the number of samples.
     """
-    size = len(share.of(range(min(batch_size, len(dataset)))))  # type: ignore[arg-type]
+    size = len(shard.indices_of(range(min(batch_size, len(dataset)))))  # type: ignore[arg-type]
     try:
-        batch = next(iter(in_order(Subset(dataset, range(size)), size)))
+        batch = next(iter(sequential_loader(Subset(dataset, range(size)), size)))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ConfigError(
-            Mistake(
+            Problem(
                 "data.dataset",
-                f"no batch can be made of its items{own_frame(error)}",
-                written=reason,
-                allowed="items (input, target) of tensors, arrays and numbers, the inputs all of one shape",
+                f"its items cannot be collated into a batch{user_code_location(error)}",
+                given=reason,
+                allowed="items (input, target) of tensors, arrays and numbers, with inputs of equal shape",
             )
         ) from error
     if (samples := number_of_samples(batch)) != size:
-        problem = f"the tensors of a batch of {size} items have {samples} samples in dimension 0"
+        message = f"the tensors of a batch of {size} items have {samples} samples in dimension 0"
         raise ConfigError(
-            Mistake("data.dataset", problem, shapes(batch), "tensors [samples, ...]: one sample of each item")
+            Problem("data.dataset", message, shapes(batch), "tensors [samples, ...] with one sample per item")
         )
     return batch

@@ -68,8 +68,8 @@ def mnist(split: str, root: str, download: bool = True) -> Images:
     Raises:
         DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
-    found = _torchvision("MNIST", split, root, download)
-    return Images(found.data.unsqueeze(1), found.targets, MNIST_STATS)
+    dataset = _torchvision("MNIST", split, root, download)
+    return Images(dataset.data.unsqueeze(1), dataset.targets, MNIST_STATS)
 
 
 def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
@@ -83,8 +83,8 @@ def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
     Raises:
         DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
-    found = _torchvision("FashionMNIST", split, root, download)
-    return Images(found.data.unsqueeze(1), found.targets, FASHION_MNIST_STATS)
+    dataset = _torchvision("FashionMNIST", split, root, download)
+    return Images(dataset.data.unsqueeze(1), dataset.targets, FASHION_MNIST_STATS)
 
 
 def cifar10(split: str, root: str, download: bool = True) -> Images:
@@ -98,8 +98,8 @@ def cifar10(split: str, root: str, download: bool = True) -> Images:
     Raises:
         DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
-    found = _torchvision("CIFAR10", split, root, download)
-    return Images(torch.from_numpy(found.data).permute(0, 3, 1, 2), torch.tensor(found.targets), CIFAR10_STATS)
+    dataset = _torchvision("CIFAR10", split, root, download)
+    return Images(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), torch.tensor(dataset.targets), CIFAR10_STATS)
 
 
 def digits(split: str, size: int = 8) -> Images:
@@ -118,11 +118,11 @@ def digits(split: str, size: int = 8) -> Images:
     table = _digits_table()
     images = table[:, :-1].float().div(16).view(-1, 1, 8, 8)
     targets = table[:, -1]
-    part = slice(0, 1437) if split == "train" else slice(1437, None)
-    images = images[part]
+    split_slice = slice(0, 1437) if split == "train" else slice(1437, None)
+    images = images[split_slice]
     if size != 8:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    return Images(images, targets[part], DIGITS_STATS)
+    return Images(images, targets[split_slice], DIGITS_STATS)
 
 
 def random_tensors(
@@ -219,7 +219,7 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
 
     dataset = getattr(torchvision.datasets, name)
     folder = Path(root).expanduser()
-    reason = f"not below {folder}"
+    reason = f"not found in {folder}"
     try:
         return dataset(folder, train=split == "train", download=False)
     except RuntimeError:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from ..errors import ConfigError, Mistake
+from ..errors import ConfigError, Problem
 
 
 def choose_device(name: str) -> torch.device:
@@ -34,7 +34,7 @@ def choose_device(name: str) -> torch.device:
             if not torch.backends.cuda.is_built()
             else "PyTorch finds no GPU on this machine"
         )
-        raise ConfigError(Mistake("device", f"there is no GPU: {why}", written=name, allowed="auto, cpu"))
+        raise ConfigError(Problem("device", f"no GPU is available: {why}", given=name, allowed="auto, cpu"))
     return torch.device(name)
 
 

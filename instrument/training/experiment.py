@@ -15,28 +15,28 @@ from torch.utils.data import DataLoader
 
 from ..analysis.archive import RunArchive
 from ..capture.optimizer_checks import parts_of, require_optimizer
-from ..distributed.sharding import in_order, refuse_small_batches
+from ..distributed.sharding import check_batch_size, sequential_loader
 from ..distributed.strategies import Strategy
-from ..distributed.unused_parameters import has_idle
-from ..errors import ConfigError, Mistake
+from ..distributed.unused_parameters import has_unused_parameters
+from ..errors import ConfigError, Problem
 from ..nested import number_of_samples, to_device
 from ..plan.cost import Length
 from ..plan.dimension_checks import refuse_misfits
-from ..plan.path_checks import refuse_idle_paths
-from ..plan.shape_inference import Trial, materialise, try_forward
+from ..plan.path_checks import refuse_unused_paths
+from ..plan.shape_inference import InferredCalls, infer_shapes, materialise
 from ..plan.sites import HookPlan, make_plan, refuse_frozen
 from ..spec.config import RunConfig
 from ..spec.fields import Target
 from ..spec.schedule import Evaluations
-from ..targets import build, takes
+from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
 from ..tasks.forward import Forward
 from .apply import apply_specs, build_module
+from .batch_checks import PhaseBatches, refuse_unfit_batches
 from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device import choose_device
-from .function_checks import FunctionTrial
-from .recording_checks import Tried, refuse_unfit_recordings
-from .uncompiled import spare_methods, spare_step
+from .function_checks import FunctionCheck
+from .uncompiled import bypass_compiler_in_methods, bypass_compiler_in_step
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Experiment:
         trained: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
         plan: The plan of the hooks.
-        trials: The result of shape inference for each phase, `train` and `eval`.
+        inferred_by_phase: The result of shape inference for each phase, `train` and `eval`.
         archive: Reads the recorded tensors of other runs.
     """
 
@@ -77,7 +77,7 @@ class Experiment:
     callable: nn.Module
     trained: nn.Module
     plan: HookPlan
-    trials: dict[str, Trial]
+    inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
 
     def autocast(self) -> torch.autocast:
@@ -118,52 +118,46 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             or does not fit the shape of its tensors; or the model has no trainable parameter.
     """
     strategy = strategy or Strategy()
-    strategy.refuse(config)
+    strategy.check_config(config)
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     model = build_module(config.model, "model")
     data = load_data(config.data)
-    refuse_small_batches(data.train, config.train.batch_size, strategy.share, "train.batch_size")
-    refuse_small_batches(data.test, config.train.eval_batch_size, strategy.share, "train.eval_batch_size")
-    batches = Batches(data.train, config.train, config.seed, strategy.share)
-    evaluation = in_order(data.test, config.train.eval_batch_size, strategy.share)
+    check_batch_size(data.train, config.train.batch_size, strategy.batch_shard, "train.batch_size")
+    check_batch_size(data.test, config.train.eval_batch_size, strategy.batch_shard, "train.eval_batch_size")
+    batches = Batches(data.train, config.train, config.seed, strategy.batch_shard)
+    evaluation = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
 
     model.to(device)
-    first = to_device(first_batch(data.train, config.train.batch_size, strategy.share), device)
-    evaluated = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.share), device)
+    first = to_device(first_batch(data.train, config.train.batch_size, strategy.batch_shard), device)
+    evaluated = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.batch_shard), device)
     materialise(model, partial(_forward, task, model, first))
     apply_specs(config.apply, model)
-    _require_trained(config, model)
+    _require_trainable(config, model)
 
     plan = make_plan(config.hooks, model)
     refuse_frozen(plan)
     asked = config.train.find_unused_parameters
-    functions = FunctionTrial(plan, config.seed)
-    trials, idle = _try(
-        task, model, first, evaluated, functions, looks_for_idle=strategy.waits_for_all and asked is None
+    functions = FunctionCheck(plan, config.seed)
+    inferred_by_phase, has_unused = _infer_shapes(
+        task, model, first, evaluated, functions, find_unused=strategy.needs_all_gradients and asked is None
     )
-    refuse_idle_paths(plan, trials)
-    refuse_misfits(plan, trials)
-    archive = RunArchive(strategy.share.size, strategy.share.of)
-    in_evaluation = batch_sizes(len(data.test), config.train.eval_batch_size)  # type: ignore[arg-type]
-    tried = {
-        "train": Tried(trials["train"], number_of_samples(first), batches.sizes),
-        "eval": Tried(trials["eval"], number_of_samples(evaluated), lambda _: in_evaluation),
-    }
-    refuse_unfit_recordings(plan, archive, tried, _length(config, batches, evaluation))
-    strategy.refuse_parts(called_whole=id(model) in trials["train"])
+    archive = RunArchive(strategy.batch_shard.size, strategy.batch_shard.indices_of)
+    samples = {"train": number_of_samples(first), "eval": number_of_samples(evaluated)}
+    _check_shapes(config, plan, archive, inferred_by_phase, samples, batches, evaluation)
+    strategy.check_model_call(calls_model=id(model) in inferred_by_phase["train"])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
-    plan = replace(plan, tried=True)
+    plan = replace(plan, shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model)
     require_optimizer(plan, parts_of(optimizer))
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
     called = _compiled(model) if config.train.compile else model
     trained = strategy.wrap(
         Forward(called, task, partial(_autocast, config.train.precision, device)),
-        idle=idle or bool(asked),
+        has_unused=has_unused or bool(asked),
     )
-    strategy.draw_apart(config.seed)
+    strategy.seed_ranks(config.seed)
     return Experiment(
         config=config,
         device=device,
@@ -179,20 +173,53 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         callable=called,
         trained=trained,
         plan=plan,
-        trials=trials,
+        inferred_by_phase=inferred_by_phase,
         archive=archive,
     )
+
+
+def _check_shapes(
+    config: RunConfig,
+    plan: HookPlan,
+    archive: RunArchive,
+    inferred_by_phase: dict[str, InferredCalls],
+    samples: dict[str, int],
+    batches: Batches,
+    evaluation: DataLoader[Any],
+) -> None:
+    """Check that the specs fit the tensors of all batches.
+
+    Args:
+        config: The configuration.
+        plan: The plan.
+        archive: Reads the recorded tensors of other runs.
+        inferred_by_phase: The result of shape inference for each phase, `train` and `eval`.
+        samples: The number of samples in the batch of each trial.
+        batches: The training batches.
+        evaluation: The evaluation batches.
+
+    Raises:
+        ConfigError: A spec does not fit the shape of its tensors, or names a path that no tensor has.
+    """
+    refuse_unused_paths(plan, inferred_by_phase)
+    refuse_misfits(plan, inferred_by_phase)
+    sizes = batch_sizes(len(evaluation.dataset), config.train.eval_batch_size)  # type: ignore[arg-type]
+    tried = {
+        "train": PhaseBatches(inferred_by_phase["train"], samples["train"], batches.sizes),
+        "eval": PhaseBatches(inferred_by_phase["eval"], samples["eval"], lambda _: sizes),
+    }
+    refuse_unfit_batches(plan, archive, tried, _length(config, batches, evaluation))
 
 
 def _length(config: RunConfig, batches: Batches, evaluation: DataLoader[Any]) -> Length:
     """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
-    return Length(batches.steps, config.train.accumulate, batches.in_epoch, evaluations, len(evaluation))
+    return Length(batches.steps, config.train.accumulate, batches.micro_batches_per_epoch, evaluations, len(evaluation))
 
 
-def _try(
-    task: Task, model: nn.Module, batch: Any, evaluated: Any, functions: FunctionTrial, *, looks_for_idle: bool
-) -> tuple[dict[str, Trial], bool]:
+def _infer_shapes(
+    task: Task, model: nn.Module, batch: Any, evaluated: Any, functions: FunctionCheck, *, find_unused: bool
+) -> tuple[dict[str, InferredCalls], bool]:
     """Run shape inference for each phase.
 
     Args:
@@ -201,24 +228,24 @@ def _try(
         batch: The first training batch.
         evaluated: The first evaluation batch.
         functions: Calls the custom hook functions.
-        looks_for_idle: Whether to search for parameters without a gradient.
+        find_unused: Whether to search for parameters without a gradient.
 
     Returns:
         The result of shape inference for each phase, and whether a parameter gets no gradient (False without a search).
     """
-    idle = False
+    has_unused = False
 
-    def forward_and_look() -> None:
-        nonlocal idle
+    def forward_and_check() -> None:
+        nonlocal has_unused
         loss = _forward(task, model, batch)
-        idle = looks_for_idle and has_idle(model, loss)
-        functions.see_loss(loss)
-        functions.see_parameters()
+        has_unused = find_unused and has_unused_parameters(model, loss)
+        functions.check_loss(loss)
+        functions.check_parameters()
 
     forward = partial(_forward, task, model, evaluated)
-    in_training = try_forward(model, forward_and_look, training=True, see=functions.see)
-    in_evaluation = try_forward(model, forward, training=False, see=partial(functions.see, phase="eval"))
-    return {"train": in_training, "eval": in_evaluation}, idle
+    in_training = infer_shapes(model, forward_and_check, training=True, observe=functions.check_tensors)
+    in_evaluation = infer_shapes(model, forward, training=False, observe=partial(functions.check_tensors, phase="eval"))
+    return {"train": in_training, "eval": in_evaluation}, has_unused
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -242,7 +269,7 @@ def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor:
     return outcome.loss
 
 
-def _require_trained(config: RunConfig, model: nn.Module) -> None:
+def _require_trainable(config: RunConfig, model: nn.Module) -> None:
     """Check that the model has a trainable parameter.
 
     Raises:
@@ -250,10 +277,10 @@ def _require_trained(config: RunConfig, model: nn.Module) -> None:
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            Mistake(
+            Problem(
                 "model",
-                "no parameter trains: the model has none, or 'apply' froze all of them",
-                written=config.model.target,
+                "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them",
+                given=config.model.target,
             )
         )
 
@@ -267,20 +294,20 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
     Raises:
         ConfigError: The target does not exist, raises an exception, or does not return an optimizer.
     """
-    spare_methods()
+    bypass_compiler_in_methods()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    names = takes(target.target, "optimizer")
+    names = argument_names(target.target, "optimizer")
     optimizer = build(target, "optimizer", model if "model" in names and "params" not in names else trained)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            Mistake(
+            Problem(
                 "optimizer",
-                f"{target.target} gave a {type(optimizer).__name__}",
+                f"{target.target} returned {type(optimizer).__name__}",
                 allowed="a torch.optim.Optimizer",
             )
         )
     for each in parts_of(optimizer):
-        spare_step(each)
+        bypass_compiler_in_step(each)
     return optimizer
 
 
@@ -293,14 +320,14 @@ def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRSche
         ConfigError: The target does not exist, raises an exception, or does not return a scheduler that works without a
             metric.
     """
-    given = {"steps": steps} if "steps" in takes(target.target, "scheduler") else {}
+    given = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **given)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
-            Mistake(
+            Problem(
                 "scheduler",
-                f"{target.target} gave a {type(scheduler).__name__}",
-                allowed="a torch.optim.lr_scheduler.LRScheduler that needs no metric to make its step",
+                f"{target.target} returned {type(scheduler).__name__}",
+                allowed="a torch.optim.lr_scheduler.LRScheduler whose step needs no metric",
             )
         )
     return scheduler

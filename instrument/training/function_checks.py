@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..actions.base import Context, Effect, Moment, NoArchive
+from ..actions.base import Context, Effect, NoArchive, StepContext
 from ..actions.intervention import Intervention
 from ..actions.modify import Modify
-from ..errors import ConfigError, InstrumentError, Mistake
-from ..kinds.attached import Clock, LiveSite
+from ..errors import ConfigError, InstrumentError, Problem
+from ..kinds.attached import AttachedHook
+from ..kinds.clock import Clock
 from ..nested import leaves
 from ..plan.sites import HookPlan, Site
 from ..spec.functions import FunctionSpec
 from ..spec.schedule import Schedule
 
 
-class FunctionTrial:
+class FunctionCheck:
     """Calls each custom function once for each tensor at each of its sites. Nothing is recorded or changed.
 
     Each function gets a copy of the tensor. For a gradient, the copy of the forward tensor is used, which has the same
@@ -37,17 +38,17 @@ class FunctionTrial:
     def __init__(self, plan: HookPlan, seed: int) -> None:
         sites = [site for site in plan.sites if isinstance(site.spec, FunctionSpec)]
         actions = {site.spec.name: _action(site) for site in sites}
-        self.lives = [
-            LiveSite(site, actions[site.spec.name], Clock(_first(site.spec.schedule), seed), tried=True)
+        self.attached_hooks = [
+            AttachedHook(site, actions[site.spec.name], Clock(_first(site.spec.schedule), seed), shapes_checked=True)
             for site in sites
         ]
-        self.seen: set[tuple[LiveSite, str]] = set()
-        self.by_module: dict[int, list[LiveSite]] = {}
-        for live in self.lives:
-            if live.site.spec.definition.family == "module":
-                self.by_module.setdefault(id(live.site.layer.module), []).append(live)
+        self.called: set[tuple[AttachedHook, str]] = set()
+        self.by_module: dict[int, list[AttachedHook]] = {}
+        for attached in self.attached_hooks:
+            if attached.site.spec.definition.family == "module":
+                self.by_module.setdefault(id(attached.site.layer.module), []).append(attached)
 
-    def see(self, module: nn.Module, role: str, value: Any, phase: str = "train") -> None:
+    def check_tensors(self, module: nn.Module, role: str, value: Any, phase: str = "train") -> None:
         """Call the functions at a module with its input or output tensors.
 
         Args:
@@ -56,42 +57,42 @@ class FunctionTrial:
             value: The input or output: a tensor, or nested tensors.
             phase: `train` (default) or `eval`.
         """
-        for live in self.by_module.get(id(module), ()):
-            spec = live.site.spec
+        for attached in self.by_module.get(id(module), ()):
+            spec = attached.site.spec
             if spec.phase != phase or role != ("input" if "input" in spec.tensor_role else "output"):
                 continue
             for path, tensor in leaves(value):
-                if live.takes(tensor, path) and (tensor.requires_grad or not spec.definition.gradient):
-                    self._call(live, tensor, path)
+                if attached.accepts(tensor, path) and (tensor.requires_grad or not spec.definition.gradient):
+                    self._call(attached, tensor, path)
 
-    def see_loss(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """Call the functions of kind `loss` with the loss."""
-        for live in self.lives:
-            if live.site.spec.kind == "loss":
-                self._call(live, loss, "")
+        for attached in self.attached_hooks:
+            if attached.site.spec.kind == "loss":
+                self._call(attached, loss, "")
 
-    def see_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Call the functions at parameters, buffers and entries of state dicts."""
-        for live in self.lives:
-            site = live.site
+        for attached in self.attached_hooks:
+            site = attached.site
             if site.spec.definition.family in ("module", "loss") or site.spec.tensor_role.startswith("state."):
                 continue
             module = site.layer.module
             tensor = {**module._parameters, **module._buffers}[site.own_name]
-            if tensor is not None and not nn.parameter.is_lazy(tensor) and live.takes(tensor, site.own_name):
+            if tensor is not None and not nn.parameter.is_lazy(tensor) and attached.accepts(tensor, site.own_name):
                 value = tensor if site.spec.definition.family == "parameter" else None
-                self._call(live, tensor.detach(), site.own_name, value)
+                self._call(attached, tensor.detach(), site.own_name, value)
 
-    def _call(self, live: LiveSite, tensor: Tensor, path: str, value: Tensor | None = None) -> None:
+    def _call(self, attached: AttachedHook, tensor: Tensor, path: str, value: Tensor | None = None) -> None:
         """Call one function with a copy of a tensor, unless it was called for this path before.
 
         Raises:
             ConfigError: The function raises an exception, or its result is invalid.
         """
-        if (live, path) in self.seen:
+        if (attached, path) in self.called:
             return
-        self.seen.add((live, path))
-        spec = live.site.spec
+        self.called.add((attached, path))
+        spec = attached.site.spec
         is_gradient = spec.definition.gradient
         copy = tensor.detach().clone()
         if tensor.requires_grad and not is_gradient:
@@ -100,23 +101,23 @@ class FunctionTrial:
             value = tensor.detach().clone()
         try:
             with torch.set_grad_enabled(copy.requires_grad):
-                live.fire(copy, path, value=value)
+                attached.fire(copy, path, value=value)
         except InstrumentError as error:
-            assert isinstance(spec, FunctionSpec), "others are not tried"
-            problem = f"tried on a copy before the run: {error}"
-            allowed = "fn(tensor, context), which gives a new tensor of the same shape and dtype"
-            raise ConfigError(Mistake(f"hooks.{spec.name}.fn", problem, spec.fn.target, allowed)) from error
+            assert isinstance(spec, FunctionSpec), "only custom functions are called"
+            message = f"the trial call on a copy before the run failed: {error}"
+            allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype"
+            raise ConfigError(Problem(f"hooks.{spec.name}.fn", message, spec.fn.target, allowed)) from error
 
 
 def _action(site: Site) -> Intervention:
     """Return an intervention that calls the function of a site and records no effect."""
-    assert isinstance(site.spec, FunctionSpec), "others are not tried"
+    assert isinstance(site.spec, FunctionSpec), "only custom functions are called"
     return Intervention(Modify(site.spec, NoArchive()), _NoRows())
 
 
-def _first(schedule: Schedule) -> Moment:
+def _first(schedule: Schedule) -> StepContext:
     """Return the first step of a schedule."""
-    return Moment(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
+    return StepContext(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
 
 
 class _NoRows:

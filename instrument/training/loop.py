@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..capture.probe import Probe
-from ..distributed.sharding import Group
+from ..distributed.sharding import StepBatches
 from ..nested import number_of_samples, to_device
-from ..sharded import whole
+from ..sharded import full_tensor
 from ..spec.schedule import Evaluations
 from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
 from .experiment import Experiment
@@ -66,7 +66,7 @@ def train(
     last = last or {}
     before = len(probe.warnings)
 
-    def tell(metrics: Mapping[str, float | None], phase: str) -> None:
+    def report(metrics: Mapping[str, float | None], phase: str) -> None:
         rows, warnings = probe.recorder.rows_written, probe.warnings[before:]
         show(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
 
@@ -74,16 +74,16 @@ def train(
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
         metrics = make_step(experiment, probe, micro_batches)
-        tell(metrics, "train")
+        report(metrics, "train")
         if probe.step in evaluations:
             last = evaluate(experiment, probe)
-            tell(last, "eval")
+            report(last, "eval")
         if keep is not None:
             keep(last)
     return last
 
 
-class Watcher(Protocol):
+class StepObserver(Protocol):
     """An observer of a step, such as a `Probe`."""
 
     def loss(self, loss: Tensor) -> Tensor:
@@ -107,16 +107,16 @@ class Watcher(Protocol):
         """
 
 
-def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) -> Mapping[str, float | None]:
+def make_step(experiment: Experiment, observer: StepObserver, micro_batches: StepBatches) -> Mapping[str, float | None]:
     """Make one optimizer step, with gradient accumulation over its micro-batches.
 
     Args:
         experiment: The experiment.
-        watcher: The observer, such as a `Probe`.
+        observer: The observer, such as a `Probe`.
         micro_batches: The micro-batches of the step.
 
     Returns:
-        The metrics of the step, as the watcher returned them.
+        The metrics of the step, as the observer returned them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     strategy, trained = experiment.strategy, experiment.trained
@@ -125,11 +125,11 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
     optimizer.zero_grad()
     for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with strategy.micro_step(trained, last=number == len(micro_batches)):
-            outcome, loss = trained(to_device(batch, experiment.device), watcher.loss)
+            outcome, loss = trained(to_device(batch, experiment.device), observer.loss)
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
             scaler.scale(loss * (weight / total)).backward()
         outcomes.append(outcome)
-        watcher.end_micro_step()
+        observer.end_micro_step()
     scaler.unscale_(optimizer)
     norm = gradient_norm(experiment.model)
     lr = optimizer.param_groups[0]["lr"]
@@ -137,11 +137,11 @@ def make_step(experiment: Experiment, watcher: Watcher, micro_batches: Group) ->
     scaler.update()
     if scheduler is not None:
         scheduler.step()
-    mean, right = _means(experiment, outcomes, weights)
-    return watcher.end_step(loss=mean, accuracy=right, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+    mean, mean_accuracy = _means(experiment, outcomes, weights)
+    return observer.end_step(loss=mean, accuracy=mean_accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples)
 
 
-def _weights(experiment: Experiment, micro_batches: Group) -> tuple[list[int], int]:
+def _weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[list[int], int]:
     """Return the weight of each micro-batch in the mean of a step, and the sum of weights over all processes."""
     if not isinstance(experiment.task, CountsTerms):
         return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
@@ -154,8 +154,8 @@ def _means(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the weighted mean loss and accuracy over the batches of all processes."""
     own = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
-    loss, right = experiment.strategy.mean(own, sum(weights))
-    return loss, right
+    loss, mean_accuracy = experiment.strategy.mean(own, sum(weights))
+    return loss, mean_accuracy
 
 
 @torch.no_grad()
@@ -173,7 +173,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
     began = time.perf_counter()
     was_training = model.training
     model.eval()
-    experiment.strategy.share_buffers(model)
+    experiment.strategy.broadcast_buffers(model)
     try:
         with probe.evaluating():
             outcomes: list[Outcome] = []
@@ -184,10 +184,10 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
                     outcomes.append(task(experiment.callable, to_device(batch, experiment.device)))
                 weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
                 probe.end_micro_step()
-            loss, right = _means(experiment, outcomes, weights)
+            loss, mean_accuracy = _means(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=loss,
-                accuracy=right,
+                accuracy=mean_accuracy,
                 seconds=time.perf_counter() - began,
                 samples=experiment.strategy.total(sum(outcome.samples for outcome in outcomes)),
             )
@@ -209,8 +209,8 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
         norms = [
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
         ]
-        return whole(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
-    return whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+        return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
+    return full_tensor(torch.nn.utils.get_total_norm(gradients)) if gradients else None
 
 
 def _entries(gradient: Tensor) -> Tensor:

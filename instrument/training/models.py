@@ -61,7 +61,9 @@ class MnistCNN(nn.Module):
     ) -> None:
         super().__init__()
         if image_size >> len(encoder) < 1:
-            raise ValueError(f"{len(encoder)} blocks halve an image of {image_size} pixels to nothing")
+            raise ValueError(
+                f"an image of {image_size} pixels is too small for {len(encoder)} blocks, each of which halves it"
+            )
         channels = [in_channels, *encoder]
         features = [channels[-1] * (image_size >> len(encoder)) ** 2, *decoder]
         self.encoder = nn.Sequential(*map(conv_block, channels, channels[1:]))
@@ -87,7 +89,7 @@ class MLP(nn.Module):
     def __init__(self, sizes: Sequence[int | None] = (None, 128, 64, 10)) -> None:
         super().__init__()
         if None in sizes[1:]:
-            raise ValueError(f"only the first size may be null, that of the input; sizes are {list(sizes)}")
+            raise ValueError(f"only the first size, that of the input, may be null, got {list(sizes)}")
         features = [size for size in sizes[1:] if size is not None]
         inputs = [sizes[0], *features]
         hidden = list(map(dense_block, inputs[:-2], features[:-1]))

@@ -38,14 +38,14 @@ class PerModule(Optimizer):
         held = [id(parameter) for parameters in own.values() for parameter in parameters]
         for name, parameter in trained.items():
             if held.count(id(parameter)) != 1:
-                problem = "several of the modules have" if id(parameter) in held else "none of the modules has"
+                problem = "several modules have" if id(parameter) in held else "no module has"
                 raise ValueError(f"{problem} the parameter {name!r}: {', '.join(optimizers)}")
         super().__init__(list(trained.values()), {})
         self.parts = {name: make(own[name]) for name, make in optimizers.items()}
         for name, part in self.parts.items():
             if _requires_closure(part):
                 problem = f"the step of {type(part).__name__} requires a closure"
-                raise ValueError(f"{problem}, and PerModule calls the step of each module without one: {name}")
+                raise ValueError(f"{problem}, but PerModule calls the step of each module without one: {name}")
         self._share_groups()
 
     def _share_groups(self) -> None:

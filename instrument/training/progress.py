@@ -16,21 +16,21 @@ from ..analysis.run_files import size_on_disk
 from ..formatting import human_bytes
 from .loop import Progress
 
-LINES_IN_A_PIPE = 10  # Progress lines per run if the output is not a terminal.
-SECONDS_BETWEEN_DRAWINGS = 0.1
-SECONDS_BETWEEN_LOOKS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
-SMOOTHED_OVER = 3.0  # Time constant of the smoothing, in seconds.
-LEAST_BAR, MOST_BAR = 5, 30  # Width of the bar, in characters.
+PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
+REFRESH_SECONDS = 0.1
+SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
+SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
+MIN_BAR_WIDTH, MAX_BAR_WIDTH = 5, 30  # Width of the bar, in characters.
 
-# The most important text is first and is omitted last. The order on the screen is that of `facts`.
-IMPORTANCE = ("step", "loss", "accuracy", "left", "speed", "bar", "overhead", "rows", "size")
+# The most important text is first and is omitted last. The order on the screen is that of `progress_texts`.
+PRIORITY = ("step", "loss", "accuracy", "left", "speed", "bar", "overhead", "rows", "size")
 
-NOT_FINITE = ("loss nan", "loss inf", "loss -inf")
+NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 
 Show = Callable[[Progress], None]
 
 
-class Pace:
+class Speed:
     """The speed of training, exponentially smoothed. The time of evaluations is measured separately."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Pace:
         """Record the end of a step."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        fading = math.exp(-seconds / SMOOTHED_OVER)
+        decay = math.exp(-seconds / SMOOTHING_SECONDS)
         self._done += 1
-        self._steps = self._steps * fading + 1.0
-        self._seconds = self._seconds * fading + seconds
+        self._steps = self._steps * decay + 1.0
+        self._seconds = self._seconds * decay + seconds
 
     def pause(self) -> None:
         """Record the end of an evaluation or of another interval that is not a step."""
@@ -89,16 +89,16 @@ class Size:
         if began >= self._again:
             self._bytes = size_on_disk(self.folder)
             now = time.perf_counter()
-            self._again = now + max(SECONDS_BETWEEN_LOOKS, 100 * (now - began))
+            self._again = now + max(SIZE_SECONDS, 100 * (now - began))
         return self._bytes
 
 
-def facts(progress: Progress, pace: Pace, size: int) -> dict[str, str]:
+def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str]:
     """Return the texts to display after a training step, by name. Unknown values are omitted.
 
     Args:
         progress: The progress after the step.
-        pace: The speed of training.
+        speed: The speed of training.
         size: The size of the tables, in bytes.
     """
     metrics = progress.metrics
@@ -108,12 +108,12 @@ def facts(progress: Progress, pace: Pace, size: int) -> dict[str, str]:
         "rows": f"{progress.rows:,} rows",
         "size": human_bytes(size),
     }
-    if metrics.get("samples_per_second") is not None and metrics["seconds"] and pace.seconds:
+    if metrics.get("samples_per_second") is not None and metrics["seconds"] and speed.seconds:
         samples = metrics["samples_per_second"] * metrics["seconds"]  # type: ignore[operator]
-        found["speed"] = f"{samples / pace.seconds:,.{0 if samples >= 10 * pace.seconds else 1}f} samples/s"
+        found["speed"] = f"{samples / speed.seconds:,.{0 if samples >= 10 * speed.seconds else 1}f} samples/s"
     if progress.overhead is not None:
         found["overhead"] = f"overhead {progress.overhead:+.1%}"
-    if (left := pace.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
+    if (left := speed.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
         found["left"] = f"{_clock(left)} left"
     order = ("step", "loss", "accuracy", "speed", "rows", "size", "overhead", "left")
     return {name: found[name] for name in order if name in found}
@@ -158,50 +158,50 @@ class Bar:
 
     def __init__(self, steps: int) -> None:
         self.step, self.steps = 0, steps
-        self.facts = {"step": f"step {0:>{len(str(steps))}}/{steps}"}
+        self.texts = {"step": f"step {0:>{len(str(steps))}}/{steps}"}
         self.warning: str | None = None
         self._widths: dict[str, int] = {}
 
-    def update(self, progress: Progress, told: dict[str, str]) -> None:
+    def update(self, progress: Progress, texts: dict[str, str]) -> None:
         """Set the texts to display.
 
         Args:
             progress: The progress after the step.
-            told: The texts by name, from `facts`.
+            texts: The texts by name, from `progress_texts`.
         """
-        self.step, self.facts = progress.step, told
-        for name, text in told.items():
+        self.step, self.texts = progress.step, texts
+        for name, text in texts.items():
             self._widths[name] = max(len(text), self._widths.get(name, 0))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width - 1  # Many terminals start a new line after the last column.
-        shown, room = self._chosen(width)
+        shown, room = self._fit(width)
         parts = []
-        for name, text in self.facts.items():
+        for name, text in self.texts.items():
             if name in shown:
-                parts.append(Text(text.ljust(self._width(name)), "bold red" if text in NOT_FINITE else ""))
+                parts.append(Text(text.ljust(self._width(name)), "bold red" if text in NON_FINITE_TEXTS else ""))
                 if name == "step" and "bar" in shown:
                     parts.append(self._bar(console, options, room))
         line = Text("  ").join(parts)
         line.rstrip()
-        yield from (_cut(line, width), *([] if self.warning is None else [_cut(self._told(), width)]))
+        yield from (_truncate(line, width), *([] if self.warning is None else [_truncate(self._warning_line(), width)]))
 
-    def _chosen(self, width: int) -> tuple[set[str], int]:
+    def _fit(self, width: int) -> tuple[set[str], int]:
         """Return the names of the texts that fit into a width, and the width of the bar."""
         shown: set[str] = set()
         left, room = width + 2, 0
-        for name in IMPORTANCE:
-            if name == "bar" or name in self.facts:
-                left -= 2 + (LEAST_BAR if name == "bar" else self._width(name))
+        for name in PRIORITY:
+            if name == "bar" or name in self.texts:
+                left -= 2 + (MIN_BAR_WIDTH if name == "bar" else self._width(name))
                 if left < 0:
                     break
                 shown.add(name)
                 room = left
-        return shown | {"step"}, min(MOST_BAR, LEAST_BAR + room)
+        return shown | {"step"}, min(MAX_BAR_WIDTH, MIN_BAR_WIDTH + room)
 
     def _width(self, name: str) -> int:
         """Return the reserved width of a text: the largest width so far."""
-        return max(len(self.facts[name]), self._widths.get(name, 0))
+        return max(len(self.texts[name]), self._widths.get(name, 0))
 
     def _bar(self, console: Console, options: ConsoleOptions, width: int) -> Text:
         """Return the bar, of `width` characters."""
@@ -211,12 +211,12 @@ class Bar:
         rest = (" " if plain else character) * (width - done)
         return Text.assemble((character * done, "bar.complete"), (rest, "bar.back"))
 
-    def _told(self) -> Text:
+    def _warning_line(self) -> Text:
         """Return the last warning as one line."""
         return Text.assemble(("warning ", "yellow"), str(self.warning).replace("\n", " "))
 
 
-def _cut(line: Text, width: int) -> Text:
+def _truncate(line: Text, width: int) -> Text:
     """Truncate a line to a width, with an ellipsis."""
     line.truncate(width, overflow="ellipsis")
     line.no_wrap = True
@@ -224,7 +224,7 @@ def _cut(line: Text, width: int) -> Text:
 
 
 @contextmanager
-def shown_as_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
+def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
     """Show a progress bar at the bottom of the terminal. Evaluations are printed above it.
 
     The bar is updated at most ten times per second.
@@ -237,29 +237,29 @@ def shown_as_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
     Yields:
         The function to call after each step and each evaluation.
     """
-    bar, pace, size = Bar(steps), Pace(), Size(folder)
+    bar, speed, size = Bar(steps), Speed(), Size(folder)
     drawn = 0.0
     with Live(bar, console=console, transient=True, auto_refresh=False) as live:
 
         def show(progress: Progress) -> None:
             nonlocal drawn
             if progress.phase == "eval":
-                pace.pause()
+                speed.pause()
                 console.print(evaluation_text(progress), soft_wrap=True)
                 return
-            pace.step()
+            speed.step()
             now = time.perf_counter()
-            if now - drawn >= SECONDS_BETWEEN_DRAWINGS or progress.step == progress.steps:
+            if now - drawn >= REFRESH_SECONDS or progress.step == progress.steps:
                 drawn = now
                 bar.warning = progress.warnings[-1] if progress.warnings else None
-                bar.update(progress, facts(progress, pace, size.bytes))
+                bar.update(progress, progress_texts(progress, speed, size.bytes))
                 live.refresh()
 
         live.refresh()
         yield show
 
 
-def shown_as_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
+def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
     """Print about ten progress lines during a run, and each warning when it occurs.
 
     Args:
@@ -271,24 +271,24 @@ def shown_as_lines(console: Console, steps: int, folder: Path, warn: Callable[[s
     Returns:
         The function to call after each step and each evaluation.
     """
-    every = max(1, steps // LINES_IN_A_PIPE)
-    pace = Pace()
-    warned = shown_as_warnings(warn)
+    every = max(1, steps // PLAIN_LINES)
+    speed = Speed()
+    warned = warnings_only(warn)
 
     def show(progress: Progress) -> None:
         warned(progress)
         if progress.phase == "eval":
-            pace.pause()
+            speed.pause()
             console.print(evaluation_text(progress), soft_wrap=True)
             return
-        pace.step()
+        speed.step()
         if progress.step % every == 0 or progress.step == progress.steps:
-            console.print("  ".join(facts(progress, pace, size_on_disk(folder)).values()), soft_wrap=True)
+            console.print("  ".join(progress_texts(progress, speed, size_on_disk(folder)).values()), soft_wrap=True)
 
     return show
 
 
-def shown_as_warnings(warn: Callable[[str], None]) -> Show:
+def warnings_only(warn: Callable[[str], None]) -> Show:
     """Show each warning when it occurs, and no progress.
 
     Args:

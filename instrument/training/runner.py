@@ -15,18 +15,19 @@ from ..capture.probe import Probe
 from ..capture.reducer import own_rank
 from ..distributed.processes import Processes
 from ..distributed.strategies import choose_strategy
-from ..distributed.torchrun import agreed, failing_together, joined
-from ..errors import ConfigError, InstrumentError, Mistake
+from ..distributed.torchrun import process_group, stop_together, synced_errors
+from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.remote_copy import RemoteCopy
-from ..folders.run_folder import JoinedFolder, RunFolder, config_hash
+from ..folders.run_folder import JoinedFolder, RunFolder
+from ..folders.run_record import config_hash
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import rewind
-from ..sinks.tee import Several
-from ..sinks.tracking import Tracked, open_tracker, require
+from ..sinks.tee import TeeSink
+from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
 from ..stats.single_pass import KERNEL
 from .checkpoint import Checkpoints, restore, restore_random
-from .compiled import broken_graphs, graph_breaks
+from .compiled import describe_graph_breaks, graph_breaks
 from .device import process_state
 from .experiment import Experiment, prepare
 from .loop import train
@@ -67,41 +68,45 @@ def run(
         SinkError: Rows cannot be written.
         RankError: Another process failed.
     """
-    processes = joined()
-    if processes is not None and not processes.leads:
+    processes = process_group()
+    if processes is not None and not processes.is_rank_zero:
         terminal.silence()
-    with agreed(processes):
+    with synced_errors(processes):
         strategy = choose_strategy(config, processes)
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal)
         if config.report:
             _require_report()
-        kept = _place(config, folder, raw, overrides, processes) if processes is None or processes.leads else None
-    place = kept or JoinedFolder(folder, own_rank())
+        own_folder = (
+            _open_folder(config, folder, raw, overrides, processes)
+            if processes is None or processes.is_rank_zero
+            else None
+        )
+    run_folder = own_folder or JoinedFolder(folder, own_rank())
     training: _Training | None = None
     with copy:
         with (
-            place.recording(is_begun=lambda: training is not None and training.is_begun),
-            failing_together(processes, folder, lambda rank: place.update(failed_rank=rank)),
+            run_folder.recording(has_started=lambda: training is not None and training.has_started),
+            stop_together(processes, folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
-            with agreed(processes):
+            with synced_errors(processes):
                 experiment = prepare(config, strategy)
-                place.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
+                run_folder.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
                 training = _Training(experiment, folder, terminal, raw, copy)
                 training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()
             if processes is not None:  # The rows of this process are on disk.
                 failures = enumerate(processes.exchange(failure))
-                failure = next((f"rank {rank}: {told}" for rank, told in failures if told), None)
-            place.update(metrics=dict(metrics), overhead=training.probe.overhead, recording_stopped=failure)
+                failure = next((f"rank {rank}: {reason}" for rank, reason in failures if reason), None)
+            run_folder.update(metrics=dict(metrics), overhead=training.probe.overhead, recording_stopped=failure)
         if processes is not None:
             processes.close()
-            if not processes.leads:
+            if not processes.is_rank_zero:
                 return Result(folder, metrics)
         if failure is None:
-            readable = copy.readable()
+            readable = copy.readable_folder()
             page = report.make(readable).save(folder / report.FILE) if config.report else None
             terminal.end(experiment, readable, metrics, page)
         else:
@@ -109,7 +114,7 @@ def run(
     return Result(folder, metrics)
 
 
-def _place(
+def _open_folder(
     config: RunConfig,
     folder: Path,
     raw: Mapping[str, Any],
@@ -118,7 +123,7 @@ def _place(
 ) -> RunFolder:
     """Create the folder of a new run, or open the folder of the run to resume."""
     if config.resume is not None:
-        return RunFolder.again(folder, on_error=config.sink.on_error)
+        return RunFolder.reopen(folder, on_error=config.sink.on_error)
     return RunFolder(
         folder,
         name=config.name,
@@ -143,7 +148,7 @@ def _require_report() -> None:
     try:
         report.check_packages()
     except InstrumentError as error:
-        raise ConfigError(Mistake("report", str(error), written=True)) from None
+        raise ConfigError(Problem("report", str(error), given=True)) from None
 
 
 class _Training:
@@ -166,17 +171,17 @@ class _Training:
         self.terminal = terminal
         self.raw = raw
         self.copy = copy
-        self.is_begun = False
+        self.has_started = False
         self.checkpoints = Checkpoints(folder, config.train.checkpoint.every, experiment.strategy.processes)
         self.state = None if config.resume is None else self.checkpoints.load(own_rank())
         self.parts = None if self.state is None else self.state["parts"][own_rank()]
         self.sink = ParquetSink(
             folder,
             **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local"}),
-            tell=terminal.alarm,
+            report=terminal.show_recording_stopped,
             parts=self.parts,
         )
-        self.several = Several(self.sink, {}, tell=terminal.warn)
+        self.several = TeeSink(self.sink, {}, report=terminal.warn)
         self.probe = Probe(
             experiment.plan,
             self.several,
@@ -202,13 +207,13 @@ class _Training:
             breaks = graph_breaks()
             last = None
             if self.state is not None:
-                probe.event("resumed", f"goes on after {probe.step} steps", severity="info")
+                probe.event("resumed", f"training continues after {probe.step} steps", severity="info")
                 last = self.state["metrics"]
                 restore_random(self.state, experiment.device)
             elif experiment.data.fallback:
                 probe.event("fallback", experiment.data.fallback)
-            metrics = train(experiment, probe, show, self._keep, last)
-            if message := broken_graphs(breaks):
+            metrics = train(experiment, probe, show, self._end_step, last)
+            if message := describe_graph_breaks(breaks):
                 probe.event("graph_break", message, severity="info")
         return metrics, self.sink.failure
 
@@ -222,21 +227,21 @@ class _Training:
         with ExitStack() as opened:
             trackers = {}
             for name in self.experiment.config.sink.trackers if not own_rank() else ():
-                trackers[name] = open_tracker(name, Tracked.of(self.folder, self.raw, since), f"sink.{name}")
+                trackers[name] = open_tracker(name, TrackedRun.of(self.folder, self.raw, since), f"sink.{name}")
                 opened.callback(trackers[name].close)
             if self.parts is not None:
-                self.copy.take_back(self.parts)
+                self.copy.remove_parts_after(self.parts)
                 rewind(self.folder, own_rank(), self.parts)
                 for tracker in trackers.values():
                     replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since, rank=own_rank())
             self.copy.begin()
             opened.pop_all()
         self.several.others |= trackers
-        self.is_begun = True
+        self.has_started = True
 
-    def _keep(self, metrics: Mapping[str, float | None]) -> None:
+    def _end_step(self, metrics: Mapping[str, float | None]) -> None:
         """Record upload messages, and save a checkpoint if it is scheduled."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
-        if self.checkpoints.due(self.probe.step, self.experiment.steps):
+        if self.checkpoints.is_due(self.probe.step, self.experiment.steps):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

@@ -24,15 +24,15 @@ from ..plan.cost import Forecast
 from ..plan.display import plan_view
 from ..report import command_for
 from .experiment import Experiment
-from .progress import Show, metric_texts, shown_as_bar, shown_as_lines, shown_as_warnings
+from .progress import Show, metric_texts, progress_bar, progress_lines, warnings_only
 
-WIDTH_IN_A_PIPE = 120
+PIPE_WIDTH = 120
 # Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
-SHARED = frozenset({"fallback", "coverage"})
+ONCE_PER_SWEEP = frozenset({"fallback", "coverage"})
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
-class PatientConsole(Console):
+class PipeSafeConsole(Console):
     """A console that becomes silent when its pipe is closed, as by `| head`. The run continues."""
 
     def on_broken_pipe(self) -> None:
@@ -50,10 +50,10 @@ class Terminal:
         job: The overrides that identify a job of a sweep, for this line. Default: empty.
 
     Attributes:
-        of_jobs: The messages that jobs in this process have shown, with the folder of their sweep.
+        shown_by_jobs: The messages that jobs in this process have shown, with the folder of their sweep.
     """
 
-    of_jobs: ClassVar[set[tuple[Path, str]]] = set()
+    shown_by_jobs: ClassVar[set[tuple[Path, str]]] = set()
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
@@ -61,9 +61,9 @@ class Terminal:
         self.job = job
         self.folder = Path()
         self._warned: set[str] = set()  # Warnings that were already shown.
-        self.console = PatientConsole(highlight=False)
+        self.console = PipeSafeConsole(highlight=False)
         if not self.console.is_terminal:
-            self.console.width = WIDTH_IN_A_PIPE
+            self.console.width = PIPE_WIDTH
 
     def silence(self) -> None:
         """Disable the output, because another process shows it."""
@@ -78,7 +78,7 @@ class Terminal:
         """
         self.folder = folder
         fallback = experiment.data.fallback
-        if fallback and self._is_news(fallback):
+        if fallback and self._is_new(fallback):
             self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
             if self.brief:
                 self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
@@ -89,21 +89,21 @@ class Terminal:
         config, source = experiment.config, experiment.data.source
         trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
         model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
-        slices = f"{source['train_samples']:,} to train on, {source['eval_samples']:,} to evaluate on"
+        slices = f"{source['train_samples']:,} training samples, {source['eval_samples']:,} evaluation samples"
         if (ranks := experiment.strategy.ranks) is not None:
             model += f" in each of {ranks.size} processes ({ranks.parallel})"
         names = ", ".join(experiment.plan.specs) or "none"
         self.console.print(
             f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
             f"data  {source['dataset'].rpartition('.')[2]}: {slices}\n"
-            f"hooks {len(experiment.plan.specs)} at {len(experiment.plan.sites)} places: {names}\n"
+            f"hooks {len(experiment.plan.specs)} at {len(experiment.plan.sites)} locations: {names}\n"
         )
 
     def warn(self, message: str) -> None:
         """Show a warning."""
         self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
 
-    def alarm(self, message: str) -> None:
+    def show_recording_stopped(self, message: str) -> None:
         """Show that recording stopped. Shown in all modes."""
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
@@ -115,10 +115,10 @@ class Terminal:
             forecast: The estimated cost.
             folder: The folder that the run would use; None if it is unknown.
         """
-        self.console.print(plan_view(experiment.plan, experiment.trials, forecast, experiment.steps, folder))
+        self.console.print(plan_view(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps, folder))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
-            self.console.print("The budget is not counted in: what is too much will be looked at less often.")
+            self.console.print("The estimate ignores the budget. Hooks over budget are sampled less often.")
 
     @contextmanager
     def progress(self, steps: int) -> Iterator[Show]:
@@ -131,12 +131,12 @@ class Terminal:
             The function to call after each step and each evaluation.
         """
         if self.quiet or self.brief:
-            yield shown_as_warnings(self._warn_at_once)
+            yield warnings_only(self._warn_at_once)
         elif self._is_live:
-            with shown_as_bar(self.console, steps, self.folder) as show:
+            with progress_bar(self.console, steps, self.folder) as show:
                 yield show
         else:
-            yield shown_as_lines(self.console, steps, self.folder, self._warn_at_once)
+            yield progress_lines(self.console, steps, self.folder, self._warn_at_once)
 
     @property
     def _is_live(self) -> bool:
@@ -151,12 +151,12 @@ class Terminal:
         self._warned.add(message)
         self.warn(message)
 
-    def _is_news(self, message: str) -> bool:
+    def _is_new(self, message: str) -> bool:
         """Return whether a message is new. For the jobs of a sweep, a message is new only once per sweep."""
-        told = (self.folder.resolve().parent, message)
-        if self.brief and told in Terminal.of_jobs:
+        key = (self.folder.resolve().parent, message)
+        if self.brief and key in Terminal.shown_by_jobs:
             return False
-        Terminal.of_jobs.add(told)
+        Terminal.shown_by_jobs.add(key)
         return True
 
     def end(
@@ -172,14 +172,24 @@ class Terminal:
         """
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())
-        told = {"hidden_module"} | (set() if self.quiet or self.brief else {"non_finite", "coverage"})  # Already shown.
-        events = [event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in told]
+        shown_rules = {"hidden_module"} | (
+            set() if self.quiet or self.brief else {"non_finite", "coverage"}
+        )  # Already shown.
+        events = [
+            event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in shown_rules
+        ]
         left = {str(event.message): event.rule for event in events if event.message not in self._warned}
-        news = [message for message, rule in left.items() if rule not in SHARED or self._is_news(message)]
+        new_messages = [
+            message for message, rule in left.items() if rule not in ONCE_PER_SWEEP or self._is_new(message)
+        ]
         if self.brief:
-            again = f"({len(left) - len(news)} of its warnings were told before)" if len(news) < len(left) else ""
+            repeated = (
+                f"({len(left) - len(new_messages)} repeated warnings are not shown)"
+                if len(new_messages) < len(left)
+                else ""
+            )
             self.console.print(
-                "  ".join(filter(None, [str(folder), self.job, evaluation, again])), soft_wrap=True, markup=False
+                "  ".join(filter(None, [str(folder), self.job, evaluation, repeated])), soft_wrap=True, markup=False
             )
         elif not self.quiet:
             self.console.print()
@@ -187,7 +197,7 @@ class Terminal:
                 if table.row_count:
                     self.console.print(table)
                     self.console.print()
-        for message in news:
+        for message in new_messages:
             self._warn_at_once(message)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
@@ -198,7 +208,7 @@ class Terminal:
             self.console.print(f"in Python   instrument.load({str(folder)!r})", soft_wrap=True, markup=False)
             self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
 
-    def sent(self, address: str, size: int) -> None:
+    def uploaded(self, address: str, size: int) -> None:
         """Show the address of the remote copy.
 
         Args:
@@ -206,7 +216,7 @@ class Terminal:
             size: The number of uploaded bytes.
         """
         if not (self.quiet or self.brief):
-            self.console.print(f"remote      {address}  ({human_bytes(size)} sent)", soft_wrap=True, markup=False)
+            self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
         """Show the summary of a training that continued after recording stopped.
@@ -215,7 +225,7 @@ class Terminal:
             failure: The reason.
             metrics: The metrics of the last evaluation.
         """
-        self.alarm(failure)
+        self.show_recording_stopped(failure)
         self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
 
 
@@ -238,8 +248,8 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
     for name, spec in experiment.plan.specs.items():
         if spec.action == "record":
             layers = len({site.layer.name for site in experiment.plan.of(name)})
-            found = counts.loc[name]
-            numbers = (f"{layers}", f"{found.firings:,}", f"{found.rows:,}", f"{found.tensors:,}")
+            amounts = counts.loc[name]
+            numbers = (f"{layers}", f"{amounts.firings:,}", f"{amounts.rows:,}", f"{amounts.tensors:,}")
             table.add_row(name, spec.kind, spec.tensor_role, *numbers)
     return table
 

@@ -22,17 +22,17 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 
 from ..compiler import compiler_imported
 
-_NEVER_TRACED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-_IN_PLACE = "__dynamo_disable"  # The attribute in which PyTorch caches the replacement of a method.
+_UNTRACED_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+_REPLACEMENT_ATTRIBUTE = "__dynamo_disable"  # The attribute in which PyTorch caches the replacement of a method.
 
 
 @cache
-def spare_methods() -> None:
+def bypass_compiler_in_methods() -> None:
     """Let the methods that all optimizers share run without the compiler, in this process."""
-    for name in _NEVER_TRACED:
+    for name in _UNTRACED_METHODS:
         wrapper = getattr(Optimizer, name)
         if isinstance(method := getattr(wrapper, "__wrapped__", None), FunctionType):
-            vars(method).setdefault(_IN_PLACE, _until_imported(wrapper, method))
+            vars(method).setdefault(_REPLACEMENT_ATTRIBUTE, _until_imported(wrapper, method))
 
 
 def _until_imported(wrapper: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
@@ -46,14 +46,14 @@ def _until_imported(wrapper: Callable[..., Any], method: FunctionType) -> Callab
     def call(*args: Any, **kwargs: Any) -> Any:
         if not compiler_imported():
             return method(*args, **kwargs)
-        if vars(method).get(_IN_PLACE) is call:
-            delattr(method, _IN_PLACE)  # The wrapper then caches its own replacement.
+        if vars(method).get(_REPLACEMENT_ATTRIBUTE) is call:
+            delattr(method, _REPLACEMENT_ATTRIBUTE)  # The wrapper then caches its own replacement.
         return wrapper(*args, **kwargs)
 
     return call
 
 
-def spare_step(optimizer: Optimizer) -> None:
+def bypass_compiler_in_step(optimizer: Optimizer) -> None:
     """Let `step` of a PyTorch optimizer run without the compiler. Other optimizers are not changed.
 
     Args:

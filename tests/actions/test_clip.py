@@ -1,4 +1,4 @@
-"""Clip: values and norms within a bound, in every dtype."""
+"""Clipping: values and norms within a bound, in every dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @given(tensors(), numbers, numbers)
-def test_no_value_is_outside_its_bounds_and_those_inside_are_untouched(tensor: Tensor, a: float, b: float) -> None:
+def test_clip_values_keeps_bounds_and_inner_values(tensor: Tensor, a: float, b: float) -> None:
     low, high = sorted((a, b))
     clipped = clip_values(tensor, low, high)
     assert (clipped.shape, clipped.dtype) == (tensor.shape, tensor.dtype)
@@ -42,7 +42,7 @@ def test_no_value_is_outside_its_bounds_and_those_inside_are_untouched(tensor: T
 
 @settings(max_examples=200)
 @given(tensors(), st.floats(1e-3, 1e5), st.sampled_from([1.0, 2.0, 3.0, math.inf]), st.booleans())
-def test_no_norm_exceeds_its_bound_and_one_within_it_is_untouched(
+def test_clip_norm_keeps_the_bound_and_smaller_norms(
     tensor: Tensor, bound: float, order: float, per_sample: bool
 ) -> None:
     clipped, factor = clip_norm(tensor, bound, ord=order, per_sample=per_sample)
@@ -58,31 +58,31 @@ def test_no_norm_exceeds_its_bound_and_one_within_it_is_untouched(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_norm_that_half_precision_cannot_hold_is_clipped_right(dtype: torch.dtype) -> None:
-    tensor = torch.full((10_000,), 2e3, dtype=dtype)  # of norm 2e5; float16 ends at 65504
+def test_clip_norm_is_correct_beyond_the_half_precision_range(dtype: torch.dtype) -> None:
+    tensor = torch.full((10_000,), 2e3, dtype=dtype)  # its norm is 2e5; the largest float16 is 65504
     clipped, factor = clip_norm(tensor, 1.0)
     assert factor.item() == pytest.approx(1 / 2e5, rel=1e-2)
     assert clipped.double().norm().item() == pytest.approx(1.0, rel=2e-2)
 
 
-def test_a_norm_of_zero_divides_nothing() -> None:
+def test_clip_norm_of_zeros_is_zeros() -> None:
     clipped, factor = clip_norm(torch.zeros(3), 1.0)
     assert clipped.tolist() == [0.0, 0.0, 0.0]
     assert factor.item() == 1.0
 
 
-def test_a_bound_of_zero_gives_zeros() -> None:
+def test_clip_norm_with_zero_bound_gives_zeros() -> None:
     assert clip_norm(torch.ones(3), 0.0)[0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_nan_stays_nan_where_values_are_clipped() -> None:
+def test_clip_values_keeps_nan() -> None:
     clipped = clip_values(torch.tensor([math.nan, math.inf, -math.inf]), -1.0, 1.0)
     assert clipped[0].isnan()
     assert clipped[1:].tolist() == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("order", [0.5, 1.0, 2.0, math.inf])
-def test_the_factor_of_several_tensors_is_clip_grad_norms(order: float) -> None:
+def test_total_norm_factor_equals_clip_grad_norm(order: float) -> None:
     gradients = [torch.randn(5, 3), torch.randn(7), torch.randn(2, 2, 2)]
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -114,15 +114,15 @@ def clipped(tensor: Tensor, **fields: Any) -> Tensor:
     ],
     ids=str,
 )
-def test_each_field_clips_as_it_says(fields: dict[str, float], wanted: list[list[float]]) -> None:
+def test_each_clip_field_is_applied(fields: dict[str, float], wanted: list[list[float]]) -> None:
     tensor = torch.tensor([[3.0, -4.0], [0.0, 10.0]])
     torch.testing.assert_close(clipped(tensor, **fields), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
-    assert tensor.tolist() == [[3.0, -4.0], [0.0, 10.0]], "the tensor itself is left as it is"
+    assert tensor.tolist() == [[3.0, -4.0], [0.0, 10.0]], "the input tensor is not changed in place"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fields", [{"value": 1.0}, {"norm": 1.0}, {"norm": 1.0, "scope": "sample"}], ids=str)
-def test_shape_dtype_device_and_graph_are_kept(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+def test_clip_keeps_shape_dtype_device_and_graph(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     tensor = torch.randn(4, 3, dtype=dtype, requires_grad=True)
     result = clipped(tensor, **fields)
     assert (result.shape, result.dtype, result.device) == (tensor.shape, dtype, tensor.device)
@@ -131,39 +131,39 @@ def test_shape_dtype_device_and_graph_are_kept(dtype: torch.dtype, fields: dict[
     assert tensor.grad.any()
 
 
-def test_the_gradient_goes_through_the_norm_that_is_clipped() -> None:
+def test_clip_norm_is_differentiable() -> None:
     tensor = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: clip_norm(t, 0.5)[0], (tensor,))
 
 
-def test_samples_of_a_vector_are_its_elements() -> None:
+def test_per_sample_norm_of_a_vector_is_per_element() -> None:
     result = clipped(torch.tensor([3.0, -0.5, -8.0]), norm=1.0, scope="sample")
     torch.testing.assert_close(result, torch.tensor([1.0, -0.5, -1.0]))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0), ()])
 @pytest.mark.parametrize("scope", ["tensor", "sample"])
-def test_empty_tensors_and_scalars_are_clipped_too(shape: tuple[int, ...], scope: str) -> None:
+def test_clip_accepts_empty_tensors_and_scalars(shape: tuple[int, ...], scope: str) -> None:
     result = clipped(torch.full(shape, 4.0), norm=1.0, scope=scope)
     assert result.shape == shape
     assert torch.allclose(result, torch.ones(shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_highest_quantile_changes_nothing(dtype: torch.dtype) -> None:
+def test_highest_quantile_changes_nothing(dtype: torch.dtype) -> None:
     tensor = torch.randn(999, dtype=torch.float64).to(dtype)
     assert torch.equal(clip_quantile(tensor, 1.0), tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("quantile", [0.07, 0.29, 0.5, 0.57, 0.99])
-def test_a_quantile_is_the_element_of_its_rank(dtype: torch.dtype, quantile: float) -> None:
+def test_quantile_bound_is_the_element_of_its_rank(dtype: torch.dtype, quantile: float) -> None:
     tensor = torch.arange(1, 101).to(dtype)
     assert clip_quantile(tensor, quantile).max().item() == round(100 * quantile)
 
 
 @given(st.floats(1e-8, 1e38), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
-def test_bounds_are_rounded_to_the_next_number_within(bound: float, dtype: torch.dtype) -> None:
+def test_bounds_are_rounded_inwards(bound: float, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     numbers = torch.tensor([bound], dtype=torch.float64).to(dtype)
     near = torch.cat([numbers, *(torch.nextafter(numbers, torch.full_like(numbers, end)) for end in (-1, math.inf))])
@@ -175,7 +175,7 @@ def test_bounds_are_rounded_to_the_next_number_within(bound: float, dtype: torch
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.floats(1e-3, 1.0), st.sampled_from(DTYPES))
-def test_no_units_norm_exceeds_its_ratio(seed: int, ratio: float, dtype: torch.dtype) -> None:
+def test_clip_ratio_bounds_every_unit(seed: int, ratio: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, gradient = (torch.randn(3, 50, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     clipped = clip_ratio(gradient, weight, ratio)

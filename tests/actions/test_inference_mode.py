@@ -1,4 +1,4 @@
-"""Under torch.inference_mode() every intervention gives what it gives under torch.no_grad()."""
+"""Under torch.inference_mode() every intervention gives the same result as under torch.no_grad()."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def doubled_in_place(tensor: Tensor, context: Context) -> Tensor:
     return tensor.mul_(2)
 
 
-class Parts(nn.Module):
-    """A nested output."""
+class NestedOutput(nn.Module):
+    """A module with a nested output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,24 +67,24 @@ class Parts(nn.Module):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a run in which the tensors of `inner` were recorded."""
-    place = tmp_path_factory.mktemp("inference")
+    """Return a working directory with a run that recorded the tensors of `inner`."""
+    folder = tmp_path_factory.mktemp("inference")
     model = make()
     kept = {"layers": "inner", "kind": "forward", "action": "record", "tensors": True}
     given = {**kept, "kind": "forward_pre"}
-    with instrument.attach(model, {"kept": kept, "given": given}, out=place / "recorded") as probe:
+    with instrument.attach(model, {"kept": kept, "given": given}, out=folder / "recorded") as probe:
         model(torch.ones(4, 3))
         probe.end_step()
-    return place
+    return folder
 
 
-def make() -> Parts:
+def make() -> NestedOutput:
     torch.manual_seed(0)
-    return Parts()
+    return NestedOutput()
 
 
 def result(spec: dict[str, Any], mode: Any, *, trained: bool = True) -> tuple[Tensor, list[dict[str, Any]]]:
-    """What comes out of a model with a hook, and the effects; its parameters are inference tensors unless it is trained."""
+    """Return the output and the effects of a hooked model; its parameters are inference tensors unless `trained`."""
     with torch.inference_mode(not trained):
         model = make()
     torch.manual_seed(1)
@@ -111,17 +111,17 @@ def test_interventions_equal_those_under_no_grad(
     wanted, effects = result(spec, torch.no_grad())
     assert len(effects) == 1
     for mode, trained in ((torch.inference_mode(), True), (torch.inference_mode(), False), (torch.no_grad(), False)):
-        found, told = result(spec, mode, trained=trained)
+        found, result_effects = result(spec, mode, trained=trained)
         assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
-        assert repr(told) == repr(effects)
+        assert repr(result_effects) == repr(effects)
 
 
-def test_writing_in_place_is_still_an_error() -> None:
-    with pytest.raises(HookResultError, match="wrote to its tensor in place"):
+def test_in_place_write_is_an_error_under_inference_mode() -> None:
+    with pytest.raises(HookResultError, match="modified its tensor in place"):
         result({"kind": "forward", "fn": {"_target_": f"{__name__}.doubled_in_place"}}, torch.inference_mode())
 
 
-def test_the_loss_of_an_evaluation_is_changed() -> None:
+def test_loss_of_an_evaluation_is_changed() -> None:
     model = make()
     hook = {"layers": ".", "kind": "loss", "phase": "eval", "action": "scale", "factor": 3.0}
     with instrument.attach(model, {"mine": hook}) as probe, probe.evaluating(), torch.inference_mode():
@@ -129,7 +129,7 @@ def test_the_loss_of_an_evaluation_is_changed() -> None:
         assert torch.equal(probe.loss(loss), 3 * loss)
 
 
-def test_a_state_dict_of_inference_tensors_is_changed() -> None:
+def test_state_dict_of_inference_tensors_is_changed() -> None:
     with torch.inference_mode():
         model = make()
     hook = {"layers": "inner", "kind": "state_dict_post", "action": "modify", "fn": "zero"}
@@ -140,7 +140,7 @@ def test_a_state_dict_of_inference_tensors_is_changed() -> None:
     assert model.inner.weight.any()
 
 
-def test_gradient_hooks_under_inference_mode_name_the_cause() -> None:
+def test_gradient_hooks_under_inference_mode_report_the_cause() -> None:
     model = make()
     kinds = ("full_backward_pre", "full_backward", "tensor")
     hooks = {kind: {"layers": "**", "kind": kind, "action": "scale", "factor": 2.0} for kind in kinds}

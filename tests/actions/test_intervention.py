@@ -1,4 +1,4 @@
-"""What is the same for all interventions: wrong results and failures are told with hook, kind, layer and step."""
+"""Behaviour of all interventions: invalid results and exceptions are reported with hook, kind, layer and step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.actions.base import Context, Moment
+from instrument.actions.base import Context, StepContext
 from instrument.actions.intervention import check_result, effect_of
 
 
-def raises(tensor: Tensor, context: Context) -> Tensor:
+def raise_key_error(tensor: Tensor, context: Context) -> Tensor:
     raise KeyError("gone")
 
 
-def returns(tensor: Tensor, context: Context, what: str) -> Any:
+def return_invalid(tensor: Tensor, context: Context, what: str) -> Any:
     return {
         "none": None,
         "a list": [tensor],
@@ -25,11 +25,11 @@ def returns(tensor: Tensor, context: Context, what: str) -> Any:
         "another shape": tensor[..., :1],
         "another dtype": tensor.double(),
         "another device": tensor.to("meta"),
-        "cut off": tensor.detach() * 2,
+        "detached": tensor.detach() * 2,
     }[what]
 
 
-def writes(tensor: Tensor, context: Context) -> Tensor:
+def write_in_place(tensor: Tensor, context: Context) -> Tensor:
     with torch.no_grad():
         return tensor.mul_(2)
 
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def train(kind: str, fn: str, **arguments: Any) -> instrument.Probe:
-    """Two steps; the hook is due in the second. A record of the first layer is there from the start."""
+    """Run two steps with the hook scheduled in the second; a hook on the first layer records from step 0."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     target = {"_target_": f"{__name__}.{fn}", **arguments}
@@ -69,11 +69,11 @@ def train(kind: str, fn: str, **arguments: Any) -> instrument.Probe:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_is_told_with_hook_kind_layer_and_step_and_what_was_recorded_is_there(kind: str) -> None:
-    probe = train(kind, "raises")
+def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> None:
+    probe = train(kind, "raise_key_error")
     error = probe.error
     assert type(error) is instrument.HookError
-    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", "KeyError", "gone", "test_intervention.py", "raises"):
+    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", "KeyError", "gone", "test_intervention.py", "raise_key_error"):
         assert part in str(error)
     assert isinstance(error.__cause__, KeyError)
     assert error.exit_code == 1
@@ -83,7 +83,7 @@ def test_a_failure_is_told_with_hook_kind_layer_and_step_and_what_was_recorded_i
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("none", "returned NoneType"),
         ("a list", "returned list"),
@@ -94,30 +94,30 @@ def test_a_failure_is_told_with_hook_kind_layer_and_step_and_what_was_recorded_i
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_that_does_not_fit_is_told(kind: str, what: str, told: str) -> None:
-    error = train(kind, "returns", what=what).error
+def test_result_that_does_not_fit_is_reported(kind: str, what: str, message: str) -> None:
+    error = train(kind, "return_invalid", what=what).error
     assert type(error) is instrument.HookResultError
-    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", told):
+    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", message):
         assert part in str(error)
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward"])
-def test_a_result_that_is_cut_off_from_the_graph_is_told(kind: str) -> None:
-    error = train(kind, "returns", what="cut off").error
+def test_detached_result_is_reported(kind: str) -> None:
+    error = train(kind, "return_invalid", what="detached").error
     assert type(error) is instrument.HookResultError
-    assert "cut off from the graph" in str(error)
+    assert "detached from the graph" in str(error)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_writing_to_the_tensor_in_place_is_told(kind: str) -> None:
-    error = train(kind, "writes").error
+def test_in_place_write_is_reported(kind: str) -> None:
+    error = train(kind, "write_in_place").error
     assert type(error) is instrument.HookResultError
     assert "in place" in str(error)
     assert "'mine'" in str(error)
 
 
-def test_a_result_without_a_graph_is_right_where_none_is_needed() -> None:
-    context = Context("h", "forward", "output", "l", nn.Identity(), "", Moment(0, 0, 0, "train"))
+def test_result_without_graph_is_accepted_where_none_is_needed() -> None:
+    context = Context("h", "forward", "output", "l", nn.Identity(), "", StepContext(0, 0, 0, "train"))
     trained, plain = torch.ones(2, requires_grad=True), torch.ones(2)
     check_result(plain, plain * 2, context)
     with torch.no_grad():
@@ -126,13 +126,13 @@ def test_a_result_without_a_graph_is_right_where_none_is_needed() -> None:
         check_result(trained, plain, context)
 
 
-def test_an_evaluation_is_named_in_the_message() -> None:
-    context = Context("h", "forward", "output", "", nn.Identity(), "0.x", Moment(7, 0, 0, "eval"))
+def test_message_names_the_evaluation() -> None:
+    context = Context("h", "forward", "output", "", nn.Identity(), "0.x", StepContext(7, 0, 0, "eval"))
     with pytest.raises(instrument.HookResultError, match=r"layer '\.', output '0\.x' at step 7 in eval"):
         check_result(torch.ones(2), 3, context)
 
 
-def test_an_effect_of_a_tensor_that_needs_gradients_holds_no_graph() -> None:
+def test_effect_of_a_tensor_with_gradient_holds_no_graph() -> None:
     before = torch.ones(3, requires_grad=True)
     factor = (before.sum() / 6).reshape(())
     effect = effect_of(before, before * factor, factor, before.numel())

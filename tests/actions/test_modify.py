@@ -1,4 +1,4 @@
-"""Modify: the built-in functions, and functions of one's own."""
+"""Modify: built-in and custom functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from instrument.actions import functions
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def modified(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, **fields: Any) -> Tensor:
+def apply_modify(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, **fields: Any) -> Tensor:
     model = model or nn.Identity()
     spec = {"layers": ".", "kind": "forward", "action": "modify", **fields}
     with instrument.attach(model, {"h": spec}, seed=seed):
         return model(tensor)
 
 
-# ------------------------------------------------------------------------------------------------ built in
+# -------------------------------------------------------------------------------------- built-in functions
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def modified(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, **fi
     ],
     ids=str,
 )
-def test_each_function_does_what_it_says(fields: dict[str, Any], wanted: list[list[float]]) -> None:
+def test_each_function_computes_its_formula(fields: dict[str, Any], wanted: list[list[float]]) -> None:
     tensor = torch.tensor([[3.0, -4.0], [0.0, 5.0]])
     if fields["fn"] == "mean" and "dim" not in fields:
         tensor = torch.tensor([[4.0, -4.0], [0.0, 4.0]])
-    result = modified(tensor, **fields)
+    result = apply_modify(tensor, **fields)
     assert torch.equal(result, torch.tensor(wanted, dtype=torch.float32))
 
 
@@ -56,19 +56,19 @@ def test_each_function_does_what_it_says(fields: dict[str, Any], wanted: list[li
     [({"fn": "zero"}, 0.0), ({"fn": "sign"}, 0.0), ({"fn": "mean"}, 1.0), ({"fn": "noise", "std": 1.0}, 1.0)],
     ids=str,
 )
-def test_shape_dtype_and_graph_are_kept(dtype: torch.dtype, fields: dict[str, Any], gradient: float) -> None:
+def test_modify_keeps_shape_dtype_and_graph(dtype: torch.dtype, fields: dict[str, Any], gradient: float) -> None:
     for shape in ((4, 3), (4,), ()):
         tensor = torch.randn(shape, dtype=dtype, requires_grad=True)
-        result = modified(tensor, **fields)
+        result = apply_modify(tensor, **fields)
         assert (result.shape, result.dtype, result.device) == (tensor.shape, dtype, tensor.device)
         result.sum().backward()
         assert torch.equal(tensor.grad, torch.full_like(tensor, gradient))
 
 
-def test_zero_is_zero_for_nan_and_infinity_too_and_sign_leaves_nan() -> None:
+def test_zero_and_sign_of_non_finite_values() -> None:
     odd = torch.tensor([math.nan, math.inf, -math.inf])
-    assert modified(odd, fn="zero").tolist() == [0.0, 0.0, 0.0]
-    signs = modified(odd, fn="sign")
+    assert apply_modify(odd, fn="zero").tolist() == [0.0, 0.0, 0.0]
+    signs = apply_modify(odd, fn="sign")
     assert signs[0].isnan()
     assert signs[1:].tolist() == [1.0, -1.0]
 
@@ -94,7 +94,7 @@ class Twice(nn.Module):
 
 
 def noise(seed: int = 0, name: str = "n", steps: int = 2) -> list[Tensor]:
-    """What is added to zeros: step by step, a's two calls and b's one."""
+    """Return the noise added to zeros: per step, two calls of `a` and one of `b`."""
     model = Twice()
     spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": "noise", "std": 1.0}
     drawn: list[Tensor] = []
@@ -105,7 +105,7 @@ def noise(seed: int = 0, name: str = "n", steps: int = 2) -> list[Tensor]:
     return drawn
 
 
-def test_noise_is_the_same_for_the_same_seed_and_hook_and_another_for_any_other_place_and_time() -> None:
+def test_noise_depends_on_seed_hook_layer_call_and_step() -> None:
     first = noise()
     torch.manual_seed(99)
     again = noise()
@@ -114,13 +114,13 @@ def test_noise_is_the_same_for_the_same_seed_and_hook_and_another_for_any_other_
     assert len({tuple(tensor.tolist()) for tensor in others}) == len(others) == 18
 
 
-def test_noise_has_the_mean_and_deviation_asked_for() -> None:
-    drawn = modified(torch.zeros(200_000), fn="noise", std=0.5, mean=3.0)
+def test_noise_has_the_requested_mean_and_deviation() -> None:
+    drawn = apply_modify(torch.zeros(200_000), fn="noise", std=0.5, mean=3.0)
     assert drawn.mean().item() == pytest.approx(3.0, abs=0.01)
     assert drawn.std().item() == pytest.approx(0.5, abs=0.01)
 
 
-def test_noise_leaves_the_global_random_states_alone() -> None:
+def test_noise_leaves_global_random_states_unchanged() -> None:
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     noise()
     assert torch.equal(torch.random.get_rng_state(), before[0])
@@ -128,7 +128,7 @@ def test_noise_leaves_the_global_random_states_alone() -> None:
     assert np.random.get_state()[1].tolist() == before[2]
 
 
-# ------------------------------------------------------------------------------------------------ one's own
+# ----------------------------------------------------------------------------------------- custom functions
 
 contexts: list[instrument.Context] = []
 
@@ -139,7 +139,7 @@ def plus(tensor: Tensor, context: instrument.Context, amount: float = 1.0) -> Te
 
 
 class Counting:
-    """Adds how often it was called before."""
+    """Add the number of earlier calls."""
 
     def __init__(self, start: int = 0) -> None:
         if start < 0:
@@ -159,7 +159,7 @@ def target(name: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{__name__}.{name}", **arguments}
 
 
-def test_a_function_of_ones_own_is_called_with_tensor_context_and_its_arguments() -> None:
+def test_custom_function_receives_tensor_context_and_arguments() -> None:
     contexts.clear()
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, nn.Identity())
@@ -177,7 +177,7 @@ def test_a_function_of_ones_own_is_called_with_tensor_context_and_its_arguments(
 
 
 @pytest.mark.parametrize("kind", ["tensor", "parameter_grad", "post_accumulate_grad", "full_backward"])
-def test_a_function_at_a_gradient_is_given_what_it_is_the_gradient_of(kind: str) -> None:
+def test_custom_gradient_function_receives_its_value(kind: str) -> None:
     contexts.clear()
     layer = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -196,7 +196,7 @@ def test_a_function_at_a_gradient_is_given_what_it_is_the_gradient_of(kind: str)
     assert torch.equal(contexts[0].value, wanted)
 
 
-def test_a_class_is_built_once_for_all_layers_and_steps() -> None:
+def test_class_is_instantiated_once_per_hook() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": target("Counting", start=10)}
     with instrument.attach(model, {"h": spec}) as probe:
@@ -206,21 +206,21 @@ def test_a_class_is_built_once_for_all_layers_and_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"),
+    ("fn", "message"),
     [
         (target("plus", amonut=1), "amonut"),
         (target("only_tensor"), r"cannot be called as fn\(tensor, context\)"),
         (target("Counting", stop=1), "stop"),
         (target("Counting", start=-1), "counts from 0"),
-        (target("pluss"), f"nearest  {__name__}.plus"),
+        (target("pluss"), f"similar  {__name__}.plus"),
         (target("contexts"), "not a class or function"),
-        ({"_target_": "nowhere.at_all"}, "no module 'nowhere'"),
+        ({"_target_": "nowhere.at_all"}, "no module named 'nowhere'"),
     ],
     ids=["unknown argument", "no context", "class", "class refuses", "misspelt", "no function", "no module"],
 )
-def test_a_function_that_cannot_be_called_is_told_before_a_step(fn: dict[str, Any], told: str) -> None:
+def test_invalid_custom_function_is_reported_before_step_0(fn: dict[str, Any], message: str) -> None:
     model = nn.Identity()
-    with pytest.raises(instrument.ConfigError, match=told) as caught:  # noqa: SIM117
+    with pytest.raises(instrument.ConfigError, match=message) as caught:  # noqa: SIM117
         with instrument.attach(model, {"mine": {"layers": ".", "kind": "forward", "action": "modify", "fn": fn}}):
             pass
     assert "hooks.mine.fn" in str(caught.value)

@@ -8,11 +8,11 @@ import instrument
 from instrument import Context, HookError
 
 
-def careless(tensor: Tensor, context: Context) -> Tensor:
+def draw_globally(tensor: Tensor, context: Context) -> Tensor:
     return tensor + torch.randn_like(tensor)
 
 
-def careful(tensor: Tensor, context: Context) -> Tensor:
+def draw_from_generator(tensor: Tensor, context: Context) -> Tensor:
     return tensor + torch.randn(tensor.shape, generator=context.generator(tensor.device))
 
 
@@ -24,18 +24,18 @@ def run(function: str) -> None:
         probe.end_step()
 
 
-def test_a_function_that_draws_from_the_global_random_state_is_refused_by_name() -> None:
+def test_function_that_uses_global_random_state_is_refused() -> None:
     with pytest.raises(
         HookError, match=r"hook 'mine' \(forward\) on layer '.' at step 0 .*global random state.*generator"
     ):
-        run("careless")
+        run("draw_globally")
 
 
-def test_one_that_draws_from_its_own_generator_leaves_the_global_state_alone() -> None:
+def test_context_generator_leaves_the_global_state_unchanged() -> None:
     before = torch.get_rng_state()
     model_only = nn.Linear(2, 2)
     after_model = torch.get_rng_state()
     torch.set_rng_state(before)
-    run("careful")
+    run("draw_from_generator")
     assert torch.equal(torch.get_rng_state(), after_model)
     assert model_only.weight.shape == (2, 2)

@@ -1,4 +1,4 @@
-"""Record: statistics, values, and the part of them that is kept."""
+"""Record: statistics, tensors, and the slice of a tensor that is kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import instrument
-from instrument.actions.record import Record, cut
+from instrument.actions.record import Record, select_part
 from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, COUNTS, DEFAULT, OF_VALUES
+from instrument.spec.statistics import ALL, COUNTS, DEFAULT, VALUE_STATISTICS
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -31,32 +31,32 @@ def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
 
 
 @pytest.mark.parametrize(
-    ("asked", "names"),
+    ("requested", "names"),
     [
         ("default", DEFAULT),
-        ("all", OF_VALUES),
+        ("all", VALUE_STATISTICS),
         (["mean", "l2"], ("mean", "l2")),
         (["l2", "nan_count", "mean"], ("mean", "l2", "nan_count")),
         ("l1", ("l1",)),
     ],
     ids=str,
 )
-def test_the_statistics_asked_for_are_there_with_the_counts_and_no_other(asked: Any, names: tuple[str, ...]) -> None:
-    (row,) = recorded(torch.tensor([1.0, -2.0, 0.0]), stats=asked).records("stats")
+def test_requested_statistics_are_recorded_with_the_counts(requested: Any, names: tuple[str, ...]) -> None:
+    (row,) = recorded(torch.tensor([1.0, -2.0, 0.0]), stats=requested).records("stats")
     assert [name for name in ALL if row[name] is not None] == [name for name in ALL if name in (*COUNTS, *names)]
     wanted = {"mean": -1 / 3, "l1": 3.0, "l2": math.sqrt(5), "min": -2.0, "zero_fraction": 1 / 3, "numel": 3}
     for name in set(wanted) & set(names):
         assert row[name] == pytest.approx(wanted[name])
 
 
-def test_counts_are_whole_numbers_and_what_has_no_value_is_none() -> None:
+def test_counts_are_integers_and_undefined_values_are_none() -> None:
     (row,) = recorded(torch.tensor([math.nan, math.inf, math.nan]), stats="all").records("stats")
     assert (row["numel"], row["nan_count"], row["inf_count"]) == (3, 2, 1)
     assert all(type(row[name]) is int for name in ("numel", "nan_count", "inf_count"))
     assert all(row[name] is None for name in ALL if name not in ("numel", "nan_count", "inf_count"))
 
 
-def test_quantiles_and_a_histogram_are_a_row_of_their_own() -> None:
+def test_quantiles_and_histogram_are_one_distribution_row() -> None:
     sink = recorded(torch.tensor([4.0, 1.0, 2.0, 3.0, 5.0]), stats="none", quantiles=[0.5, 0.0], histogram=2)
     assert not sink.rows["stats"]
     (row,) = sink.records("distributions")
@@ -66,12 +66,12 @@ def test_quantiles_and_a_histogram_are_a_row_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "absent"),
+    ("requested", "absent"),
     [({"quantiles": True}, ("low", "high", "counts")), ({"histogram": True}, ("sampled", "levels", "quantiles"))],
     ids=str,
 )
-def test_of_quantiles_and_histogram_only_what_is_asked_for(asked: dict[str, Any], absent: tuple[str, ...]) -> None:
-    sink = recorded(torch.arange(10.0), **asked)
+def test_distribution_has_only_the_requested_columns(requested: dict[str, Any], absent: tuple[str, ...]) -> None:
+    sink = recorded(torch.arange(10.0), **requested)
     (row,) = sink.records("distributions")
     assert all(row[name] is None for name in absent)
     assert all(
@@ -80,14 +80,14 @@ def test_of_quantiles_and_histogram_only_what_is_asked_for(asked: dict[str, Any]
     assert len(sink.rows["stats"]) == 1
 
 
-def test_what_is_dear_is_left_out_the_dearest_first() -> None:
-    asked = spec(stats=["mean", "l1"], tensors=True, quantiles=True, histogram=True)
-    action = Record(parse_hooks({"h": asked})["h"], Recorder(instrument.MemorySink()))
-    told = []
-    while (lighter := action.without_the_dearest()) is not None:
+def test_most_expensive_output_is_dropped_first() -> None:
+    requested = spec(stats=["mean", "l1"], tensors=True, quantiles=True, histogram=True)
+    action = Record(parse_hooks({"h": requested})["h"], Recorder(instrument.MemorySink()))
+    dropped = []
+    while (lighter := action.without_most_expensive()) is not None:
         action, left_out = lighter
-        told.append(left_out)
-    assert told == ["tensors", "histogram", "quantiles", "l1"]
+        dropped.append(left_out)
+    assert dropped == ["tensors", "histogram", "quantiles", "l1"]
     assert (action.keeps_tensors, action.bins, action.levels) == (False, 0, ())
     assert action.statistics == ("numel", "mean", "nan_count", "inf_count")
 
@@ -101,7 +101,7 @@ def test_tensors_only_statistics_only_or_both() -> None:
     assert (len(numbers.rows["stats"]), len(numbers.rows["tensors"])) == (1, 0)
 
 
-def test_a_tensor_is_copied_when_it_is_seen() -> None:
+def test_tensor_is_copied_when_recorded() -> None:
     x = torch.ones(4, 4)
     model = nn.Identity()
     with instrument.attach(model, {"whole": spec(tensors=True), "part": spec(tensors=True, slice="1, :2")}) as probe:
@@ -111,7 +111,7 @@ def test_a_tensor_is_copied_when_it_is_seen() -> None:
     for row in probe.sink.records("tensors"):
         assert row["values"].eq(1).all()
         assert row["values"].is_contiguous()
-        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4, "only what is kept is held"
+        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4, "only the kept elements are held in memory"
 
 
 X = torch.arange(4 * 3 * 5, dtype=torch.float32).reshape(4, 3, 5)
@@ -134,20 +134,20 @@ X = torch.arange(4 * 3 * 5, dtype=torch.float32).reshape(4, 3, 5)
     ],
     ids=str,
 )
-def test_the_part_asked_for_is_kept_with_the_shape_it_came_from(fields: dict[str, Any], wanted: Tensor) -> None:
+def test_requested_slice_is_kept_with_the_source_shape(fields: dict[str, Any], wanted: Tensor) -> None:
     (row,) = recorded(X, tensors=True, **fields).records("tensors")
     assert torch.equal(row["values"], wanted)
     assert (row["shape"], row["source_shape"]) == (list(wanted.shape), [4, 3, 5])
     assert row["dtype"] == "float32"
 
 
-def test_cuts_of_a_tensor_do_not_touch_its_statistics() -> None:
+def test_slicing_a_tensor_does_not_affect_its_statistics() -> None:
     (row,) = recorded(X, tensors=True, samples=1, max_elements=1).records("stats")
     assert (row["numel"], row["max"]) == (60, 59.0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_values_are_converted_before_they_are_kept(dtype: str) -> None:
+def test_values_are_converted_to_the_requested_dtype(dtype: str) -> None:
     x = torch.tensor([1 / 3, 1e-9, 3e4])
     (row,) = recorded(x, tensors=True, dtype=dtype).records("tensors")
     assert row["dtype"] == dtype
@@ -169,7 +169,7 @@ def test_values_are_converted_before_they_are_kept(dtype: str) -> None:
     ],
     ids=["bool", "int", "scalar", "empty", "transposed", "expanded", "channels_last", "sparse", "complex"],
 )
-def test_a_tensor_of_any_kind_is_recorded_as_it_is(x: Tensor) -> None:
+def test_any_layout_and_dtype_is_recorded_unchanged(x: Tensor) -> None:
     sink = recorded(x, tensors=True)
     (row,) = sink.records("tensors")
     assert torch.equal(row["values"], x.to_dense())
@@ -183,25 +183,25 @@ def test_a_tensor_of_any_kind_is_recorded_as_it_is(x: Tensor) -> None:
     st.sampled_from([None, ":", "::2", "1:, -2:", ":, :1"]),
     st.none() | st.integers(1, 9),
 )
-def test_a_cut_is_a_part_no_larger_than_asked_for(
+def test_cut_is_within_the_requested_limits(
     shape: list[int], samples: int | None, part: str | None, most: int | None
 ) -> None:
     fields = {"samples": samples, "slice": part, "max_elements": most}
     given_fields = {key: value for key, value in fields.items() if value is not None}
     assume(part is None or part.count(",") < len(shape))
     hook = parse_hooks({"h": spec(tensors=True, **given_fields)})["h"]
-    whole = torch.arange(math.prod(shape)).reshape(shape)
-    kept = cut(whole, hook)
-    assert set(kept.flatten().tolist()) <= set(whole.flatten().tolist())
+    full = torch.arange(math.prod(shape)).reshape(shape)
+    kept = select_part(full, hook)
+    assert set(kept.flatten().tolist()) <= set(full.flatten().tolist())
     assert most is None or kept.numel() <= most
     if samples is not None and shape and kept.dim():
         assert kept.numel() <= samples * math.prod(shape[1:])
     if not given_fields:
-        assert kept is whole
+        assert kept is full
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_is_kept_with_its_parts_padded(layout: torch.layout) -> None:
+def test_nested_tensor_is_kept_padded(layout: torch.layout) -> None:
     class Nesting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.nested.nested_tensor([x[0, :2], x[1]], layout=layout)

@@ -1,4 +1,4 @@
-"""Scale: multiplication by a number."""
+"""Scale: multiplication by a factor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instrument.actions.scale import scale, scale_channels
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_scaling_keeps_shape_dtype_and_graph(dtype: torch.dtype) -> None:
+def test_scale_keeps_shape_dtype_and_graph(dtype: torch.dtype) -> None:
     tensor = torch.randn(3, 2, dtype=dtype, requires_grad=True)
     result = scale(tensor, 0.5)
     assert (result.shape, result.dtype) == (tensor.shape, dtype)
@@ -21,7 +21,7 @@ def test_scaling_keeps_shape_dtype_and_graph(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, -2.0, 1e-3, 7])
-def test_the_factor_is_in_the_effect(factor: float) -> None:
+def test_effect_contains_the_factor(factor: float) -> None:
     model = torch.nn.Identity()
     spec = {"layers": ".", "kind": "forward", "action": "scale", "factor": factor}
     with instrument.attach(model, {"h": spec}) as probe:
@@ -32,14 +32,14 @@ def test_the_factor_is_in_the_effect(factor: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_factor_is_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
+def test_factor_is_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
     tensor = torch.linspace(-3.0, 3.0, 1001, dtype=torch.float64).to(dtype)
     wanted = (tensor.to(torch.promote_types(dtype, torch.float32)) * 0.1).to(dtype)
     assert torch.equal(scale(tensor, 0.1), wanted)
     assert torch.equal(scale_channels(tensor.unsqueeze(0), [0.1] * 1001, 1)[0], wanted)
 
 
-def test_float64_keeps_its_digits_where_values_are_quantized_and_penalised() -> None:
+def test_quantize_and_l1_keep_float64_precision() -> None:
     tensor = torch.linspace(-1.0, 1.0, 255, dtype=torch.float64) * 1e200
     torch.testing.assert_close(quantize(tensor, "int8"), tensor, rtol=1e-12, atol=1e185)
     assert l1(tensor[:1] * 0, tensor[:1], 0.1).item() == -0.1

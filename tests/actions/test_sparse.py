@@ -1,4 +1,4 @@
-"""Sparse gradients, as `nn.Embedding(sparse=True)` has them: their entries are changed, or it is said why not."""
+"""Sparse gradients, as from `nn.Embedding(sparse=True)`: entries are changed, or the hook reports why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import instrument
 from instrument.errors import HookError
 
-INDICES = torch.tensor([[1, 1, 4, 7]])  # one of them twice: the gradient comes with an entry for each
+INDICES = torch.tensor([[1, 1, 4, 7]])  # one index twice: the gradient has an entry for each
 
 
 def weight_after(spec: dict[str, Any], *, sparse: bool, kind: str) -> tuple[torch.Tensor, Any]:
@@ -41,21 +41,21 @@ def weight_after(spec: dict[str, Any], *, sparse: bool, kind: str) -> tuple[torc
     ],
     ids=str,
 )
-def test_entries_are_changed_as_the_dense_gradient_would_be(spec: dict[str, Any], kind: str) -> None:
-    mine, effects = weight_after(spec, sparse=True, kind=kind)
-    wanted, dense_effects = weight_after(spec, sparse=False, kind=kind)
-    assert torch.allclose(mine, wanted, rtol=1e-6, atol=0)
+def test_sparse_entries_change_as_in_a_dense_gradient(spec: dict[str, Any], kind: str) -> None:
+    sparse_weight, effects = weight_after(spec, sparse=True, kind=kind)
+    dense_weight, dense_effects = weight_after(spec, sparse=False, kind=kind)
+    assert torch.allclose(sparse_weight, dense_weight, rtol=1e-6, atol=0)
     assert len(effects) == len(dense_effects) == 6
     for row, dense in zip(effects, dense_effects, strict=True):
         assert (row["layer"], row["numel"], row["changed"]) == (dense["layer"], dense["numel"], dense["changed"])
         assert row["norm_after"] == pytest.approx(dense["norm_after"], rel=1e-5)
 
 
-def test_the_total_norm_counts_sparse_gradients_too() -> None:
+def test_total_norm_includes_sparse_gradients() -> None:
     spec = {"action": "clip", "norm": 0.5}
-    mine, effects = weight_after(spec, sparse=True, kind="parameter_grad")
-    wanted, _ = weight_after(spec, sparse=False, kind="parameter_grad")
-    assert torch.allclose(mine, wanted, rtol=1e-6, atol=0)
+    sparse_weight, effects = weight_after(spec, sparse=True, kind="parameter_grad")
+    dense_weight, _ = weight_after(spec, sparse=False, kind="parameter_grad")
+    assert torch.allclose(sparse_weight, dense_weight, rtol=1e-6, atol=0)
     norms = [row["norm_after"] for row in effects if row["step"] == 0]
     assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(0.5, rel=1e-5)
 
@@ -71,6 +71,6 @@ def test_the_total_norm_counts_sparse_gradients_too() -> None:
     ],
     ids=str,
 )
-def test_what_needs_a_dense_tensor_says_so(spec: dict[str, Any]) -> None:
-    with pytest.raises(HookError, match=r"'h' \(parameter_grad\) on layer '0'.*needs a dense tensor.*sparse=False"):
+def test_function_that_needs_a_dense_tensor_is_reported(spec: dict[str, Any]) -> None:
+    with pytest.raises(HookError, match=r"'h' \(parameter_grad\) on layer '0'.*requires a dense tensor.*sparse=False"):
         weight_after({**spec, "types": "Embedding"}, sparse=True, kind="parameter_grad")

@@ -1,4 +1,4 @@
-"""Tensors of other runs, for replace and patch: of as many processes, of one, of several."""
+"""Tensors of other runs for replace and patch, with equal and different numbers of processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from instrument.actions.base import Context, Moment
+from instrument.actions.base import Context, StepContext
 from instrument.analysis.archive import RunArchive
 from instrument.sinks.parquet import ParquetSink
 
@@ -26,14 +26,14 @@ def context(rank: int = 0, **changed: Any) -> Context:
         "role": "output",
         "module": nn.Linear(2, 2),
         "path": "",
-        "moment": Moment(0, 0, 0, "train"),
+        "moment": StepContext(0, 0, 0, "train"),
         "rank": rank,
     }
     return Context(**given | changed)
 
 
 def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
-    """A run whose processes have each recorded a part of the batch; or the whole of it, where they all have the same."""
+    """Write a run whose processes each recorded a batch shard, or the full batch if they all have the same."""
     from instrument.capture.rows import identity
 
     folder.mkdir()
@@ -49,26 +49,26 @@ def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPat
 
 
 def find(run: str, ranks: int, rank: int = 0, **changed: Any) -> list[list[float]]:
-    def share(batch: range) -> range:
+    def shard(batch: range) -> range:
         return batch[rank * len(batch) // ranks : (rank + 1) * len(batch) // ranks]
 
-    archive = RunArchive(ranks, share)
+    archive = RunArchive(ranks, shard)
     archive.open(run, None, "hooks.h")
     found: list[list[float]] = archive.find(run, None, None, context(rank, **changed)).tolist()
     return found
 
 
-def test_one_process_finds_the_whole_that_several_had_parts_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_finds_the_batch_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path / "run", 3, "local", monkeypatch)
     assert find(run, 1) == BATCH.tolist()
 
 
-def test_as_many_processes_find_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_number_of_processes_find_their_own_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path / "run", 3, "local", monkeypatch)
     assert [find(run, 3, rank) for rank in range(3)] == [part.tolist() for part in np.array_split(BATCH, 3)]
 
 
-def test_several_find_their_samples_of_what_one_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_find_shards_of_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tmp_path / "run", 1, "global", monkeypatch)
     assert [find(run, 2, rank) for rank in range(2)] == [part.tolist() for part in np.array_split(BATCH, 2)]
     run = recorded(tmp_path / "gradient", 1, "global", monkeypatch, kind="parameter_grad", role="grad")
@@ -76,7 +76,7 @@ def test_several_find_their_samples_of_what_one_recorded(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_the_same_on_every_rank_is_found_once(
+def test_tensor_equal_on_every_rank_is_found_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     run = recorded(tmp_path / "run", 2, "averaged", monkeypatch, kind="parameter_grad", role="grad")
@@ -84,8 +84,8 @@ def test_what_is_the_same_on_every_rank_is_found_once(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_shards_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """An intervention is made on the whole of a parameter, however many processes have shards of it."""
+def test_parameter_shards_are_combined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """An intervention applies to the full parameter, however many processes have shards of it."""
     run = recorded(tmp_path / "run", 2, "shard", monkeypatch, kind="step_post", role="param")
     assert find(run, ranks, ranks - 1, kind="step_post", role="param") == BATCH.tolist()
 
@@ -93,9 +93,9 @@ def test_shards_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("ranks", "kind"), [(3, "forward"), (1, "post_accumulate_grad")], ids=["other count", "no parts of a batch"]
 )
-def test_where_there_is_no_whole_it_is_told(
+def test_shards_that_cannot_be_combined_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
 ) -> None:
     run = recorded(tmp_path / "run", 2, "local", monkeypatch, kind=kind)
-    with pytest.raises(LookupError, match=f"2 processes recorded tensors of step 0 .* and here are {ranks}"):
+    with pytest.raises(LookupError, match=f"no full tensor of step 0 .* recorded by 2 processes, and this run has {ranks}"):
         find(run, ranks, kind=kind)

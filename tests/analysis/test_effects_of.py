@@ -1,4 +1,4 @@
-"""What one key changes: paired differences and their intervals, against SciPy's, and what is not paired."""
+"""`effects_of`: paired differences and confidence intervals, compared with SciPy's, and unpaired runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import scipy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from swept import CLIP, job
+from run_folders import CLIP, write_run
 from tiers import tiered
 
 import instrument
@@ -25,16 +25,16 @@ import instrument
 NUMBER = st.floats(-1e6, 1e6)
 
 
-def clipped(norm: float | None) -> dict[str, Any]:
+def clip_config(norm: float | None) -> dict[str, Any]:
     return {"hooks": {"tame": None if norm is None else {**CLIP, "norm": norm}}}
 
 
 def losses(folder: Path, by_value: dict[float, Sequence[float | None]]) -> instrument.Run:
-    """A sweep of one step each, with a seed for each of the losses."""
+    """Load a sweep of one-step runs, with one seed per loss."""
     for norm, numbers in by_value.items():
         for seed, loss in enumerate(numbers):
             rows = {"metrics": [{"loss": loss}]}
-            job(folder / f"{norm}-{seed}", config=clipped(norm), seed=seed, rows=rows)
+            write_run(folder / f"{norm}-{seed}", config=clip_config(norm), seed=seed, rows=rows)
     return instrument.load(folder)
 
 
@@ -44,7 +44,7 @@ def only(frame: pd.DataFrame) -> pd.Series:
 
 
 @pytest.mark.parametrize("examples", tiered([4, 30], [4]))
-def test_the_interval_is_the_one_of_scipy(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
+def test_interval_equals_that_of_scipy(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     pairs = st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=12)
 
     @settings(max_examples=examples)
@@ -71,14 +71,14 @@ def check_interval(folder: Path, pairs: npt.NDArray[np.float64], confidence: flo
         assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high], **near)
 
 
-def test_numbers_far_from_zero_lose_nothing(tmp_path: Path) -> None:
+def test_interval_is_accurate_far_from_zero(tmp_path: Path) -> None:
     before, after = 1e9 + np.array([0.0, 1.0, 2.0]), 1e9 + np.array([0.5, 1.25, 3.0])
     found = only(losses(tmp_path, {0.1: before.tolist(), 1.0: after.tolist()}).effects_of("hooks.tame.norm"))
     interval = scipy.stats.ttest_rel(after, before).confidence_interval()
     assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high], rel=1e-12)
 
 
-def test_one_pair_has_no_interval(tmp_path: Path) -> None:
+def test_single_pair_has_no_interval(tmp_path: Path) -> None:
     found = only(losses(tmp_path, {0.1: [2.0], 1.0: [1.5]}).effects_of("hooks.tame.norm"))
     assert (found["n"], found["difference"]) == (1, -0.5)
     assert math.isnan(found["ci_low"])
@@ -86,7 +86,7 @@ def test_one_pair_has_no_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("off", [0.0, 0.25])
-def test_pairs_that_all_differ_alike_have_an_interval_without_width(tmp_path: Path, off: float) -> None:
+def test_equal_differences_have_an_interval_of_zero_width(tmp_path: Path, off: float) -> None:
     before = [1.5, 7.25, 3.0]
     found = only(
         losses(tmp_path, {0.1: before, 1.0: [number + off for number in before]}).effects_of("hooks.tame.norm")
@@ -94,7 +94,7 @@ def test_pairs_that_all_differ_alike_have_an_interval_without_width(tmp_path: Pa
     assert (found["ci_low"], found["difference"], found["ci_high"]) == (off, off, off)
 
 
-def test_what_is_not_finite_or_not_there_is_counted_apart(tmp_path: Path) -> None:
+def test_non_finite_and_one_sided_pairs_are_counted(tmp_path: Path) -> None:
     nan, inf = math.nan, math.inf
     before = [1.0, 2.0, nan, 1.0, -inf, None, 1.0, None]
     after = [2.0, 4.0, 1.0, inf, inf, 1.0, None, None]
@@ -105,14 +105,14 @@ def test_what_is_not_finite_or_not_there_is_counted_apart(tmp_path: Path) -> Non
     assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high])
 
 
-def test_where_no_pair_is_finite_there_is_no_number_but_a_row(tmp_path: Path) -> None:
+def test_row_without_finite_pairs_has_no_numbers(tmp_path: Path) -> None:
     found = only(losses(tmp_path, {0.1: [1.0, math.nan], 1.0: [math.inf, 1.0]}).effects_of("hooks.tame.norm"))
     assert (found["n"], found["not_finite"]) == (0, 2)
     assert found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]].isna().all()
 
 
 @pytest.mark.parametrize("examples", tiered([4, 30], [4]))
-def test_no_bound_is_ever_infinite(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
+def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     @settings(max_examples=examples)
     @example(numbers=[0.0, 1.1984620899082105e308, 0.0, 0.0, 0.0, 1.1984620899082105e308])
     @example(numbers=[1.7e308, -1.7e308, 1.7e308, -1.7e308, 1.7e308, -1.7e308, 0.0, 0.0])
@@ -128,8 +128,8 @@ def test_no_bound_is_ever_infinite(tmp_path_factory: pytest.TempPathFactory, exa
     check()
 
 
-def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: Path) -> None:
-    """Against the same made with pandas, of all rows at once."""
+def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
+    """Compared with a pandas implementation over all rows."""
     random = np.random.default_rng(0)
     for rate, norm, seed in product((0.1, 0.2), (0.1, 1.0, 10.0), (1, 2, 3)):
         layers = ("a", "b", "only in one" if norm == 0.1 else "c")
@@ -143,9 +143,9 @@ def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: P
             "metrics": [{"step": step, "loss": random.normal()} for step in range(4)]
             + [{"step": step, "phase": "eval", "loss": random.normal()} for step in (2, 4)],
         }
-        config = {**clipped(norm), "optimizer": {"lr": rate}}
+        config = {**clip_config(norm), "optimizer": {"lr": rate}}
         overrides = {"optimizer.lr": rate, "hooks.tame.norm": norm, "seed": seed}
-        job(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, overrides=overrides, rows=rows)
+        write_run(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, overrides=overrides, rows=rows)
     sweep = instrument.load(tmp_path)
     found = sweep.effects_of("hooks.tame.norm", confidence=0.9)
     assert list(found.columns) == [
@@ -174,30 +174,30 @@ def test_each_value_is_compared_by_metric_and_by_layer_and_statistic(tmp_path: P
     assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
 
 
-def test_other_keys_tell_comparisons_apart(tmp_path: Path) -> None:
+def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
     for rate, norm, seed in product((0.2, 0.1), (0.1, 1.0), (1, 2)):
-        config = {**clipped(norm), "optimizer": {"lr": rate}, "model": {"_target_": "MLP", "sizes": [seed // 9, 10]}}
+        config = {**clip_config(norm), "optimizer": {"lr": rate}, "model": {"_target_": "MLP", "sizes": [seed // 9, 10]}}
         rows = {"metrics": [{"loss": rate * norm + seed}]}
-        job(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, rows=rows)
+        write_run(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, rows=rows)
     sweep = instrument.load(tmp_path)
     frame = sweep.effects_of("hooks.tame.norm", by="optimizer.lr")
     assert list(frame.columns[:4]) == ["value", "baseline", "optimizer.lr", "table"]
     assert list(zip(frame["optimizer.lr"], frame["n"], frame["pairs"], strict=True)) == [(0.1, 2, 2), (0.2, 2, 2)]
     assert frame["difference"].tolist() == pytest.approx([0.09, 0.18])
     assert sweep.effects_of("hooks.tame.norm", by=["optimizer.lr"]).equals(frame)
-    with pytest.raises(instrument.InstrumentError, match=r"by: all \d+ runs that are done have model=\{_target_: MLP"):
+    with pytest.raises(instrument.InstrumentError, match=r"by: all \d+ finished runs have model=\{_target_: MLP"):
         sweep.effects_of("hooks.tame.norm", by="model")
 
 
-def test_runs_without_the_hook_are_compared_with_all_that_have_it(tmp_path: Path) -> None:
-    """Whichever side is called the baseline: the differences are the same with the other sign."""
+def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path) -> None:
+    """With either side as the baseline, the differences are equal up to their sign."""
     for seed in (1, 2, 3):
         tames = {f"{norm}-{by}": (norm, by) for norm, by in product((0.1, 1.0), ("tensor", "all"))}
         for name, tame in {"none": None, **tames}.items():
             spec = None if tame is None else {**CLIP, "norm": tame[0], "scope": tame[1]}
             loss = seed if tame is None else seed**2 * (1 + tame[0]) * (3 if tame[1] == "all" else 1)
             rows = {"metrics": [{"loss": float(loss)}]}
-            job(tmp_path / f"{seed}-{name}", config={"hooks": {"tame": spec}}, seed=seed, rows=rows)
+            write_run(tmp_path / f"{seed}-{name}", config={"hooks": {"tame": spec}}, seed=seed, rows=rows)
     sweep = instrument.load(tmp_path)
     for by in ([], ["hooks.tame.scope"]):
         forth = sweep.effects_of("hooks.tame.norm", by=by)
@@ -210,23 +210,23 @@ def test_runs_without_the_hook_are_compared_with_all_that_have_it(tmp_path: Path
         assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (6, [3])
 
 
-def test_runs_of_one_seed_are_no_more_proof_than_one_of_them(tmp_path: Path) -> None:
-    """An override that changes nothing leaves the interval as it is."""
+def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
+    """An override that changes nothing leaves the interval unchanged."""
     for copies, folder in ((1, tmp_path / "once"), (4, tmp_path / "again")):
         for copy, seed, (norm, off) in product(range(copies), (1, 2, 3), ((0.1, 0.0), (1.0, 0.5))):
             rows = {"metrics": [{"loss": seed**2 * (1 + off)}]}
-            config = {**clipped(norm), "data": {"root": str(copy)}}
-            job(folder / f"{copy}-{norm}-{seed}", config=config, seed=seed, rows=rows)
+            config = {**clip_config(norm), "data": {"root": str(copy)}}
+            write_run(folder / f"{copy}-{norm}-{seed}", config=config, seed=seed, rows=rows)
     once, again = (only(instrument.load(tmp_path / name).effects_of("hooks.tame.norm")) for name in ("once", "again"))
     assert (once["n"], once["pairs"], again["n"], again["pairs"]) == (3, 3, 3, 12)
     for name in ("mean_baseline", "mean_value", "difference", "ci_low", "ci_high"):
         assert again[name] == pytest.approx(once[name])
 
 
-def test_only_the_steps_that_are_asked_for_count(tmp_path: Path) -> None:
+def test_steps_argument_limits_the_rows(tmp_path: Path) -> None:
     for norm, seed in product((0.1, 1.0), (1, 2)):
         rows = {"metrics": [{"step": step, "loss": norm * step} for step in range(6)]}
-        job(tmp_path / f"{norm}-{seed}", config=clipped(norm), seed=seed, rows=rows)
+        write_run(tmp_path / f"{norm}-{seed}", config=clip_config(norm), seed=seed, rows=rows)
     sweep = instrument.load(tmp_path)
     assert only(sweep.effects_of("hooks.tame.norm", steps=(2, 4)))["mean_value"] == 2.5
     assert only(sweep.effects_of("hooks.tame.norm", steps=(np.int64(4), None)))["mean_value"] == 4.5
@@ -234,29 +234,29 @@ def test_only_the_steps_that_are_asked_for_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [5, (5, 3), (3, 3), (0, None, 1), ("a", None), (-1, None)])
-def test_steps_that_are_none_are_told(tmp_path: Path, steps: Any) -> None:
+def test_invalid_steps_are_reported(tmp_path: Path, steps: Any) -> None:
     run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
-    with pytest.raises(instrument.InstrumentError, match=r"steps: there are no steps between these\n    written "):
+    with pytest.raises(instrument.InstrumentError, match=r"steps: the range contains no steps\n    given "):
         run.effects_of("hooks.tame.norm", steps=steps)
 
 
-def test_runs_in_no_pair_are_told_in_a_warning_and_listed(tmp_path: Path) -> None:
+def test_unpaired_runs_are_warned_of_and_listed(tmp_path: Path) -> None:
     losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.0, 2.0, 3.0]})
-    job(tmp_path / "failed", config=clipped(1.0), status="failed")
+    write_run(tmp_path / "failed", config=clip_config(1.0), status="failed")
     with pytest.warns(instrument.InstrumentWarning) as caught:
         frame = instrument.load(tmp_path).effects_of("hooks.tame.norm")
     assert [str(warning.message) for warning in caught] == [
-        "2 of 6 runs are in no pair: no run with hooks.tame.norm=0.1 has seed 2 (1); it is not done, but failed (1). "
-        "attrs['left_out'] has them all"
+        "2 of 6 runs are not in any pair: no run with hooks.tame.norm=0.1 has seed 2 (1); its status is failed (1). "
+        "attrs['left_out'] lists all of them"
     ]
     assert caught[0].filename == __file__
     assert frame.attrs["left_out"] == {
         "1.0-2": "no run with hooks.tame.norm=0.1 has seed 2",
-        "failed": "it is not done, but failed",
+        "failed": "its status is failed",
     }
 
 
-def test_where_all_are_paired_nothing_is_warned_of(tmp_path: Path) -> None:
+def test_fully_paired_sweep_gives_no_warning(tmp_path: Path) -> None:
     run = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.0, 2.0]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -265,17 +265,17 @@ def test_where_all_are_paired_nothing_is_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
-def test_a_confidence_that_is_none_is_told(tmp_path: Path, confidence: float) -> None:
+def test_invalid_confidence_is_reported(tmp_path: Path, confidence: float) -> None:
     run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
     with pytest.raises(
-        instrument.InstrumentError, match=f"confidence: has to lie between 0 and 1\n    written  {confidence}"
+        instrument.InstrumentError, match=f"confidence: must be between 0 and 1\n    given    {confidence}"
     ):
         run.effects_of("hooks.tame.norm", confidence=confidence)
 
 
 def test_values_keep_their_types(tmp_path: Path) -> None:
     run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
-    job(tmp_path / "none", config=clipped(None), rows={"metrics": [{"loss": 2.0}]})
+    write_run(tmp_path / "none", config=clip_config(None), rows={"metrics": [{"loss": 2.0}]})
     frame = run.effects_of("hooks.tame.norm")
     assert pd.api.types.is_float_dtype(frame["value"])
     frame = instrument.load(tmp_path).effects_of("hooks.tame.norm")
@@ -284,13 +284,13 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
     assert (list(frame["value"]), list(frame["baseline"])) == ([1.0, None], [0.1, 0.1])
 
 
-def test_a_sweep_behind_an_address_is_compared_as_one_on_this_disk(tmp_path: Path) -> None:
-    here = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.5, 3.0]}).effects_of("hooks.tame.norm")
+def test_remote_sweep_gives_the_same_effects(tmp_path: Path) -> None:
+    local = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.5, 3.0]}).effects_of("hooks.tame.norm")
     memory = fsspec.filesystem("memory")
     memory.put(str(tmp_path), "/effects/sweep", recursive=True)
     try:
-        there = instrument.load("memory://effects/sweep").effects_of("hooks.tame.norm")
+        remote = instrument.load("memory://effects/sweep").effects_of("hooks.tame.norm")
     finally:
         memory.rm("/effects", recursive=True)
-    assert there.equals(here)
-    assert there.attrs == here.attrs
+    assert remote.equals(local)
+    assert remote.attrs == local.attrs

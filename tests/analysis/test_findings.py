@@ -1,4 +1,4 @@
-"""The findings of runs whose rows are known."""
+"""Findings of runs with known rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Make = Callable[..., instrument.Run]
 
 @pytest.fixture
 def made(tmp_path: Path) -> Make:
-    """A run with these rows in its tables, a step for each; one that was killed has neither parts nor an end."""
+    """Return a factory of runs with the given rows, one step per row; a killed run has neither parts nor an end."""
 
     def make(*, killed: bool = False, config: Any = None, **tables: Rows) -> instrument.Run:
         status = "running" if killed else "done"
@@ -64,48 +64,48 @@ def only(run: instrument.Run, what: str) -> Finding:
     return found
 
 
-def what_of(run: instrument.Run) -> list[str]:
+def names_of(run: instrument.Run) -> list[str]:
     return [finding.what for finding in findings(run)]
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_run_without_rows_has_no_findings(made: Make, killed: bool) -> None:
+def test_run_without_rows_has_no_findings(made: Make, killed: bool) -> None:
     assert findings(made(killed=killed)) == []
 
 
-def test_columns_without_a_value_say_nothing(made: Make) -> None:
+def test_columns_without_values_give_no_findings(made: Make) -> None:
     rows = [{"step": step, **about} for step in range(3) for about in ({}, GRADIENT, {"module_type": "ReLU"})]
     assert findings(made(stats=rows, metrics=[{"step": step} for step in range(3)])) == []
 
 
-def test_findings_are_of_one_run(tmp_path: Path) -> None:
+def test_findings_of_a_sweep_are_refused(tmp_path: Path) -> None:
     for job in "01":
         (tmp_path / job).mkdir()
         (tmp_path / job / "run.json").write_text(json.dumps({"status": "done"}))
-    with pytest.raises(instrument.InstrumentError, match=r"findings are about one run, and .* holds 2"):
+    with pytest.raises(instrument.InstrumentError, match=r"findings need a single run, but .* contains 2 runs"):
         findings(instrument.load(tmp_path))
 
 
-def test_what_is_worst_comes_first(made: Make) -> None:
+def test_findings_are_ordered_by_severity(made: Make) -> None:
     run = made(
         metrics=[{"step": 0, "loss": 1.0, "grad_norm": 2.0}, {"step": 1, "loss": math.nan}],
         stats=[{"step": 1, "nan_count": 1}],
     )
     assert [finding.severity for finding in findings(run)] == ["error", "warning", "info", "info"]
-    assert what_of(run) == ["loss not finite", "first recorded non-finite value", "loss", "largest gradient norm"]
+    assert names_of(run) == ["loss not finite", "first recorded non-finite value", "loss", "largest gradient norm"]
 
 
 # ------------------------------------------------------------------------------------------------ gradients and loss
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_the_largest_gradient_stands_beside_the_median_of_its_place(made: Make, killed: bool) -> None:
+def test_largest_gradient_norm_has_the_median_of_its_location(made: Make, killed: bool) -> None:
     norms = {"a": [1.0, 2.0, 50.0, 3.0], "b": [0.1, 0.1, 0.2, 0.1]}
     rows = [{**GRADIENT, "layer": layer, "step": i, "l2": l2} for layer in norms for i, l2 in enumerate(norms[layer])]
     rows.append({"layer": "c", "l2": 900.0})  # an activation
     found = only(made(stats=rows, killed=killed), "largest gradient norm")
     assert (found.where, found.when) == ("a.weight param_grad (gradients)", 2)
-    assert (found.value, found.number) == ("50, median there 2.5", 50.0)
+    assert (found.value, found.number) == ("50, median at this location 2.5", 50.0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_largest_gradient_stands_beside_the_median_of_its_place(made: Make, 
         ({"kind": "forward_pre", "role": "input"}, None),
     ],
 )
-def test_every_sort_of_gradient_counts_and_nothing_else_does(
+def test_all_gradient_kinds_and_no_others_count(
     made: Make, about: dict[str, Any], where: str | None
 ) -> None:
     run = made(stats=[{**about, "l2": 4.0}])
@@ -127,31 +127,31 @@ def test_every_sort_of_gradient_counts_and_nothing_else_does(
     )
 
 
-def test_without_rows_of_gradients_it_is_that_of_all_together(made: Make) -> None:
+def test_gradient_norm_falls_back_to_the_metrics(made: Make) -> None:
     norms = [3.0, math.inf, 7.0, None, 1.0]
     run = made(metrics=[{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)])
     found = only(run, "largest gradient norm")
     assert (found.where, found.when, found.value) == ("all parameters", 2, "7, median 3")
 
 
-def test_the_loss_is_told_from_beginning_to_end(made: Make) -> None:
+def test_loss_finding_has_first_last_and_lowest_value(made: Make) -> None:
     rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, 0.5))]
     run = made(metrics=[*rows, {"step": 3, "phase": "eval", "loss": math.nan}])
     assert only(run, "loss").value == "2.5 -> 0.5, lowest 0.125 at step 1"
-    assert "loss not finite" not in what_of(run)
+    assert "loss not finite" not in names_of(run)
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_a_loss_that_went_to_nothing_is_an_error_with_its_step(made: Make, lost: float) -> None:
-    run = made(metrics=[{"step": step, "loss": loss} for step, loss in enumerate((2.5, 1.5, lost, lost))])
+@pytest.mark.parametrize("non_finite", [math.nan, math.inf])
+def test_non_finite_loss_is_an_error_with_its_step(made: Make, non_finite: float) -> None:
+    run = made(metrics=[{"step": step, "loss": loss} for step, loss in enumerate((2.5, 1.5, non_finite, non_finite))])
     found = only(run, "loss not finite")
-    assert (found.when, found.value, found.severity) == (2, f"{lost}, 1.5 before", "error")
+    assert (found.when, found.value, found.severity) == (2, f"{non_finite}, 1.5 before", "error")
 
 
-# ------------------------------------------------------------------------------------------------ what is not finite
+# ------------------------------------------------------------------------------------------------- non-finite values
 
 
-def test_the_first_value_that_is_not_finite_is_by_step_and_then_by_order(made: Make) -> None:
+def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     bad = [(5, "late"), (3, "first"), (3, "second"), (4, "later")]
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
     found = only(made(stats=rows), "first recorded non-finite value")
@@ -159,13 +159,13 @@ def test_the_first_value_that_is_not_finite_is_by_step_and_then_by_order(made: M
     assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100", "warning")
 
 
-def test_an_evaluation_comes_before_the_step_of_its_number(made: Make) -> None:
+def test_evaluation_precedes_the_step_of_its_number(made: Make) -> None:
     rows = [{"step": 3, "phase": "eval", "layer": "e"}, {"step": 3, "layer": "t"}]
     found = only(made(stats=[{**row, "inf_count": 1} for row in rows]), "first recorded non-finite value")
     assert found.where == "e output (seen, eval)"
 
 
-def test_gradients_of_skipped_steps_are_left_to_the_scaler(made: Make) -> None:
+def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
     gradients = [{**GRADIENT, "step": step, "inf_count": 1} for step in range(4)]
     skipped = [{"step": step, "skipped": step < 2} for step in range(4)]
     assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").when == 2
@@ -174,19 +174,19 @@ def test_gradients_of_skipped_steps_are_left_to_the_scaler(made: Make) -> None:
 # ------------------------------------------------------------------------------------------------ units and updates
 
 
-@pytest.mark.parametrize(("share", "severity"), [(0.5, "warning"), (0.25, "info")])
-def test_most_dead_units(made: Make, share: float, severity: str) -> None:
+@pytest.mark.parametrize(("fraction", "severity"), [(0.5, "warning"), (0.25, "info")])
+def test_most_dead_units_finding(made: Make, fraction: float, severity: str) -> None:
     rows = [
         {"layer": "a", "step": 1, "dead_fraction": 0.125},
-        {"layer": "b", "step": 2, "dead_fraction": share, "module_type": "ReLU", "zero_fraction": 0.9},
+        {"layer": "b", "step": 2, "dead_fraction": fraction, "module_type": "ReLU", "zero_fraction": 0.9},
         {**GRADIENT, "dead_fraction": 1.0},
     ]
     found = only(made(stats=rows), "most dead units")
-    assert (found.where, found.when, found.severity, found.number) == ("b output (seen)", 2, severity, share)
-    assert found.value == f"{share:.1%} of its units, zero for a whole batch"
+    assert (found.where, found.when, found.severity, found.number) == ("b output (seen)", 2, severity, fraction)
+    assert found.value == f"{fraction:.1%} of its units are zero for a whole batch"
 
 
-def test_where_dead_units_were_not_recorded_zeros_after_a_relu_are_called_that(made: Make) -> None:
+def test_zeros_after_relu_replace_missing_dead_units(made: Make) -> None:
     rows = [
         {"layer": "linear", "zero_fraction": 1.0},
         {"layer": "relu", "module_type": "ReLU", "step": 4, "zero_fraction": 0.75},
@@ -194,23 +194,23 @@ def test_where_dead_units_were_not_recorded_zeros_after_a_relu_are_called_that(m
     ]
     run = made(stats=rows)
     found = only(run, "most zeros after a ReLU")
-    assert (found.where, found.when, found.value) == ("relu output (seen)", 4, "75.0% of its output")
-    assert "most dead units" not in what_of(run)
+    assert (found.where, found.when, found.value) == ("relu output (seen)", 4, "75.0% of its output is zero")
+    assert "most dead units" not in names_of(run)
 
 
-def test_units_that_all_live_are_no_finding(made: Make) -> None:
+def test_healthy_units_give_no_findings(made: Make) -> None:
     assert findings(made(stats=[{"dead_fraction": 0.0, "saturated_fraction": 0.0, "zero_fraction": 0.5}])) == []
 
 
-@pytest.mark.parametrize(("share", "severity"), [(0.75, "warning"), (0.25, "info")])
-def test_most_saturated(made: Make, share: float, severity: str) -> None:
-    rows = [{"layer": str(i), "step": i, "saturated_fraction": value} for i, value in enumerate((0.1, share, 0.2))]
+@pytest.mark.parametrize(("fraction", "severity"), [(0.75, "warning"), (0.25, "info")])
+def test_most_saturated_finding(made: Make, fraction: float, severity: str) -> None:
+    rows = [{"layer": str(i), "step": i, "saturated_fraction": value} for i, value in enumerate((0.1, fraction, 0.2))]
     found = only(made(stats=rows), "most saturated")
-    assert (found.where, found.when, found.value) == ("1 output (seen)", 1, f"{share:.1%} of its output")
+    assert (found.where, found.when, found.value) == ("1 output (seen)", 1, f"{fraction:.1%} of its output is saturated")
     assert found.severity == severity
 
 
-def test_updates_outside_the_usual_band(made: Make) -> None:
+def test_update_ratios_outside_the_usual_range(made: Make) -> None:
     about = {"kind": "step_post", "role": "update", "hook": "updates"}
     ratios = {"high": [0.02, 0.04, 9.0], "higher": [0.05, 0.05, 0.05], "low": [1e-5] * 3, "usual": [1e-3] * 3}
     rows = [
@@ -228,7 +228,7 @@ def test_updates_outside_the_usual_band(made: Make) -> None:
 # ------------------------------------------------------------------------------------------------ hooks
 
 
-def test_hooks_that_did_not_fire_stand_with_the_cause_those_of_one_cause_together(made: Make) -> None:
+def test_hooks_that_did_not_fire_are_grouped_by_cause(made: Make) -> None:
     silent = {"expected": 3, "fired": 0, "cause": "not called"}
     rows = [
         {"layer": "well", "expected": 3, "fired": 3},
@@ -240,20 +240,20 @@ def test_hooks_that_did_not_fire_stand_with_the_cause_those_of_one_cause_togethe
     found = [finding for finding in findings(made(coverage=rows)) if "fired" in finding.what]
     assert [(finding.what, finding.where, finding.value) for finding in found] == [
         ("never fired", "a, b, c, d and 2 more (seen, forward)", "0 of 18 times: not called"),
-        ("fired too seldom", "weight (half, parameter_grad)", "1 of 3 times: no gradient"),
+        ("fired less often than expected", "weight (half, parameter_grad)", "1 of 3 times: no gradient"),
         ("never fired", "z (late, forward)", NEVER_DUE),
     ]
     assert {finding.severity for finding in found} == {"warning"}
 
 
-def test_a_place_is_named_once_for_all_ranks(made: Make) -> None:
+def test_location_is_listed_once_for_all_ranks(made: Make) -> None:
     rows = [{"layer": "a", "rank": rank, "expected": 3, "fired": 0, "cause": "not called"} for rank in range(3)]
     (found,) = [finding for finding in findings(made(coverage=rows)) if "fired" in finding.what]
     assert (found.where, found.value) == ("a (seen, forward)", "0 of 9 times: not called")
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_each_intervention_stands_with_its_reach(made: Make, killed: bool) -> None:
+def test_each_intervention_has_its_changed_fraction(made: Make, killed: bool) -> None:
     tame = {**GRADIENT, "hook": "tame", "numel": 100}
     rows = [
         {**tame, "layer": "a", "changed": 100, "norm_before": 4.0, "norm_after": 1.0},
@@ -263,14 +263,14 @@ def test_each_intervention_stands_with_its_reach(made: Make, killed: bool) -> No
     ]
     found = [finding for finding in findings(made(effects=rows, killed=killed)) if finding.what == "changed"]
     assert [(finding.where, finding.value) for finding in found] == [
-        ("2 places, 3 firings (tame)", "50.0% changed, mean norm 3 -> 1.5"),
-        ("1 place, 1 firing (drill)", "3 of 10,000 changed"),
+        ("2 locations, 3 firings (tame)", "50.0% changed, mean norm 3 -> 1.5"),
+        ("1 location, 1 firing (drill)", "3 of 10,000 changed"),
     ]
     assert found[0].number == 0.5
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "description"),
     [
         ({"hooks": {"seen": {"layers": "a", "kind": "forward", "action": "clip", "max": 2.5}}}, "clip max 2.5"),
         ({"hooks": {"seen": {"layers": "a", "kind": "forward", "action": "modify", "fn": "<function f>"}}}, "changed"),
@@ -279,21 +279,21 @@ def test_each_intervention_stands_with_its_reach(made: Make, killed: bool) -> No
         (None, "changed"),
     ],
 )
-def test_what_an_intervention_does_is_what_its_configuration_says(made: Make, config: Any, told: str) -> None:
-    assert what_of(made(config=config, effects=[{"changed": 1}])) == [told]
+def test_intervention_is_described_by_its_config(made: Make, config: Any, description: str) -> None:
+    assert names_of(made(config=config, effects=[{"changed": 1}])) == [description]
 
 
-def test_only_the_columns_that_are_needed_are_read(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made(stats=[{"l2": 1.0, **GRADIENT}], tensors=[], effects=[{"changed": 1}])
-    asked: list[tuple[str, int]] = []
+    scanned: list[tuple[str, int]] = []
     scan = type(run).scan
 
     def counted(run: instrument.Run, table: str, columns: list[str], *condition: Any) -> Any:
-        asked.append((table, len(columns)))
+        scanned.append((table, len(columns)))
         return scan(run, table, columns, *condition)
 
     monkeypatch.setattr(type(run), "scan", counted)
     monkeypatch.setattr(type(run), "_frame", None)
-    assert what_of(run) == ["largest gradient norm", "changed"]
-    assert {table for table, _ in asked} == {"stats", "metrics", "coverage", "effects"}
-    assert max(count for _, count in asked) <= 11
+    assert names_of(run) == ["largest gradient norm", "changed"]
+    assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects"}
+    assert max(count for _, count in scanned) <= 11

@@ -1,4 +1,4 @@
-"""Which rows of statistics stand for their tensors, and that everything that reads statistics goes by it."""
+"""Which rows of statistics are valid, and that all readers of statistics exclude the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import instrument
 from instrument.analysis.findings import findings
 from instrument.analysis.finite import finite_only, is_not_finite
-from instrument.analysis.means import NUMBERS, means_of
+from instrument.analysis.means import NUMERIC_COLUMNS, means_of
 from instrument.analysis.series import matrices
 from instrument.report.charts import heat_maps
 
@@ -28,7 +28,7 @@ def row(of: dict[str, str], numel: float | None, nan: float | None, inf: float |
 
 
 @pytest.mark.parametrize(
-    ("one", "lost"),
+    ("one", "excluded"),
     [
         (row(GRADIENT, 1000, 0, 0), False),
         (row(GRADIENT, 1000, 9, 0), False),
@@ -45,18 +45,18 @@ def row(of: dict[str, str], numel: float | None, nan: float | None, inf: float |
         (row(OUTPUT, 0, 0, 0), False),
     ],
 )
-def test_a_row_with_many_values_that_are_not_finite_is_lost(one: dict[str, Any], lost: bool) -> None:
+def test_row_with_many_non_finite_values_is_excluded(one: dict[str, Any], excluded: bool) -> None:
     frame = pd.DataFrame([row(GRADIENT, 10, 0, 0), one], index=[7, 9])
-    assert is_not_finite(frame).to_dict() == {7: False, 9: lost}
+    assert is_not_finite(frame).to_dict() == {7: False, 9: excluded}
     kept = finite_only(frame)
-    assert (kept is frame) == (not lost)
-    assert math.isnan(kept["l2"][9]) == math.isnan(kept["mean"][9]) == lost
+    assert (kept is frame) == (not excluded)
+    assert math.isnan(kept["l2"][9]) == math.isnan(kept["mean"][9]) == excluded
     assert kept["l2"][7] == 0.0
     assert kept["nan_count"].equals(frame["nan_count"])
 
 
 def train_broken(folder: Path, stats: str | list[str]) -> instrument.Run:
-    """A run whose gradient is NaN but for two zeros from step 2 on."""
+    """Return a run whose gradient is NaN except for two zeros, from step 2 on."""
     model = torch.nn.Linear(100, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     hook = {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": stats}
@@ -82,19 +82,19 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
 NORM = 2.0 * math.sqrt(98)
 
 
-def test_a_broken_gradient_has_no_norm_in_pictures(broken: instrument.Run) -> None:
-    assert broken.stats["l2"].tolist() == pytest.approx([NORM, NORM, 0.0, 0.0])  # as it was measured
+def test_broken_gradient_has_no_norm_in_matrices(broken: instrument.Run) -> None:
+    assert broken.stats["l2"].tolist() == pytest.approx([NORM, NORM, 0.0, 0.0])  # as measured
     table = matrices(broken.stats, ["l2", "nan_count"], [""], 4)
     np.testing.assert_allclose(table["l2"].values, [[NORM, NORM, math.nan, math.nan]])
     assert table["nan_count"].values.tolist() == [[0, 0, 98, 98]]
-    together = matrices(broken.stats, ["l2"], [""], 1)["l2"]  # steps in one group: the mean of the finite ones
+    together = matrices(broken.stats, ["l2"], [""], 1)["l2"]  # all steps in one group: the mean of the finite ones
     assert together.values == pytest.approx(np.array([[NORM]]))
 
 
-def test_a_broken_gradient_is_marked_in_every_picture(broken: instrument.Run) -> None:
+def test_broken_gradient_is_marked_in_every_plot(broken: instrument.Run) -> None:
     from instrument.plot import compare, gradient_flow, heatmap
 
-    assert gradient_flow(broken).axes[0].get_xlabel().splitlines()[1:] == ["not shown at step 3: 1 are not finite"]
+    assert gradient_flow(broken).axes[0].get_xlabel().splitlines()[1:] == ["not shown at step 3: 1 not finite"]
     axes = heatmap(broken, "l2").axes[0]
     (marks,) = (line for line in axes.lines if line.get_marker() == "x")
     assert marks.get_xdata().tolist() == [2.5, 3.5]
@@ -107,19 +107,19 @@ def test_a_broken_gradient_is_marked_in_every_picture(broken: instrument.Run) ->
     assert shown["statistics"]["nan_count"] == [[0, 0, 98, 98]]
 
 
-def test_a_broken_gradient_is_not_small_in_findings_and_means(broken: instrument.Run) -> None:
-    told = {finding.what: finding.value for finding in findings(broken)}
-    assert told["largest gradient norm"] == f"{NORM:.4g}, median there {NORM:.4g}"
-    assert told["first recorded non-finite value"] == "98 NaN, 0 infinite of 100"
+def test_broken_gradient_is_excluded_from_findings_and_means(broken: instrument.Run) -> None:
+    values_by_finding = {finding.what: finding.value for finding in findings(broken)}
+    assert values_by_finding["largest gradient norm"] == f"{NORM:.4g}, median at this location {NORM:.4g}"
+    assert values_by_finding["first recorded non-finite value"] == "98 NaN, 0 infinite of 100"
     means = means_of(broken, "stats")
-    assert math.isnan(means.values[0, NUMBERS["stats"].index("l2")])
-    assert means.values[0, NUMBERS["stats"].index("nan_count")] == 49.0
+    assert math.isnan(means.values[0, NUMERIC_COLUMNS["stats"].index("l2")])
+    assert means.values[0, NUMERIC_COLUMNS["stats"].index("nan_count")] == 49.0
 
 
 @pytest.mark.parametrize("stats", [["l2"], ["zero_fraction", "dead_fraction"], "l1"])
-def test_a_broken_gradient_is_reported_by_hooks_of_any_statistics(tmp_path: Path, stats: str | list[str]) -> None:
+def test_broken_gradient_is_reported_whatever_the_statistics(tmp_path: Path, stats: str | list[str]) -> None:
     run = train_broken(tmp_path / "run", stats)
-    asked = [stats] if isinstance(stats, str) else stats
-    assert run.stats[asked].notna().all(axis=None)
-    assert finite_only(run.stats)[asked].isna().all(axis=1).tolist() == [False, False, True, True]
+    requested = [stats] if isinstance(stats, str) else stats
+    assert run.stats[requested].notna().all(axis=None)
+    assert finite_only(run.stats)[requested].isna().all(axis=1).tolist() == [False, False, True, True]
     assert {finding.what: finding.value for finding in findings(run)}["first recorded non-finite value"]

@@ -1,4 +1,4 @@
-"""Recorded tensors as pictures: each map at its place, colour scales, smaller copies, the image that maps are of."""
+"""Recorded tensors as images: mosaics, colour scales, downscaling, and the input image of a map."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ finite = st.floats(-1e6, 1e6)
 
 
 @given(st.integers(1, 40), sizes, sizes)
-def test_every_map_of_a_mosaic_is_at_its_place_with_nothing_between(count: int, height: int, width: int) -> None:
+def test_mosaic_contains_every_map(count: int, height: int, width: int) -> None:
     values = np.arange(count * height * width, dtype=float).reshape(count, height, width)
-    whole = mosaic(values)
-    columns = (whole.shape[1] + 1) // (width + 1)
+    full = mosaic(values)
+    columns = (full.shape[1] + 1) // (width + 1)
     for i, one in enumerate(values):
         top, left = i // columns * (height + 1), i % columns * (width + 1)
-        np.testing.assert_array_equal(whole[top : top + height, left : left + width], one)
-    assert np.isfinite(whole).sum() == values.size
+        np.testing.assert_array_equal(full[top : top + height, left : left + width], one)
+    assert np.isfinite(full).sum() == values.size
 
 
 @given(st.integers(1, 20), st.integers(1, 20), sizes)
-def test_the_filters_of_one_output_are_in_one_row(outputs: int, inputs: int, size: int) -> None:
+def test_filters_of_one_output_are_in_one_row(outputs: int, inputs: int, size: int) -> None:
     values = np.broadcast_to(np.arange(outputs, dtype=float)[:, None, None, None], (outputs, inputs, size, size))
-    whole = mosaic(values)
-    columns = (whole.shape[1] + 1) // (size + 1)
+    full = mosaic(values)
+    columns = (full.shape[1] + 1) // (size + 1)
     assert columns % inputs == 0
     for output in range(outputs):
-        rows, _ = np.nonzero(whole == output)
+        rows, _ = np.nonzero(full == output)
         assert rows.max() - rows.min() == size - 1
 
 
-def test_a_mosaic_is_about_square_and_has_as_many_columns_as_it_is_told() -> None:
+def test_mosaic_is_nearly_square_or_has_the_given_columns() -> None:
     assert mosaic(np.zeros((16, 3, 3))).shape == (15, 15)
     assert mosaic(np.zeros((64, 3, 7, 7))).shape == (103, 119)
     assert mosaic(np.zeros((6, 3, 3)), columns=6).shape == (3, 23)
 
 
 @given(arrays.arrays(float, sizes, elements=st.floats(allow_nan=True, allow_infinity=True)))
-def test_a_colour_scale_holds_every_finite_value_and_has_zero_in_the_middle_or_below(values: np.ndarray) -> None:
+def test_colour_scale_contains_all_values_and_is_zero_based(values: np.ndarray) -> None:
     low, high = limits(values)
     known = values[np.isfinite(values)]
     assert ((low <= known) & (known <= high)).all()
@@ -58,7 +58,7 @@ def test_a_colour_scale_holds_every_finite_value_and_has_zero_in_the_middle_or_b
 
 
 @given(arrays.arrays(float, st.tuples(sizes, sizes, sizes), elements=finite), st.integers(1, 6))
-def test_smaller_maps_are_means_of_squares(values: np.ndarray, most: int) -> None:
+def test_downscaled_maps_are_means_of_squares(values: np.ndarray, most: int) -> None:
     found = smaller(values, most)
     factor = -(-max(values.shape[1:]) // most)
     assert max(found.shape[1:]) <= most
@@ -94,9 +94,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return record(tmp_path_factory.mktemp("maps") / "run")
 
 
-def test_maps_are_what_has_a_plane_to_see(run: instrument.Run) -> None:
+def test_maps_are_tensors_with_two_spatial_dimensions(run: instrument.Run) -> None:
     found = [one for one in maps_in(run) if one.step == 0]
-    assert sorted((one.series.hook, one.place, one.what) for one in found) == [
+    assert sorted((one.series.hook, one.location, one.what) for one in found) == [
         ("back", "0", "gradient maps"),
         ("back", "1", "gradient maps"),
         ("filters", "0.weight", "filters"),
@@ -110,14 +110,14 @@ def test_maps_are_what_has_a_plane_to_see(run: instrument.Run) -> None:
     ]
 
 
-def test_a_frame_of_tensors_has_the_maps_of_its_run_and_their_values(run: instrument.Run) -> None:
+def test_tensor_frame_has_the_maps_of_its_run(run: instrument.Run) -> None:
     frame = run.tensors()
     assert maps_in(frame) == maps_in(run)
     for one in maps_in(run):
         np.testing.assert_array_equal(one.values(frame), one.values(run))
-    (maps,) = (one for one in maps_in(run) if one.series.hook == "given" and one.place == "1" and one.step == 1)
-    whole = run.tensors(hook="given", layer="1", step=1)["values"].iloc[0]
-    np.testing.assert_array_equal(maps.values(frame, 1), whole[1])
+    (maps,) = (one for one in maps_in(run) if one.series.hook == "given" and one.location == "1" and one.step == 1)
+    full = run.tensors(hook="given", layer="1", step=1)["values"].iloc[0]
+    np.testing.assert_array_equal(maps.values(frame, 1), full[1])
     with pytest.raises(IndexError):
         maps.values(run, 2)
 
@@ -127,7 +127,7 @@ def test_filters_have_no_samples(run: instrument.Run) -> None:
     assert filters.values(run, sample=7).shape == filters.shape == (4, 3, 3, 3)
 
 
-def test_the_image_of_maps_is_what_went_in_at_the_same_moment(run: instrument.Run) -> None:
+def test_image_of_a_map_is_the_input_of_the_same_step(run: instrument.Run) -> None:
     known = maps_in(run)
     for one in known:
         image = image_of(one, known)
@@ -135,7 +135,7 @@ def test_the_image_of_maps_is_what_went_in_at_the_same_moment(run: instrument.Ru
             assert image is None
         else:
             assert image is not None
-            assert (image.place, image.step) == (".[0]", one.step)
+            assert (image.location, image.step) == (".[0]", one.step)
     assert image_of(known[0], [one for one in known if not one.is_image]) is None
 
 
@@ -148,5 +148,5 @@ def test_the_image_of_maps_is_what_went_in_at_the_same_moment(run: instrument.Ru
         ("output", (1, 8, 8), False),
     ],
 )
-def test_an_image_is_an_input_of_one_channel_or_three(role: str, shape: tuple[int, ...], is_image: bool) -> None:
+def test_image_is_an_input_of_one_or_three_channels(role: str, shape: tuple[int, ...], is_image: bool) -> None:
     assert Maps(Series("h", "forward", role, "train"), "", "", 0, 0, 0, 0, shape).is_image is is_image

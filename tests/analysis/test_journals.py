@@ -1,4 +1,4 @@
-"""Journals of a run that goes on: each byte is read once, and what was added since is seen."""
+"""Incremental reading of a running run's journals: each byte is read once, and new rows are seen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def write(folder: Path) -> Steps:
-    """Makes steps of a run whose rows are all in journals."""
+    """Write steps of a run whose rows are all in journals."""
     sink = ParquetSink(folder)
 
     def steps(start: int, stop: int) -> None:
@@ -47,16 +47,16 @@ def write(folder: Path) -> Steps:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The bytes that were read of each journal."""
+    """Count the bytes that are read of each journal."""
     found: Counter[str] = Counter()
-    plain = journal._behind
+    plain = journal._content_from
 
     def counted(path: Path, start: int) -> bytes:
-        behind = plain(path, start)
-        found[path.name] += len(behind)
-        return behind
+        data = plain(path, start)
+        found[path.name] += len(data)
+        return data
 
-    monkeypatch.setattr(journal, "_behind", counted)
+    monkeypatch.setattr(journal, "_content_from", counted)
     return found
 
 
@@ -65,7 +65,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ask", [findings, content], ids=["findings", "the report"])
-def test_a_running_run_is_read_once(
+def test_running_run_is_read_once(
     folder: Path, write: Steps, read: Counter[str], ask: Callable[[instrument.Run], object]
 ) -> None:
     lock = FolderLock(folder)
@@ -78,7 +78,7 @@ def test_a_running_run_is_read_once(
     lock.release()
 
 
-def test_of_a_run_that_goes_on_only_what_was_added_is_read(folder: Path, write: Steps, read: Counter[str]) -> None:
+def test_only_new_bytes_of_a_running_run_are_read(folder: Path, write: Steps, read: Counter[str]) -> None:
     run = instrument.load(folder)
     done = 0
     for stop in range(10, 10 * (MOST_PIECES + 4), 10):
@@ -91,7 +91,7 @@ def test_of_a_run_that_goes_on_only_what_was_added_is_read(folder: Path, write: 
     assert list(run.read("stats", ["step"]).step) == list(range(done))
 
 
-def test_a_frame_stays_as_it_was_first_read(folder: Path, write: Steps) -> None:
+def test_frame_is_cached_after_the_first_read(folder: Path, write: Steps) -> None:
     write(0, 2)
     run = instrument.load(folder)
     assert len(run.stats) == 2
@@ -99,21 +99,21 @@ def test_a_frame_stays_as_it_was_first_read(folder: Path, write: Steps) -> None:
     assert (len(run.stats), run.count("stats"), len(instrument.load(folder).stats)) == (2, 5, 5)
 
 
-def test_a_journal_that_another_took_the_place_of_is_read_again(folder: Path, write: Steps) -> None:
+def test_replaced_journal_is_read_again(folder: Path, write: Steps) -> None:
     write(0, 3)
     run = instrument.load(folder)
     assert run.count("stats") == 3
     path = folder / "journal" / "stats-0000-000000.arrows"
-    whole, stat = path.read_bytes(), path.stat()
-    path.write_bytes(whole[:-100])
-    with pytest.warns(instrument.InstrumentWarning, match="it was cut short: 2 of 3 rows are there"):
+    data, stat = path.read_bytes(), path.stat()
+    path.write_bytes(data[:-100])
+    with pytest.warns(instrument.InstrumentWarning, match="the journal is truncated: it contains 2 of 3 rows"):
         assert run.count("stats") == 2
-    path.write_bytes(whole)
+    path.write_bytes(data)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert run.count("stats") == 3
 
 
-def test_a_run_can_be_pickled_and_copied(folder: Path, write: Steps) -> None:
+def test_run_can_be_pickled_and_copied(folder: Path, write: Steps) -> None:
     write(0, 3)
     run = instrument.load(folder)
     assert len(run.stats) == 3

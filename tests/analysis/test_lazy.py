@@ -1,4 +1,4 @@
-"""Polars on the files: only those of the runs that a condition leaves, and the rows that the condition holds for."""
+"""Polars on the files: only the files and rows that the condition selects are read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from buckets import connected
-from test_sql import make_run, part, spoil
+from test_sql import make_run, part, damage_inside
 from tiers import tiered
 
 import instrument
 from instrument import InstrumentError, InstrumentWarning
 from instrument.analysis import lazy
-from instrument.analysis.query import Listed, Queried
+from instrument.analysis.query import RunsToQuery, TableFiles
 from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover
@@ -31,42 +31,42 @@ RUN, LAYER, STEP, ODD, LR, NAME = (pl.col(name) for name in ("run", "layer", "st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five runs with overrides; the rows of one are in no file yet."""
-    place = tmp_path_factory.mktemp("runs") / "s"
+    """Five runs with overrides; the rows of one are still in its journal."""
+    path = tmp_path_factory.mktemp("runs") / "s"
     for job in range(5):
         overrides = {
             "lr": None if job == 2 else 0.1 * job,
             "odd": job % 2,
             "name": "x" if job < 3 else None,
         }
-        make_run(place / str(job), overrides=overrides, mean=100 * job, close=job != 3)
-    return place
+        make_run(path / str(job), overrides=overrides, mean=100 * job, close=job != 3)
+    return path
 
 
 @pytest.fixture
-def looked_into(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The folders of the runs whose files were listed."""
-    listed: set[str] = set()
-    original = RunFiles.listed
+def listed_runs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Record the folders of the runs whose files were listed."""
+    table_files: set[str] = set()
+    original = RunFiles.table_files
 
-    def noted(self: RunFiles, name: str) -> object:
-        listed.add(self.folder.name)
+    def record_listing(self: RunFiles, name: str) -> object:
+        table_files.add(self.folder.name)
         return original(self, name)
 
-    monkeypatch.setattr(RunFiles, "listed", noted)
-    return listed
+    monkeypatch.setattr(RunFiles, "table_files", record_listing)
+    return table_files
 
 
-def test_lazy_names_the_extra_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_errors_name_the_extra_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    with pytest.raises(KeyError, match=r"no table 'stat'; there are stats, .*events"):
+    with pytest.raises(KeyError, match=r"unknown table 'stat'; the tables are stats, .*events"):
         run.lazy("stat")
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(instrument.InstrumentError, match="pip install 'polars"):
         run.lazy("stats")
 
 
-def test_rows_of_polars_come_file_by_file_and_run_by_run(tmp_path: Path) -> None:
+def test_lazy_rows_are_in_file_and_run_order(tmp_path: Path) -> None:
     for job in range(3):
         make_run(tmp_path / "s" / str(job), close=job != 1)
     rows = instrument.load(tmp_path / "s").lazy("stats").filter(pl.col("layer") == "a").select("run", "step").collect()
@@ -87,17 +87,17 @@ def test_rows_of_polars_come_file_by_file_and_run_by_run(tmp_path: Path) -> None
         ((RUN == "nope") & (STEP == 1), ""),
     ],
 )
-def test_files_of_runs_that_a_condition_rules_out_are_not_looked_into(
-    folder: Path, looked_into: set[str], condition: pl.Expr, left: str
+def test_files_of_excluded_runs_are_not_listed(
+    folder: Path, listed_runs: set[str], condition: pl.Expr, left: str
 ) -> None:
     rows = instrument.load(folder).lazy("stats")
     everything = rows.collect()
-    looked_into.clear()
+    listed_runs.clear()
     assert rows.filter(condition).collect().equals(everything.filter(condition))
-    assert "".join(sorted(looked_into)) == left
+    assert "".join(sorted(listed_runs)) == left
 
 
-@pytest.mark.parametrize("engine", tiered(["streaming", "in-memory"], ["streaming"]))  # the other is the usual one
+@pytest.mark.parametrize("engine", tiered(["streaming", "in-memory"], ["streaming"]))  # in-memory is the usual engine
 @pytest.mark.parametrize(
     "condition",
     [
@@ -121,26 +121,26 @@ def test_files_of_runs_that_a_condition_rules_out_are_not_looked_into(
         RUN.map_batches(lambda runs: runs == "3", return_dtype=pl.Boolean),
     ],
 )
-def test_a_condition_is_that_of_the_rows(folder: Path, condition: pl.Expr, engine: str) -> None:
+def test_filtered_rows_equal_those_of_the_full_frame(folder: Path, condition: pl.Expr, engine: str) -> None:
     rows = instrument.load(folder).lazy("stats")
     everything = rows.collect()
-    asked: list[Callable[[pl.LazyFrame], pl.LazyFrame]] = [
+    queries: list[Callable[[pl.LazyFrame], pl.LazyFrame]] = [
         lambda frame: frame.filter(condition),
         lambda frame: frame.filter(condition).filter(ODD == 1).select("mean", "run"),
         lambda frame: frame.filter(ODD == 1).filter(condition).select(pl.len()),
         lambda frame: frame.filter(condition).head(3),
     ]
-    for question in asked:
-        expected = question(everything.lazy()).collect()
-        assert question(rows).collect(engine=engine).equals(expected)  # type: ignore[call-overload]
+    for query in queries:
+        expected = query(everything.lazy()).collect()
+        assert query(rows).collect(engine=engine).equals(expected)  # type: ignore[call-overload]
 
 
-def test_parts_of_the_rows_are_those_of_all(folder: Path) -> None:
+def test_head_slice_and_tail_equal_those_of_the_full_frame(folder: Path) -> None:
     rows = instrument.load(folder).lazy("stats")
     everything = rows.collect()
     assert everything.schema == rows.collect_schema()
-    for few in (rows.head(3), rows.slice(7, 30), rows.tail(3)):
-        assert few.collect().height in (3, 30)
+    for subset in (rows.head(3), rows.slice(7, 30), rows.tail(3)):
+        assert subset.collect().height in (3, 30)
     assert rows.slice(7, 30).collect().equals(everything.slice(7, 30))
     assert rows.select(pl.len()).collect().item() == everything.height == 60
     assert rows.select("layer").collect().height == rows.select("run").collect().height == 60
@@ -149,7 +149,7 @@ def test_parts_of_the_rows_are_those_of_all(folder: Path) -> None:
     assert rows.join(instrument.load(folder).lazy("effects"), on="run", how="anti").collect().height == 60
 
 
-def test_rows_that_came_since_are_met(tmp_path: Path) -> None:
+def test_new_rows_are_seen_by_an_existing_lazy_frame(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / "0")
     make_run(tmp_path / "s" / "1", close=False)
     rows = instrument.load(tmp_path / "s").lazy("stats").select(pl.len())
@@ -158,8 +158,8 @@ def test_rows_that_came_since_are_met(tmp_path: Path) -> None:
     assert rows.collect().item() == 20
 
 
-def test_a_mistake_in_a_condition_is_told_without_reading_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunFiles, "read_through", lambda *_: pytest.fail("all was read"))
+def test_invalid_condition_is_reported_without_reading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunFiles, "check_contents", lambda *_: pytest.fail("all files were read"))
     rows = instrument.load(folder).lazy("stats")
     for condition in (LAYER > 3, RUN > 3, (STEP > 1) & (LAYER > 3)):
         with pytest.raises(pl.exceptions.PolarsError, match="cannot compare"):
@@ -168,40 +168,40 @@ def test_a_mistake_in_a_condition_is_told_without_reading_all(folder: Path, monk
         rows.filter(pl.col("nope") == 1).collect()
 
 
-def test_a_file_that_is_damaged_inside_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    spoil(part(tmp_path / "run", 1))
+    damage_inside(part(tmp_path / "run", 1))
     with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
         assert run.lazy("stats").collect().height == 8
     assert run.lazy("stats").collect().height == 8
 
 
-def test_a_file_that_fails_when_rows_were_given_already_is_told(
+def test_file_that_fails_after_the_first_rows_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    original = lazy._Question._here
+    original = lazy._Collection._local_frames
 
-    def torn(self: Any, listed: Listed) -> Iterator[pl.DataFrame]:
-        yield next(original(self, listed))
-        spoil(part(tmp_path / "run", 1))
+    def fail_midway(self: Any, table_files: TableFiles) -> Iterator[pl.DataFrame]:
+        yield next(original(self, table_files))
+        damage_inside(part(tmp_path / "run", 1))
         raise pl.exceptions.ComputeError("a page cannot be read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(lazy._Question, "_here", torn)
-        with pytest.warns(InstrumentWarning, match="cannot be read"), pytest.raises(InstrumentError, match="once more"):
+        patched.setattr(lazy._Collection, "_local_frames", fail_midway)
+        with pytest.warns(InstrumentWarning, match="cannot be read"), pytest.raises(InstrumentError, match=r"call collect\(\) again"):
             run.lazy("stats").collect()
     assert run.lazy("stats").collect().height == 8
 
 
-def test_files_that_are_merged_while_they_are_listed_are_listed_again(
+def test_files_merged_while_listing_are_listed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = Queried.listed
+    original = RunsToQuery.table_files
 
-    def merged(queried: Queried, table: str, runs: Iterable[int] | None = None) -> Listed:
+    def merged(queried: RunsToQuery, table: str, runs: Iterable[int] | None = None) -> TableFiles:
         found = original(queried, table, runs)
         if part(folder, 1).exists():
             pq.write_table(
@@ -211,22 +211,22 @@ def test_files_that_are_merged_while_they_are_listed_are_listed_again(
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(Queried, "listed", merged)
+    monkeypatch.setattr(RunsToQuery, "table_files", merged)
     assert run.lazy("stats").select(pl.len(), STEP.max()).collect().rows() == [(12, 5)]
     assert run.problems == []
 
 
 @pytest.fixture(scope="module")
 def closed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same runs, all of which have closed their files."""
-    place = shutil.copytree(folder, tmp_path_factory.mktemp("closed") / "s")
-    recover(place / "3")
-    return place
+    """The same runs with all files closed."""
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("closed") / "s")
+    recover(path / "3")
+    return path
 
 
 @pytest.fixture(scope="module", params=tiered(["memory", "s3"], ["s3"]))
-def sent(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
-    """Their address."""
+def uploaded(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
+    """Return the remote address of the same runs."""
     address = request.getfixturevalue("kept_bucket") if request.param == "s3" else "memory:/"
     with connected(s3_server):
         for run in sorted(closed.iterdir()):
@@ -235,13 +235,13 @@ def sent(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
 
 
 @pytest.fixture
-def there(sent: str, s3: None) -> str:
-    return sent
+def remote_path(uploaded: str, s3: None) -> str:
+    return uploaded
 
 
-def test_all_rows_of_a_remote_folder_are_the_same(there: str, closed: Path) -> None:
-    here, remote = (instrument.load(place).lazy("stats") for place in (closed, there))
-    assert remote.collect().equals(here.collect())
+def test_remote_rows_equal_local_rows(remote_path: str, closed: Path) -> None:
+    local, remote = (instrument.load(path).lazy("stats") for path in (closed, remote_path))
+    assert remote.collect().equals(local.collect())
 
 
 @pytest.mark.parametrize(
@@ -254,34 +254,34 @@ def test_all_rows_of_a_remote_folder_are_the_same(there: str, closed: Path) -> N
         LR.is_null(),
     ],
 )
-def test_a_remote_folder_gives_the_same(there: str, closed: Path, condition: pl.Expr) -> None:
-    here, remote = (instrument.load(place).lazy("stats") for place in (closed, there))
-    assert remote.filter(condition).collect().equals(here.filter(condition).collect())
+def test_remote_filter_equals_local_filter(remote_path: str, closed: Path, condition: pl.Expr) -> None:
+    local, remote = (instrument.load(path).lazy("stats") for path in (closed, remote_path))
+    assert remote.filter(condition).collect().equals(local.filter(condition).collect())
     assert (
         remote.filter(condition)
         .select("run", "mean")
         .collect()
-        .equals(here.filter(condition).select("run", "mean").collect())
+        .equals(local.filter(condition).select("run", "mean").collect())
     )
 
 
-def test_of_remote_runs_only_those_are_looked_into_that_a_condition_leaves(there: str, looked_into: set[str]) -> None:
-    rows = instrument.load(there).lazy("stats")
+def test_only_matching_remote_runs_are_listed(remote_path: str, listed_runs: set[str]) -> None:
+    rows = instrument.load(remote_path).lazy("stats")
     assert rows.filter((ODD == 1) & (STEP < 3)).collect().height == 12
-    assert looked_into == {"1", "3"}
+    assert listed_runs == {"1", "3"}
 
 
-def test_a_number_that_is_none_is_the_largest_in_a_remote_folder_too(tmp_path: Path) -> None:
+def test_nan_is_the_largest_number_in_remote_files_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", mean=float("nan"))
     send_all(folder, RemoteFolder(f"memory://{tmp_path}/there", ""))
-    for place in (folder, f"memory://{tmp_path}/there"):
-        assert instrument.load(place).lazy("stats").filter(pl.col("mean") > 1e300).collect().height == 12
+    for path in (folder, f"memory://{tmp_path}/there"):
+        assert instrument.load(path).lazy("stats").filter(pl.col("mean") > 1e300).collect().height == 12
 
 
-def test_a_damaged_file_of_a_remote_folder_is_named_and_the_rest_is_read(
-    there: str, closed: Path, tmp_path: Path
+def test_damaged_remote_file_is_reported_and_the_rest_is_read(
+    remote_path: str, closed: Path, tmp_path: Path
 ) -> None:
-    remote = RemoteFolder(f"{there}-damaged", "")
+    remote = RemoteFolder(f"{remote_path}-damaged", "")
     send_all(closed / "1", remote)
     (tmp_path / "bad").write_bytes(b"no parquet")
     remote.put(tmp_path / "bad", "stats/part-0000-000001.parquet")

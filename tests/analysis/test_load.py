@@ -1,4 +1,4 @@
-"""Reading what runs left: one of them, a sweep, and one that is still being written."""
+"""Loading runs: one run, a sweep, and a run that is still being written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) 
 
 
 def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:
-    """A run of three steps with two layers."""
+    """Write a run of three steps with two layers."""
     folder.mkdir(parents=True)
     info = {"status": "done", "seed": seed, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25 + seed}}
     (folder / "run.json").write_text(json.dumps(info))
@@ -45,7 +45,7 @@ def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: 
     return folder
 
 
-def test_one_run_is_seven_frames_with_plain_strings(tmp_path: Path) -> None:
+def test_run_has_one_frame_per_table_with_plain_strings(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     assert len(run.stats) == 6
     assert list(run.stats.groupby("layer")["mean"].mean()) == [1.0, 1.0]
@@ -59,18 +59,18 @@ def test_one_run_is_seven_frames_with_plain_strings(tmp_path: Path) -> None:
     assert "1 run, 1 done" in repr(run)
 
 
-def test_a_path_may_be_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_may_be_a_relative_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     assert len(instrument.load("run").stats) == 6
 
 
-def test_a_sweep_is_one_frame_with_the_overrides_as_columns_of_their_types(tmp_path: Path) -> None:
+def test_sweep_frame_has_typed_override_columns(tmp_path: Path) -> None:
     for job in range(11):
         overrides = {"hooks.tame.norm": 0.1 * job, "seed": job, "model": "mlp", "deterministic": job > 4}
         make_run(tmp_path / "sweep" / str(job), overrides=overrides, seed=job)
     sweep = instrument.load(tmp_path / "sweep")
-    assert [folder.name for folder in sweep.folders] == [str(job) for job in range(11)]  # 10 behind 9
+    assert [folder.name for folder in sweep.folders] == [str(job) for job in range(11)]  # numeric order: 10 after 9
     assert len(sweep.stats) == 66
     types = sweep.stats.dtypes
     assert pd.api.types.is_float_dtype(types["hooks.tame.norm"])
@@ -83,7 +83,7 @@ def test_a_sweep_is_one_frame_with_the_overrides_as_columns_of_their_types(tmp_p
     assert "11 runs, 11 done" in repr(sweep)
 
 
-def test_a_run_that_lacks_an_override_of_another_has_none_there(tmp_path: Path) -> None:
+def test_missing_override_is_null(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / "0", overrides={"a": 1.5})
     make_run(tmp_path / "s" / "1", overrides={"b": "x"})
     stats = instrument.load(tmp_path / "s").stats
@@ -91,7 +91,7 @@ def test_a_run_that_lacks_an_override_of_another_has_none_there(tmp_path: Path) 
     assert list(stats.b.dropna()) == ["x"] * 6
 
 
-def test_an_override_that_is_a_list_or_a_mapping_stays_one(tmp_path: Path) -> None:
+def test_list_and_mapping_overrides_keep_their_type(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / "0", overrides={"sizes": [64, 10], "hooks.mine": {"layers": "a"}})
     make_run(tmp_path / "s" / "1", overrides={"sizes": [64, 32, 10]})
     stats = instrument.load(tmp_path / "s").stats
@@ -100,7 +100,7 @@ def test_an_override_that_is_a_list_or_a_mapping_stays_one(tmp_path: Path) -> No
     assert stats["hooks.mine"][0] == {"layers": "a"}
 
 
-def test_an_override_that_is_named_like_a_column_does_not_take_its_place(tmp_path: Path) -> None:
+def test_override_named_like_a_column_is_prefixed(tmp_path: Path) -> None:
     for job in range(2):
         make_run(tmp_path / "s" / str(job), overrides={"mean": f"override {job}", "run": "x"}, seed=job)
     stats = instrument.load(tmp_path / "s").stats
@@ -110,7 +110,7 @@ def test_an_override_that_is_named_like_a_column_does_not_take_its_place(tmp_pat
     assert set(stats["override.run"]) == {"x"}
 
 
-def test_a_run_that_is_still_written_can_be_read(tmp_path: Path) -> None:
+def test_run_that_is_still_being_written_is_readable(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run", close=False))
     assert not (tmp_path / "run" / "metrics").exists()
     assert len(run.stats) == 6
@@ -119,20 +119,20 @@ def test_a_run_that_is_still_written_can_be_read(tmp_path: Path) -> None:
     assert run.sql("select count(*) as n from metrics").n[0] == 0
 
 
-@pytest.mark.parametrize(("place", "words"), [("", r"no run\.json in .*"), ("nowhere", "there is no folder .*nowhere")])
-def test_where_there_is_no_run_it_says_so(tmp_path: Path, place: str, words: str) -> None:
+@pytest.mark.parametrize(("path", "words"), [("", r"no run\.json in .*"), ("nowhere", "folder not found: .*nowhere")])
+def test_folder_without_a_run_is_reported(tmp_path: Path, path: str, words: str) -> None:
     with pytest.raises(instrument.NoRunError, match=words):
-        instrument.load(tmp_path / place)
+        instrument.load(tmp_path / path)
 
 
-def test_sql_asks_one_run(tmp_path: Path) -> None:
+def test_sql_queries_one_run(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "it's a run"))
     answer = run.sql("select layer, max(mean) as top from stats group by 1 order by 1")
     assert list(answer.itertuples(index=False, name=None)) == [("a", 2.0), ("b", 2.0)]
     assert run.sql("select count(*) as n from tensors").n[0] == 6
 
 
-def test_sql_asks_a_sweep_run_by_run(tmp_path: Path) -> None:
+def test_sql_queries_a_sweep_by_run(tmp_path: Path) -> None:
     for job in ("0", "it's"):
         make_run(tmp_path / "s" / job, seed=int(job == "0"))
     make_run(tmp_path / "s" / "9", close=False)
@@ -142,14 +142,14 @@ def test_sql_asks_a_sweep_run_by_run(tmp_path: Path) -> None:
     assert sweep.sql("select count(*) as n from events").n[0] == 0
 
 
-def test_sql_without_duckdb_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_without_duckdb_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(instrument.InstrumentError, match="pip install 'duckdb>="):
         run.sql("select 1")
 
 
-def test_tensors_are_arrays_in_their_shapes(tmp_path: Path) -> None:
+def test_tensors_are_arrays_of_their_shape(tmp_path: Path) -> None:
     rows = instrument.load(make_run(tmp_path / "run")).tensors()
     assert len(rows) == 6
     assert rows["values"][0].shape == rows["shape"][0] == (2, 3)
@@ -170,7 +170,7 @@ def test_tensors_are_arrays_in_their_shapes(tmp_path: Path) -> None:
         ({"recompute": False, "layer": "b", "hook": "seen", "step": 0}, [("b", 0)]),
     ],
 )
-def test_tensors_are_chosen_by_the_values_of_columns(
+def test_tensors_are_filtered_by_columns(
     tmp_path: Path, where: dict[str, Any], found: list[tuple[str, int]]
 ) -> None:
     rows = instrument.load(make_run(tmp_path / "run")).tensors(**where)
@@ -178,16 +178,16 @@ def test_tensors_are_chosen_by_the_values_of_columns(
 
 
 @pytest.mark.parametrize("name", ["leyer", "values", "shape"])
-def test_tensors_cannot_be_chosen_by_what_is_no_column(tmp_path: Path, name: str) -> None:
+def test_tensor_filter_by_an_unknown_column_is_refused(tmp_path: Path, name: str) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    with pytest.raises(KeyError, match=rf"no column '{name}' to choose by; it has step, micro_step, .*layer"):
+    with pytest.raises(KeyError, match=rf"cannot select by column '{name}'; the columns are step, micro_step, .*layer"):
         run.tensors(**{name: "a"})
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
-def kept(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument.Run:
+def write_tensors(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument.Run:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"status": "done", "seed": 0, "overrides": {}, "metrics": {}}')
     sink = ParquetSink(folder, tensors=mode)
@@ -201,20 +201,20 @@ def kept(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument.Run:
 
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 @pytest.mark.parametrize("name", FLOAT8)
-def test_every_number_of_8_bits_is_read_as_pytorch_reads_it(tmp_path: Path, mode: str, name: str) -> None:
+def test_every_float8_number_is_read_as_in_pytorch(tmp_path: Path, mode: str, name: str) -> None:
     tensor = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).reshape(16, 16)
-    (row,) = kept(tmp_path / "run", mode, tensor).tensors().to_dict("records")
+    (row,) = write_tensors(tmp_path / "run", mode, tensor).tensors().to_dict("records")
     assert (row["dtype"], row["shape"], row["values"].dtype) == (name, (16, 16), np.float32)
     assert np.array_equal(row["values"], tensor.to(torch.float32).numpy(), equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("mode", ["list", "bytes"])
-def test_tensors_of_all_types_are_read_together(tmp_path: Path, mode: str) -> None:
+def test_tensors_of_all_dtypes_are_read_together(tmp_path: Path, mode: str) -> None:
     plain = torch.tensor([[1.5, -2.0, 0.0], [4.0, 0.25, 3.0]])
     complexes = [torch.complex(plain, -plain).to(dtype) for dtype in (torch.complex32, torch.complex64)]
     tensors = [*complexes, plain.double(), plain.bfloat16(), plain.half(), plain.to(torch.float8_e4m3fn), plain.long()]
-    rows = kept(tmp_path / "run", mode, *tensors, torch.zeros(0, 3, dtype=torch.complex32)).tensors()
+    rows = write_tensors(tmp_path / "run", mode, *tensors, torch.zeros(0, 3, dtype=torch.complex32)).tensors()
     assert [f"torch.{name}" for name in rows.dtype] == [str(tensor.dtype) for tensor in [*tensors, complexes[0]]]
     for array, tensor in zip(rows["values"], tensors, strict=False):
         wanted = tensor.to(torch.complex64 if tensor.is_complex() else torch.float64).numpy()
@@ -223,27 +223,27 @@ def test_tensors_of_all_types_are_read_together(tmp_path: Path, mode: str) -> No
     assert rows["values"].iloc[-1].shape == (0, 3)
 
 
-def test_a_type_that_numpy_has_not_blocks_no_other(tmp_path: Path) -> None:
+def test_dtype_unknown_to_numpy_does_not_affect_others(tmp_path: Path) -> None:
     for job in ("0", "1"):
         bits = torch.zeros(2, 3, 8, 8, dtype=torch.uint8).view(torch.bits8)
-        kept(tmp_path / "s" / job, "list", torch.ones(2, 3, 8, 8), *([bits] if job == "1" else []))
+        write_tensors(tmp_path / "s" / job, "list", torch.ones(2, 3, 8, 8), *([bits] if job == "1" else []))
     rows = (run := instrument.load(tmp_path / "s")).tensors()
     assert [(row.run, row.dtype, row.values.shape) for row in rows.itertuples()] == [
         ("0", "float32", (2, 3, 8, 8)),
         ("1", "float32", (2, 3, 8, 8)),
     ]
-    assert run.problems == ["1/tensors: NumPy has no type bits8: left out"]
+    assert run.problems == ["1/tensors: NumPy does not support bits8: skipped"]
     assert len(maps_in(instrument.load(tmp_path / "s" / "1"))) == 1
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_maps_of_complex_values_are_their_magnitudes(tmp_path: Path) -> None:
-    run = kept(tmp_path / "run", "list", torch.full((2, 3, 8, 8), 3.0 - 4.0j, dtype=torch.complex32))
+def test_maps_of_complex_values_are_magnitudes(tmp_path: Path) -> None:
+    run = write_tensors(tmp_path / "run", "list", torch.full((2, 3, 8, 8), 3.0 - 4.0j, dtype=torch.complex32))
     (maps,) = maps_in(run)
     assert np.array_equal(maps.values(run), np.full((3, 8, 8), 5.0, np.float32))
 
 
-def test_tensors_of_a_sweep_have_the_run_and_the_overrides(tmp_path: Path) -> None:
+def test_sweep_tensors_have_run_and_override_columns(tmp_path: Path) -> None:
     for job in range(2):
         make_run(tmp_path / "s" / str(job), overrides={"lr": 0.5 + job})
     rows = instrument.load(tmp_path / "s").tensors(layer="a", step=2)
@@ -251,7 +251,7 @@ def test_tensors_of_a_sweep_have_the_run_and_the_overrides(tmp_path: Path) -> No
     assert all(array.shape == (2, 3) for array in rows["values"])
 
 
-def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
+def test_reading_a_run_does_not_import_torch(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     script = (
         "import sys, instrument\nrun = instrument.load(sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run and of a sweep."""
+"""The notebook representation of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ INFO: dict[str, Any] = {
 
 
 class Tags(HTMLParser):
-    """The tags of a page, and its words."""
+    """Parse the tags and the text of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.met: set[str] = set()
+        self.tags_seen: set[str] = set()
         self.words: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.met.add(tag)
+        self.tags_seen.add(tag)
         self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -67,15 +67,15 @@ def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any)
 
 
 def page_of(run: Run) -> tuple[str, str]:
-    """The HTML, which is well formed, and its words."""
+    """Return the HTML, checked to be well formed, and its text."""
     page = run._repr_html_()
     tags = Tags(page)
     assert tags.open == []
-    assert tags.met <= {"div", "b", "code", "span", "table", "tr", "td", "th", "ul", "li"}
+    assert tags.tags_seen <= {"div", "b", "code", "span", "table", "tr", "td", "th", "ul", "li"}
     return page, " ".join(" ".join(tags.words).split())
 
 
-def test_a_run_is_shown_with_its_facts_its_tables_and_its_findings(tmp_path: Path) -> None:
+def test_run_page_has_facts_tables_and_findings(tmp_path: Path) -> None:
     _, words = page_of(instrument.load(make_run(tmp_path / "run")))
     assert "mine" in words
     assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
@@ -85,13 +85,13 @@ def test_a_run_is_shown_with_its_facts_its_tables_and_its_findings(tmp_path: Pat
     assert "1 NaN, 0 infinite of 10" in words
 
 
-def test_what_a_layer_or_a_hook_is_called_is_no_markup(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     page, words = page_of(instrument.load(make_run(tmp_path / "run", layer=EVIL, name=EVIL, error=EVIL)))
     assert "<script" not in page
     assert words.count(EVIL) == 4  # the name, the error, the layer, the hook
 
 
-def test_colours_are_the_pages_and_nothing_is_fetched(tmp_path: Path) -> None:
+def test_page_sets_no_background_and_fetches_nothing(tmp_path: Path) -> None:
     page, _ = page_of(instrument.load(make_run(tmp_path / "run")))
     assert not re.search(r"background(-color)?:(?! none)", page)
     assert not re.search(r"https?:|url\(|src=|href=", page)
@@ -105,20 +105,20 @@ def test_colours_are_the_pages_and_nothing_is_fetched(tmp_path: Path) -> None:
         {"started": "no date", "device": None, "metrics": {"loss": None}},
     ],
 )
-def test_a_run_that_was_killed_is_shown_as_far_as_it_went(tmp_path: Path, info: dict[str, Any]) -> None:
+def test_killed_run_is_shown(tmp_path: Path, info: dict[str, Any]) -> None:
     _, words = page_of(instrument.load(make_run(tmp_path / "run", close=False, **info)))
     assert f"status {'killed' if info.get('status') else 'done'}" in words
     assert "1,200 steps" in words
 
 
-def test_an_empty_run_is_shown(tmp_path: Path) -> None:
+def test_empty_run_is_shown(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     _, words = page_of(instrument.load(tmp_path))
     assert "status unknown" in words
 
 
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_listed(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     (file,) = (folder / "metrics").glob("*.parquet")
     file.write_bytes(b"PAR1 no more")
@@ -127,14 +127,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert f"metrics/{file.name}: cannot be read" in words
 
 
-def test_rows_are_counted_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_counted_without_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     monkeypatch.setattr(Run, "_frame", None)
     monkeypatch.setattr(Run, "read", None)
     assert "stats" in page_of(run)[1]
 
 
-def test_a_sweep_is_a_table_with_the_overrides_and_marks_what_failed(tmp_path: Path) -> None:
+def test_sweep_page_has_overrides_and_marks_failures(tmp_path: Path) -> None:
     for job, status in enumerate(("done", "failed", "done")):
         overrides = {"hooks.tame.norm": 0.5 * job, "model": EVIL}
         metrics = {} if status == "failed" else {"loss": 0.25 + job, "accuracy": None}
@@ -143,13 +143,13 @@ def test_a_sweep_is_a_table_with_the_overrides_and_marks_what_failed(tmp_path: P
     assert "3 runs" in words
     assert "1 not done" in words
     assert "run status seed hooks.tame.norm model loss" in words
-    assert "accuracy" not in words  # none has one
+    assert "accuracy" not in words  # no run has a value
     assert f"2 done 2 1 {EVIL} 2.25" in words
     rows = re.findall(r"<tr.*?</tr>", page)
     assert [notebook.MARKS["error"] in row for row in rows] == [False, False, True, False]
 
 
-def test_a_large_sweep_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sweep_is_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notebook, "MOST_RUNS", 2)
     for job in range(5):
         make_run(tmp_path / "sweep" / str(job), seed=100 + job)

@@ -1,4 +1,4 @@
-"""Runs in remote folders: everything that is read of one here is read of one there."""
+"""Runs in remote folders: everything reads as from a local folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from buckets import NO_ANSWER, connected, new_clients
 from tiers import tiered
-from waiting import HANGS
+from waiting import TIMEOUT
 
 import instrument
 from instrument import ConfigError, InstrumentError
@@ -37,7 +37,7 @@ HOOKS = {
 
 
 def train(out: Path, seed: int, steps: int = 3) -> None:
-    """A run of a tiny network."""
+    """Train a tiny network and write a run."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,102 +53,102 @@ def train(out: Path, seed: int, steps: int = 3) -> None:
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two runs."""
-    place = tmp_path_factory.mktemp("local") / "sweep"
+    path = tmp_path_factory.mktemp("local") / "sweep"
     for seed in (0, 1):
-        train(place / str(seed), seed)
-        path = place / str(seed) / "run.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "overrides": {"lr": 0.1 * (seed + 1)}}))
-    return place
+        train(path / str(seed), seed)
+        record = path / str(seed) / "run.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), "overrides": {"lr": 0.1 * (seed + 1)}}))
+    return path
 
 
 SYSTEMS = ("memory", "file", "s3")
-IN_S3 = pytest.mark.parametrize("above", tiered(SYSTEMS, ["s3"]), indirect=True)  # the others in `make test-all`
+IN_S3 = pytest.mark.parametrize("remote_root", tiered(SYSTEMS, ["s3"]), indirect=True)  # the others in `make test-all`
 
 
 @pytest.fixture(scope="module", params=SYSTEMS)
-def above(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of an empty folder on each sort of file system."""
-    place = tmp_path_factory.mktemp("there")
-    return f"{request.getfixturevalue('kept_bucket') if request.param == 's3' else f'{request.param}://'}{place}"
+def remote_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the address of an empty folder on each file system."""
+    path = tmp_path_factory.mktemp("there")
+    return f"{request.getfixturevalue('kept_bucket') if request.param == 's3' else f'{request.param}://'}{path}"
 
 
 @pytest.fixture(scope="module")
-def sent(above: str, local: Path, s3_server: str) -> str:
-    """The same folder's address there."""
+def uploaded(remote_root: str, local: Path, s3_server: str) -> str:
+    """Return the remote address of the same runs."""
     with connected(s3_server):
         for folder in sorted(local.iterdir()):
-            assert send_all(folder, RemoteFolder(f"{above}/some/sweep/{folder.name}", "")).missing == {}
-    return f"{above}/some/sweep"
+            assert send_all(folder, RemoteFolder(f"{remote_root}/some/sweep/{folder.name}", "")).missing == {}
+    return f"{remote_root}/some/sweep"
 
 
 @pytest.fixture
-def there(sent: str, s3: None) -> str:
-    return sent
+def remote_sweep(uploaded: str, s3: None) -> str:
+    return uploaded
 
 
-def test_every_table_of_a_run_is_the_same(there: str, local: Path) -> None:
-    here, remote = instrument.load(local / "0"), instrument.load(f"{there}/0")
+def test_every_table_of_a_remote_run_is_equal(remote_sweep: str, local: Path) -> None:
+    local_run, remote = instrument.load(local / "0"), instrument.load(f"{remote_sweep}/0")
     for name in set(TABLES) - {"tensors"}:
-        pd.testing.assert_frame_equal(getattr(remote, name), getattr(here, name))
-    assert remote.info == here.info
+        pd.testing.assert_frame_equal(getattr(remote, name), getattr(local_run, name))
+    assert remote.info == local_run.info
     assert remote.problems == []
-    assert remote.count("stats") == len(here.stats)
+    assert remote.count("stats") == len(local_run.stats)
     assert "1 done" in repr(remote)
 
 
-def test_every_table_of_a_sweep_is_the_same(there: str, local: Path) -> None:
-    here, remote = instrument.load(local), instrument.load(there)
+def test_every_table_of_a_remote_sweep_is_equal(remote_sweep: str, local: Path) -> None:
+    local_run, remote = instrument.load(local), instrument.load(remote_sweep)
     for name in {*TABLES, "runs"} - {"tensors"}:
-        pd.testing.assert_frame_equal(getattr(remote, name), getattr(here, name))
+        pd.testing.assert_frame_equal(getattr(remote, name), getattr(local_run, name))
     assert remote.stats["run"].unique().tolist() == ["0", "1"]
 
 
-def test_what_runs_are_is_asked_of_several_at_once(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_infos_are_fetched_concurrently(remote_sweep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both, info = threading.Barrier(2), RunFiles.info
 
-    def together(self: RunFiles) -> dict[str, Any]:
-        both.wait(HANGS)
+    def wait_for_both(self: RunFiles) -> dict[str, Any]:
+        both.wait(TIMEOUT)
         return info(self)
 
-    monkeypatch.setattr(RunFiles, "info", together)
-    assert instrument.load(there).runs["status"].tolist() == ["done", "done"]
+    monkeypatch.setattr(RunFiles, "info", wait_for_both)
+    assert instrument.load(remote_sweep).runs["status"].tolist() == ["done", "done"]
 
 
-def test_tensors_are_the_same(there: str, local: Path) -> None:
-    here, remote = (instrument.load(place).tensors(layer="0", step=[0, 2]) for place in (local, there))
+def test_remote_tensors_are_equal(remote_sweep: str, local: Path) -> None:
+    local_run, remote = (instrument.load(path).tensors(layer="0", step=[0, 2]) for path in (local, remote_sweep))
     assert len(remote) == 4
-    assert all((a == b).all() for a, b in zip(here["values"], remote["values"], strict=True))
+    assert all((a == b).all() for a, b in zip(local_run["values"], remote["values"], strict=True))
 
 
-def test_queries_give_the_same(there: str, local: Path) -> None:
+def test_remote_queries_are_equal(remote_sweep: str, local: Path) -> None:
     query = "select layer, count(*) as n, max(l2) as most from stats where step > 0 group by 1 order by 1"
-    here, remote = (instrument.load(place).sql(query) for place in (local, there))
+    local_run, remote = (instrument.load(path).sql(query) for path in (local, remote_sweep))
     assert len(remote) > 1
-    pd.testing.assert_frame_equal(remote, here)
+    pd.testing.assert_frame_equal(remote, local_run)
 
 
-def test_a_run_that_goes_on_is_running_and_what_comes_is_met_when_it_is_opened_again(
-    above: str, s3: None, local: Path, tmp_path: Path
+def test_running_remote_run_shows_new_rows_when_reloaded(
+    remote_root: str, s3: None, local: Path, tmp_path: Path
 ) -> None:
-    going = tmp_path / "going"
-    shutil.copytree(local / "0", going)
-    path = going / "run.json"
+    running = tmp_path / "going"
+    shutil.copytree(local / "0", running)
+    path = running / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "status": "running"}))
-    remote = RemoteFolder(f"{above}/going", "")
+    remote = RemoteFolder(f"{remote_root}/going", "")
     remote.put(path, "run.json")
     before = instrument.load(remote.address)
     assert (before.info["status"], len(before.stats)) == ("running", 0)
-    send_all(going, remote)
+    send_all(running, remote)
     assert len(instrument.load(remote.address).stats) == len(instrument.load(local / "0").stats)
 
 
-def test_where_there_is_no_run_it_is_said(there: str) -> None:
-    with pytest.raises(NoRunError, match=r"no run\.json in|there is no folder"):
-        instrument.load(f"{there}/elsewhere")
+def test_remote_folder_without_a_run_is_reported(remote_sweep: str) -> None:
+    with pytest.raises(NoRunError, match=r"no run\.json in|folder not found"):
+        instrument.load(f"{remote_sweep}/elsewhere")
 
 
-def test_a_damaged_part_is_told_and_the_rest_is_read(above: str, s3: None, local: Path, tmp_path: Path) -> None:
-    remote = RemoteFolder(f"{above}/damaged", "")
+def test_damaged_remote_part_is_reported_and_the_rest_is_read(remote_root: str, s3: None, local: Path, tmp_path: Path) -> None:
+    remote = RemoteFolder(f"{remote_root}/damaged", "")
     send_all(local / "0", remote)
     (tmp_path / "bad").write_bytes(b"no Parquet")
     remote.put(tmp_path / "bad", "stats/part-0000-000001.parquet")
@@ -159,24 +159,23 @@ def test_a_damaged_part_is_told_and_the_rest_is_read(above: str, s3: None, local
 
 
 @IN_S3
-def test_a_report_is_written_here(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report([f"{there}/0", "--out", str(tmp_path / "one.html")]) == 0
-    assert report([there, "--out", str(tmp_path / "all.html")]) == 0
+def test_report_of_a_remote_run_is_written_locally(remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report([f"{remote_sweep}/0", "--out", str(tmp_path / "one.html")]) == 0
+    assert report([remote_sweep, "--out", str(tmp_path / "all.html")]) == 0
     assert (tmp_path / "all.html").stat().st_size > 10_000
-    assert report([f"{there}/0"]) == 2
+    assert report([f"{remote_sweep}/0"]) == 2
     assert "--out" in capsys.readouterr().err
 
 
 @IN_S3
-def test_an_export_is_written_here(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export([there, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
+def test_export_of_a_remote_run_is_written_locally(remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export([remote_sweep, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
     assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
-    assert export([f"{there}/0", "--to", "zarr", "--out", str(tmp_path / "zarr")]) == 0
-    assert export([f"{there}/0", "--to", "csv"]) == 2
+    assert export([f"{remote_sweep}/0", "--to", "csv"]) == 2
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_query_fetches_the_columns_and_rows_that_it_needs(
+def test_query_fetches_only_needed_columns_and_rows(
     bucket: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, table = 200_000, TABLES["stats"]
@@ -211,8 +210,8 @@ def test_a_query_fetches_the_columns_and_rows_that_it_needs(
     assert sum(fetched) < size / 3
 
 
-def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="may hold no password") as refused:
+def test_credentials_in_an_address_are_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="must not contain a password") as refused:
         instrument.load("s3://key:hushhush@bucket/runs")
     assert "hushhush" not in str(refused.value)
 
@@ -222,7 +221,7 @@ FAILURES: list[Callable[[str], Exception]] = [
     ConnectionError,
     TimeoutError,
     lambda text: OSError(5, text),
-    RuntimeError,  # as a client's own
+    RuntimeError,  # of a client library
 ]
 
 
@@ -239,8 +238,8 @@ FAILURES: list[Callable[[str], Exception]] = [
         lambda run: run.tensors(step=0),
     ],
 )
-def test_a_network_that_fails_while_a_run_is_read_is_no_damaged_file(
-    there: str,
+def test_network_error_is_not_reported_as_a_damaged_file(
+    remote_sweep: str,
     monkeypatch: pytest.MonkeyPatch,
     opens: bool,
     ask: Callable[[instrument.Run], Any],
@@ -250,30 +249,30 @@ def test_a_network_that_fails_while_a_run_is_read_is_no_damaged_file(
     def fail(*_: Any) -> Any:
         raise failure
 
-    run = instrument.load(f"{there}/0")
+    run = instrument.load(f"{remote_sweep}/0")
     run.infos  # noqa: B018
-    wanted = len(instrument.load(f"{there}/0").stats)
+    wanted = len(instrument.load(f"{remote_sweep}/0").stats)
     files = type(run.path.fs)  # type: ignore[attr-defined]
     original = files.open
 
     def breaks(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
-        return _Torn(original(self, path, *arguments, **options), fail) if opens else fail()
+        return _UnreadableFile(original(self, path, *arguments, **options), fail) if opens else fail()
 
     for make in FAILURES:
         failure = make("the token has expired: http://me:hushhush@host/")
         with monkeypatch.context() as patched, warnings.catch_warnings():
             warnings.simplefilter("error")
             patched.setattr(files, "open", breaks)
-            with pytest.raises(InstrumentError, match=rf"{type(failure).__name__}: .*expired") as told:
+            with pytest.raises(InstrumentError, match=rf"{type(failure).__name__}: .*expired") as error:
                 ask(run)
-        assert "hush" not in str(told.value)
-        assert told.value.__cause__ is None
+        assert "hush" not in str(error.value)
+        assert error.value.__cause__ is None
         assert run.problems == []
     assert len(run.stats) == wanted
 
 
-class _Torn:
-    """A file of which the length is known, and no more."""
+class _UnreadableFile:
+    """A file whose length is known but whose content cannot be read."""
 
     def __init__(self, file: Any, fail: Callable[..., Any]) -> None:
         self._file = file
@@ -283,7 +282,7 @@ class _Torn:
         return getattr(self._file, name)
 
 
-def test_where_nobody_answers_it_is_said_in_a_line(bucket: str) -> None:
+def test_connection_error_is_reported_in_one_line(bucket: str) -> None:
     with (
         new_clients(AWS_ENDPOINT_URL=NO_ANSWER),
         pytest.raises(InstrumentError, match="s3://bucket/runs cannot be read: EndpointConnectionError"),

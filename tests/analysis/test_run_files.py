@@ -1,4 +1,4 @@
-"""Run folders in any state: damaged, torn, with files of others among theirs. What can be read is read, the rest named."""
+"""Run folders in any state (damaged, truncated, foreign files): readable files are read, the others reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import instrument
 from instrument import InstrumentError, InstrumentWarning, recover
 from instrument.analysis.run_files import RunFiles, size_on_disk
 from instrument.capture.tables import TABLES
-from instrument.sinks.journal import Journal, Reading
+from instrument.sinks.journal import Journal, JournalReader
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
@@ -35,7 +35,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed: three parts a table, and a journal."""
+    """A run that was killed: three parts per table, and a journal."""
     folder = tmp_path_factory.mktemp("original") / "run"
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
@@ -46,7 +46,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sink.keep((step, 0, 0, *KEY), [2], torch.full((2,), float(step)))
         sink.end_step()
         if step in (2, 5, 8):
-            sink.settle()
+            sink.finish_parts()
     return folder
 
 
@@ -70,7 +70,7 @@ def test_parts_and_journal_are_one_table(folder: Path) -> None:
     assert run.problems == []
 
 
-def test_a_journal_whose_part_is_there_is_not_read_twice(folder: Path) -> None:
+def test_journal_of_an_existing_part_is_not_read_twice(folder: Path) -> None:
     """The process was killed between renaming the part and removing its journal."""
     journal = folder / "journal" / "stats-0000-000003.arrows"
     kept = journal.read_bytes()
@@ -83,7 +83,7 @@ def test_a_journal_whose_part_is_there_is_not_read_twice(folder: Path) -> None:
     assert len(pd.read_parquet(folder / "stats")) == STEPS
 
 
-def test_a_part_that_was_half_written_is_cleared_away(folder: Path) -> None:
+def test_incomplete_part_is_removed_by_recovery(folder: Path) -> None:
     aside = folder / "journal" / "stats-0000-000003.tmp"
     aside.write_bytes(b"PAR1 and then nothing more")
     assert steps_of(folder, "stats") == list(range(STEPS))
@@ -93,30 +93,30 @@ def test_a_part_that_was_half_written_is_cleared_away(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "message"),
     [
         ("stats/part-0000-000001.parquet", b"", "cannot be read"),
         ("stats/part-0000-000001.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"),
         ("stats/part-0000-000001.parquet", b"no parquet at all", "cannot be read"),
-        ("journal/stats-0000-000003.arrows", b"not a stream", "no Arrow stream"),
+        ("journal/stats-0000-000003.arrows", b"not a stream", "not an Arrow stream"),
     ],
 )
-def test_a_file_that_is_damaged_is_named_and_the_rest_is_read(
-    folder: Path, file: str, content: bytes, told: str
+def test_damaged_file_is_reported_and_the_rest_is_read(
+    folder: Path, file: str, content: bytes, message: str
 ) -> None:
     (folder / file).write_bytes(content)
     run = instrument.load(folder)
     with pytest.warns(InstrumentWarning, match=file):
         steps = list(run.stats.step)
-    lost = [3, 4, 5] if file.startswith("stats") else [9, 10, 11]
-    assert steps == [step for step in range(STEPS) if step not in lost]
+    missing = [3, 4, 5] if file.startswith("stats") else [9, 10, 11]
+    assert steps == [step for step in range(STEPS) if step not in missing]
     assert list(run.metrics.step) == list(range(STEPS))
     (problem,) = run.problems
     assert problem.startswith(f"{file}: ")
-    assert told in problem
+    assert message in problem
 
 
-def test_a_table_is_gone_through_and_counted_without_what_is_damaged(folder: Path) -> None:
+def test_scan_and_count_skip_damaged_files(folder: Path) -> None:
     run = instrument.load(folder)
     late = ds.field("step") >= 4
     assert [step for batch in run.scan("stats", ["step"], late) for step in batch["step"].to_pylist()] == [
@@ -134,7 +134,7 @@ def test_a_table_is_gone_through_and_counted_without_what_is_damaged(folder: Pat
     assert len(run.problems) == 1
 
 
-def test_a_part_that_is_damaged_inside_is_named_and_the_rest_is_read(folder: Path) -> None:
+def test_part_damaged_inside_is_reported_and_the_rest_is_read(folder: Path) -> None:
     file = folder / "stats" / "part-0000-000001.parquet"
     content = bytearray(file.read_bytes())
     content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
@@ -145,7 +145,7 @@ def test_a_part_that_is_damaged_inside_is_named_and_the_rest_is_read(folder: Pat
     assert len(run.problems) == 1
 
 
-def test_a_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
+def test_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
     wanted = instrument.load(folder).stats
     for file in (folder / "stats").glob("*.parquet"):
         pq.write_table(pq.read_table(file).drop_columns(["dead_fraction", "update_ratio"]), file)
@@ -158,22 +158,22 @@ def test_a_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
     assert run.problems == []
 
 
-def test_a_part_of_other_columns_is_named(folder: Path) -> None:
+def test_part_with_other_columns_is_reported(folder: Path) -> None:
     pq.write_table(pa.table({"step": [1], "mine": [2]}), folder / "stats" / "part-0000-000007.parquet")
     run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="has no column micro_step"):
+    with pytest.warns(InstrumentWarning, match="column micro_step, .* is missing"):
         assert len(run.stats) == STEPS
 
 
-def test_a_journal_of_other_columns_is_named(folder: Path) -> None:
+def test_journal_with_other_columns_is_reported(folder: Path) -> None:
     shutil.copy(folder / "journal" / "metrics-0000-000003.arrows", folder / "journal" / "stats-0000-000009.arrows")
     run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="the columns are not those of this table"):
+    with pytest.warns(InstrumentWarning, match="the columns differ from those of the table"):
         assert len(run.stats) == STEPS
 
 
 class Bomb:
-    """Does something when it is unpickled."""
+    """An object that fails the test when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (pytest.fail, ("a pickle of the folder was read",))
@@ -190,21 +190,21 @@ class Bomb:
         "tensors/values.npy",
     ],
 )
-def test_files_of_others_are_named_and_never_read_and_no_pickle_at_all(folder: Path, file: str) -> None:
+def test_foreign_files_are_reported_and_never_read(folder: Path, file: str) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(pickle.dumps(Bomb()))
     run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="no file of a run"):
+    with pytest.warns(InstrumentWarning, match="not a file of a run"):
         assert len(run.stats) == len(run.tensors()) == STEPS
-    assert run.problems == [f"{file}: no file of a run: it is not read"]
+    assert run.problems == [f"{file}: not a file of a run: skipped"]
     recover.main([str(folder)])
-    assert (folder / file).exists(), "what is not ours is left alone"
+    assert (folder / file).exists(), "foreign files are kept"
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[1, 2]", '"text"', "\x00", '{"status": "done", "overrides": 3, "metrics": []}']
 )
-def test_a_run_json_of_any_content_leaves_the_tables_readable(folder: Path, content: str) -> None:
+def test_invalid_run_json_leaves_the_tables_readable(folder: Path, content: str) -> None:
     (folder / "run.json").write_text(content)
     run = instrument.load(folder)
     assert len(run.stats) == STEPS
@@ -213,13 +213,13 @@ def test_a_run_json_of_any_content_leaves_the_tables_readable(folder: Path, cont
     assert "1 run" in repr(run)
 
 
-@pytest.mark.parametrize("damages", tiered([40, 150], [40]))
+@pytest.mark.parametrize("cases", tiered([40, 150], [40]))
 @pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
-def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path, damages: int) -> None:
+def test_random_damage_in_any_file_never_raises(original: Path, tmp_path: Path, cases: int) -> None:
     draw = random.Random(0)
     files = [file.relative_to(original) for file in sorted(original.rglob("*")) if file.is_file()]
     named = 0
-    for number in range(damages):
+    for number in range(cases):
         folder = Path(shutil.copytree(original, tmp_path / str(number)))
         file = folder / draw.choice(files)
         content = bytearray(file.read_bytes())
@@ -231,10 +231,10 @@ def test_damage_anywhere_in_any_file_never_raises(original: Path, tmp_path: Path
             assert set(run.read(table, ["step"] if table in ("stats", "metrics") else ["rank"]).columns)
         named += bool(run.problems)
         shutil.rmtree(folder)
-    assert named > damages / 5
+    assert named > cases / 5
 
 
-def test_recover_leaves_a_running_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recover_skips_a_running_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = FolderLock(folder)
     assert lock.acquire()
     assert instrument.load(folder).info["status"] == "running"
@@ -245,27 +245,27 @@ def test_recover_leaves_a_running_run_alone(folder: Path, capsys: pytest.Capture
     assert instrument.load(folder).info["status"] == "killed"
 
 
-def test_recover_says_what_it_did_and_takes_a_whole_sweep(
+def test_recover_reports_its_work_and_accepts_a_sweep(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for job in range(2):
         shutil.copytree(original, tmp_path / "sweep" / str(job))
     journal = tmp_path / "sweep" / "0" / "journal" / "stats-0000-000003.arrows"
-    journal.write_bytes(journal.read_bytes() + last_message(journal)[:-3])  # of the step that was being written
+    journal.write_bytes(journal.read_bytes() + last_message(journal)[:-3])  # an incomplete last step
     assert recover.main([str(tmp_path / "sweep")]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert "rows turned into Parquet: 3 of metrics, 3 of stats, 3 of tensors" in first
-    assert first.endswith("the step that was being written is not among them (stats)")
-    assert second.endswith("3 of metrics, 3 of stats, 3 of tensors")
+    assert "rows converted to Parquet: metrics 3, stats 3, tensors 3" in first
+    assert first.endswith("the incomplete last step was discarded (stats)")
+    assert second.endswith("metrics 3, stats 3, tensors 3")
     assert recover.main([str(tmp_path / "sweep" / "0")]) == 0
-    assert "all is Parquet already" in capsys.readouterr().out
+    assert "no journals to convert" in capsys.readouterr().out
     assert recover.main([str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "folder not found" in capsys.readouterr().err
 
 
 def boundaries(journal: Path) -> list[int]:
-    """The ends of all messages of a journal, that of the schema first."""
-    reading = Reading.of(journal)
+    """Return the ends of all messages of a journal, starting with the schema."""
+    reading = JournalReader.of(journal)
     return [reading.end, *(reading.end for _ in reading.batches())]
 
 
@@ -276,7 +276,7 @@ def last_message(journal: Path) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
 @pytest.mark.parametrize("table", ["stats", "metrics", "tensors"])
-def test_a_journal_that_is_cut_anywhere_is_named(folder: Path, table: str) -> None:
+def test_truncated_journal_is_reported(folder: Path, table: str) -> None:
     journal = folder / "journal" / f"{table}-0000-000003.arrows"
     content, ends = journal.read_bytes(), boundaries(journal)
     draw = random.Random(0)
@@ -284,14 +284,14 @@ def test_a_journal_that_is_cut_anywhere_is_named(folder: Path, table: str) -> No
         journal.write_bytes(content[:size])
         files = RunFiles(folder)
         rows = files.read(table).num_rows
-        whole = sum(end <= size for end in ends[1:])
-        assert rows == STEPS - 3 + whole
-        told = [f"journal/{journal.name}: it was cut short: {whole} of 3 rows are there"]
-        assert files.problems == (told if whole < 3 else []), size
+        complete = sum(end <= size for end in ends[1:])
+        assert rows == STEPS - 3 + complete
+        problems = [f"journal/{journal.name}: the journal is truncated: it contains {complete} of 3 rows"]
+        assert files.problems == (problems if complete < 3 else []), size
 
 
-def test_a_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the folder at each moment between two writes, and in the middle of each, is what a kill would leave."""
+def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a copy of the folder between any two writes and in the middle of each, as a kill would leave it."""
     folder, plain, count = tmp_path / "run", Journal.append, RowCounts.write
     moments = 0
 
@@ -323,7 +323,7 @@ def test_a_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkey
 
     monkeypatch.setattr(Journal, "append", append)
     monkeypatch.setattr(RowCounts, "write", write)
-    monkeypatch.setattr("instrument.sinks.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts meanwhile
+    monkeypatch.setattr("instrument.sinks.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts in the meantime
     folder.mkdir()
     sink, done = ParquetSink(folder), 0
     for step in range(4):
@@ -334,35 +334,35 @@ def test_a_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkey
     assert len(list(folder.glob("stats/*.parquet"))) > 0
 
 
-def test_a_journal_that_is_gone_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_journal_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "journal" / "stats-0000-000003.arrows").unlink()
     run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="the file is gone"):
+    with pytest.warns(InstrumentWarning, match="the file is missing"):
         assert len(run.stats) == STEPS - 3
-    assert run.problems == ["journal/stats-0000-000003.arrows: the file is gone, with 3 rows"]
+    assert run.problems == ["journal/stats-0000-000003.arrows: the file is missing, with 3 rows"]
     assert recover.main([str(folder)]) == 1
-    assert "the file is gone, with 3 rows" in capsys.readouterr().err
+    assert "the file is missing, with 3 rows" in capsys.readouterr().err
 
 
-def test_row_counts_that_are_damaged_are_named_and_all_rows_are_read(folder: Path) -> None:
+def test_damaged_row_counts_are_reported_and_all_rows_read(folder: Path) -> None:
     counts = folder / "journal" / "rows.0000"
     counts.write_bytes(b"\x01" + counts.read_bytes()[1:])
     run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="whether a journal was cut short is not known"):
+    with pytest.warns(InstrumentWarning, match="truncated journals cannot be detected"):
         assert len(run.stats) == STEPS
 
 
-def test_recover_keeps_a_journal_that_was_cut_short(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recover_keeps_a_truncated_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = folder / "journal" / "stats-0000-000003.arrows"
     content = journal.read_bytes()[: boundaries(journal)[1]]
     journal.write_bytes(content)
     assert recover.main([str(folder)]) == 1
-    assert f"journal/{journal.name}: it was cut short: 1 of 3 rows are there" in capsys.readouterr().err
+    assert f"journal/{journal.name}: the journal is truncated: it contains 1 of 3 rows" in capsys.readouterr().err
     assert journal.with_suffix(".damaged").read_bytes() == content
     assert len(pd.read_parquet(folder / "stats")) == STEPS - 2
 
 
-def test_recover_keeps_a_journal_of_other_columns(folder: Path) -> None:
+def test_recover_keeps_a_journal_with_other_columns(folder: Path) -> None:
     journals = folder / "journal"
     content = (journals / "metrics-0000-000003.arrows").read_bytes()
     (journals / "stats-0000-000003.arrows").write_bytes(content)
@@ -370,7 +370,7 @@ def test_recover_keeps_a_journal_of_other_columns(folder: Path) -> None:
     assert (journals / "stats-0000-000003.damaged").read_bytes() == content
 
 
-def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recover_keeps_and_reports_a_damaged_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = folder / "journal" / "stats-0000-000003.arrows"
     content = bytearray(journal.read_bytes())
     content[-200:-150] = b"\xaa" * 50
@@ -391,7 +391,7 @@ def test_recover_keeps_a_damaged_journal_and_says_so(folder: Path, capsys: pytes
         lambda run: run.lazy("stats").collect().height,
     ],
 )
-def test_files_may_be_merged_as_often_as_they_are_listed(
+def test_files_may_be_merged_whenever_they_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[instrument.Run], int]
 ) -> None:
     folder, parts = tmp_path / "run", 10
@@ -402,13 +402,13 @@ def test_files_may_be_merged_as_often_as_they_are_listed(
         cells = {"step": step, "rank": 0, "phase": "train"}
         sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
         sink.end_step()
-        sink.settle()
+        sink.finish_parts()
     sink.close()
-    original = RunFiles.listed
+    original = RunFiles.table_files
 
     def merged(self: RunFiles, name: str) -> tuple[list[Path], list[pa.Table]]:
         found = original(self, name)
-        if len(found[0]) > 1:  # the first two become one just behind the reader's back
+        if len(found[0]) > 1:  # merge the first two after they were listed
             one, two = found[0][:2]
             rows = pa.concat_tables([pq.read_table(one), pq.read_table(two)])
             pq.write_table(rows, Part(0, 0, int(two.stem.rpartition("-")[2])).file(folder, name))
@@ -416,11 +416,11 @@ def test_files_may_be_merged_as_often_as_they_are_listed(
             two.unlink()
         return found
 
-    monkeypatch.setattr(RunFiles, "listed", merged)
+    monkeypatch.setattr(RunFiles, "table_files", merged)
     assert ask(instrument.load(folder)) == parts
 
 
-def test_a_file_that_is_listed_and_not_there_is_told_and_not_waited_for(tmp_path: Path) -> None:
+def test_listed_file_that_is_missing_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run" / "stats").mkdir(parents=True)
     (tmp_path / "run" / "run.json").write_text("{}")
     part = Part(0, 0).file(tmp_path / "run", "stats")

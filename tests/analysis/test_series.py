@@ -1,4 +1,4 @@
-"""Statistics as pictures need them: order of layers, names of places, groups of steps, one number for several."""
+"""Statistics prepared for plots: order of layers, names of locations, groups of steps, aggregation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from instrument.analysis.series import (
     Series,
     forward_order,
     groups_of,
+    location_name,
     matrices,
-    place_of,
-    places_in,
+    row_locations,
     series_in,
     statistics_in,
 )
 
 
 class Backwards(nn.Module):
-    """Written in another order than called."""
+    """A model whose modules are defined in another order than they are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ def recorded(folder: Path, model: nn.Module, steps: int = 1, **fields: Any) -> i
     return instrument.load(folder)
 
 
-def test_layers_are_in_the_order_in_which_their_outputs_come(tmp_path: Path) -> None:
+def test_layers_are_in_execution_order(tmp_path: Path) -> None:
     order = forward_order(recorded(tmp_path / "r", Backwards(), exclude="unused*"))
     assert order == ["first.0", "first.1", "first", "last.0", "last.1", "last", "unused", ""]
 
 
-def test_a_layer_without_outputs_stands_behind_what_is_written_before_it(tmp_path: Path) -> None:
+def test_layer_without_outputs_follows_its_predecessor(tmp_path: Path) -> None:
     order = forward_order(recorded(tmp_path / "r", Backwards(), layers=["first.1", "last.1"]))
     assert [layer for layer in order if layer in ("first.1", "last.1", "unused", "")] == [
         "first.1",
@@ -68,13 +68,13 @@ def test_a_layer_without_outputs_stands_behind_what_is_written_before_it(tmp_pat
     ]
 
 
-def test_without_outputs_it_is_the_order_in_which_the_model_is_written(tmp_path: Path) -> None:
+def test_layers_without_outputs_are_in_model_order(tmp_path: Path) -> None:
     order = forward_order(recorded(tmp_path / "r", Backwards(), kind="parameter_grad"))
     assert order == ["last", "last.0", "last.1", "unused", "first", "first.0", "first.1", ""]
 
 
 @pytest.mark.parametrize(
-    ("layer", "path", "kind", "place"),
+    ("layer", "path", "kind", "name"),
     [
         ("a.b", "", "forward", "a.b"),
         ("", "", "forward", "."),
@@ -84,12 +84,12 @@ def test_without_outputs_it_is_the_order_in_which_the_model_is_written(tmp_path:
         ("", "scale", "step_post", "scale"),
     ],
 )
-def test_a_place_is_called_as_a_person_would(layer: str, path: str, kind: str, place: str) -> None:
-    assert place_of(layer, path, kind) == place
+def test_location_has_a_readable_name(layer: str, path: str, kind: str, name: str) -> None:
+    assert location_name(layer, path, kind) == name
 
 
 @given(st.sets(st.integers(0, 10**6), max_size=60), st.integers(1, 20))
-def test_groups_are_of_neighbours_and_of_nearly_equal_numbers(steps: set[int], most: int) -> None:
+def test_step_groups_are_contiguous_and_of_similar_size(steps: set[int], most: int) -> None:
     groups = groups_of(steps, most)
     assert len(groups) == min(most, len(steps))
     assert list(groups.number.index) == sorted(steps)
@@ -107,10 +107,10 @@ def rows(*cells: tuple[str, str, int, float]) -> pd.DataFrame:
     return frame.assign(max=frame["l2"], min=frame["l2"], **same)
 
 
-def test_several_tensors_come_to_one_number_each_in_its_own_way() -> None:
+def test_several_rows_are_aggregated_per_statistic() -> None:
     frame = rows(("b", "", 0, 1.0), ("b", "", 0, 3.0), ("b", "", 1, 5.0), ("b", "", 2, 7.0), ("a", "", 2, 2.0))
     found = matrices(frame, ["l2", "max", "min"], ["a", "b"], most=2)
-    assert found["l2"].places == ["a", "b"]
+    assert found["l2"].locations == ["a", "b"]
     assert found["l2"].first.tolist() == [0, 2]
     assert found["l2"].last.tolist() == [1, 2]
     assert found["l2"].is_grouped
@@ -119,19 +119,19 @@ def test_several_tensors_come_to_one_number_each_in_its_own_way() -> None:
     np.testing.assert_equal(found["min"].values, [[math.nan, 2.0], [1.0, 7.0]])
 
 
-def test_with_room_for_every_step_the_numbers_are_those_of_the_table() -> None:
+def test_ungrouped_matrix_equals_the_table() -> None:
     frame = rows(*(("a", "", step, float(step**2)) for step in range(7)))
     found = matrices(frame, ["l2"], ["a"], most=100)["l2"]
     assert not found.is_grouped
     np.testing.assert_array_equal(found.values[0], frame["l2"])
 
 
-def test_an_empty_table_gives_an_empty_matrix() -> None:
+def test_empty_table_gives_an_empty_matrix() -> None:
     found = matrices(rows(), ["l2"], [], most=5)["l2"]
-    assert (found.places, found.values.shape) == ([], (0, 0))
+    assert (found.locations, found.values.shape) == ([], (0, 0))
 
 
-def test_a_series_is_a_hook_in_a_phase_without_what_is_repeated() -> None:
+def test_series_is_a_hook_in_a_phase_without_recomputation() -> None:
     frame = rows(("a", "", 0, 1.0), ("a", "", 1, 2.0))
     frame.loc[1, "phase"] = "eval"
     again = frame.assign(recompute=True)
@@ -151,16 +151,16 @@ def test_a_series_is_a_hook_in_a_phase_without_what_is_repeated() -> None:
         ("step_post", "update", False, True),
     ],
 )
-def test_a_series_knows_what_it_is_of(kind: str, role: str, gradient: bool, parameters: bool) -> None:
+def test_series_has_its_type(kind: str, role: str, gradient: bool, parameters: bool) -> None:
     series = Series("h", kind, role, "train")
     assert (series.is_gradient, series.is_of_parameters) == (gradient, parameters)
 
 
-def test_statistics_without_a_value_are_left_out() -> None:
+def test_statistics_without_values_are_omitted() -> None:
     frame = rows(("a", "", 0, 1.0)).assign(mean=math.nan)
     assert statistics_in(frame) == ["min", "max", "l2"]
 
 
-def test_layers_that_nobody_knows_come_last() -> None:
+def test_unknown_layers_are_last() -> None:
     frame = rows(("new", "", 0, 1.0), ("b", "", 0, 1.0), ("a", "", 0, 1.0))
-    assert list(places_in(frame, ["a", "b"]).cat.categories) == ["a", "b", "new"]
+    assert list(row_locations(frame, ["a", "b"]).cat.categories) == ["a", "b", "new"]

@@ -1,4 +1,4 @@
-"""What is to be shown is chosen by what the user says of it, and errors name what there is."""
+"""Selection of a series by the arguments, with errors that list the available ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from instrument.analysis.series import Series
 from instrument.analysis.series_selection import (
-    at_place,
-    choose,
-    choose_place,
-    places_of,
-    refuse_unless,
-    seen_in,
-    spread,
+    check_choice,
+    evenly_spaced,
+    location_names,
+    rows_at,
+    select_location,
+    select_series,
+    series_where,
 )
 from instrument.errors import InstrumentError
 
@@ -40,68 +40,68 @@ def rows(*cells: tuple[str, str, Series]) -> pd.DataFrame:
         ({"phase": "eval"}, EVAL),
     ],
 )
-def test_the_one_that_fits_is_chosen(wanted: dict[str, str], found: Series) -> None:
-    assert choose([ACTS, EVAL, GRADS], **wanted) == found
+def test_matching_series_is_chosen(wanted: dict[str, str], found: Series) -> None:
+    assert select_series([ACTS, EVAL, GRADS], **wanted) == found
 
 
-def test_several_that_fit_are_named_as_the_arguments_that_tell_them_apart() -> None:
-    with pytest.raises(InstrumentError) as told:
-        choose([ACTS, EVAL, GRADS], phase="train")
-    assert str(told.value).splitlines() == [
-        "several series fit phase='train': choose one of",
+def test_several_matches_are_listed_as_arguments() -> None:
+    with pytest.raises(InstrumentError) as error:
+        select_series([ACTS, EVAL, GRADS], phase="train")
+    assert str(error.value).splitlines() == [
+        "several series match phase='train'; select one of",
         "    hook='acts', kind='forward', role='output', phase='train'",
         "    hook='grads', kind='parameter_grad', role='param_grad', phase='train'",
     ]
 
 
-def test_several_without_a_wish_are_named() -> None:
-    with pytest.raises(InstrumentError, match=r"^several series fit: choose one of\n"):
-        choose([ACTS, GRADS])
+def test_several_series_without_arguments_are_listed() -> None:
+    with pytest.raises(InstrumentError, match=r"^several series match; select one of\n"):
+        select_series([ACTS, GRADS])
 
 
-def test_what_there_is_not_together_is_said() -> None:
-    with pytest.raises(InstrumentError, match="no series fits hook='grads', phase='eval' together"):
-        choose([ACTS, EVAL, GRADS], hook="grads", phase="eval")
+def test_arguments_that_match_nothing_together_are_reported() -> None:
+    with pytest.raises(InstrumentError, match="no series matches all of hook='grads', phase='eval'"):
+        select_series([ACTS, EVAL, GRADS], hook="grads", phase="eval")
 
 
-def test_what_there_is_not_at_all_is_told_with_the_nearest() -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)hook: .*written  'grad'.*allowed  acts, grads.*nearest  grads"):
-        choose([ACTS, GRADS], hook="grad")
+def test_unknown_argument_is_reported_with_the_nearest() -> None:
+    with pytest.raises(InstrumentError, match=r"(?s)hook: .*given    'grad'.*allowed  acts, grads.*similar  grads"):
+        select_series([ACTS, GRADS], hook="grad")
     with pytest.raises(InstrumentError, match=r"l0, .*l11, \.\.\. \(20 in all\)"):
-        refuse_unless("m", [f"l{i}" for i in range(20)], "layer", "unknown")
+        check_choice("m", [f"l{i}" for i in range(20)], "layer", "unknown")
 
 
-def test_series_are_those_whose_rows_are_as_wanted() -> None:
+def test_series_are_filtered_by_their_rows() -> None:
     frame = rows(("a", "", ACTS), ("a", "weight", GRADS))
     frame.loc[1, "l2"] = float("nan")
-    assert seen_in(frame, lambda own: bool(own["l2"].notna().any())) == [ACTS]
+    assert series_where(frame, lambda own: bool(own["l2"].notna().any())) == [ACTS]
 
 
-def test_a_place_is_a_tensor_and_a_layer_all_of_its_own() -> None:
+def test_location_selects_a_tensor_and_a_layer_all_its_tensors() -> None:
     frame = rows(("a", "", ACTS), ("a", "weight", GRADS), ("a", "bias", GRADS), ("", "0", ACTS))
-    assert list(places_of(frame).values()) == ["a", "a.weight", "a.bias", ".[0]"]
-    assert at_place(frame, "a.bias").index.tolist() == [2]
-    assert at_place(frame, "a").index.tolist() == [0]
-    assert at_place(frame.iloc[1:], "a").index.tolist() == [1, 2]
-    assert at_place(frame, ".").index.tolist() == [3]
-    assert at_place(frame, "b").empty
+    assert list(location_names(frame).values()) == ["a", "a.weight", "a.bias", ".[0]"]
+    assert rows_at(frame, "a.bias").index.tolist() == [2]
+    assert rows_at(frame, "a").index.tolist() == [0]
+    assert rows_at(frame.iloc[1:], "a").index.tolist() == [1, 2]
+    assert rows_at(frame, ".").index.tolist() == [3]
+    assert rows_at(frame, "b").empty
 
 
-def test_a_place_is_chosen_together_with_who_saw_it() -> None:
+def test_location_is_chosen_together_with_its_series() -> None:
     frame = rows(("a", "", ACTS), ("a", "weight", GRADS), ("a", "bias", GRADS))
-    series, place, found = choose_place(frame, "a.bias")
-    assert (series, place, found.index.tolist()) == (GRADS, "a.bias", [2])
-    with pytest.raises(InstrumentError, match="several series fit"):
-        choose_place(frame, "a")
-    with pytest.raises(InstrumentError, match=r"a has several tensors here: choose one of a\.weight, a\.bias"):
-        choose_place(frame, "a", hook="grads")
-    with pytest.raises(InstrumentError, match=r"(?s)layer: .*'a\.wight'.*nearest  a\.weight"):
-        choose_place(frame, "a.wight")
+    series, location, found = select_location(frame, "a.bias")
+    assert (series, location, found.index.tolist()) == (GRADS, "a.bias", [2])
+    with pytest.raises(InstrumentError, match="several series match"):
+        select_location(frame, "a")
+    with pytest.raises(InstrumentError, match=r"a has several tensors; select one of a\.weight, a\.bias"):
+        select_location(frame, "a", hook="grads")
+    with pytest.raises(InstrumentError, match=r"(?s)layer: .*'a\.wight'.*similar  a\.weight"):
+        select_location(frame, "a.wight")
 
 
 @given(st.integers(1, 500), st.integers(2, 50))
-def test_places_are_spread_evenly_from_the_first_to_the_last(count: int, most: int) -> None:
-    found = spread(count, most)
+def test_locations_are_spread_evenly(count: int, most: int) -> None:
+    found = evenly_spaced(count, most)
     assert len(found) == min(count, most)
     assert (found[0], found[-1]) == (0, count - 1)
     gaps = [two - one for one, two in pairwise(found)]

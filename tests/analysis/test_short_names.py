@@ -1,4 +1,4 @@
-"""Short names of layers: short where that can be, and never alike."""
+"""Short names of layers are short where possible, and always distinct."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VIT = [
 
 
 @pytest.mark.parametrize(("most", "longest"), [(18, 25), (44, 44)])
-def test_the_blocks_of_a_transformer_keep_their_numbers(most: int, longest: int) -> None:
+def test_transformer_blocks_keep_their_numbers(most: int, longest: int) -> None:
     short = short_names(VIT, most)
     assert len(set(short.values())) == len(VIT)
     assert max(map(len, short.values())) <= longest
@@ -24,12 +24,12 @@ def test_the_blocks_of_a_transformer_keep_their_numbers(most: int, longest: int)
         assert f"_{i}." in short[f"encoder.layers.encoder_layer_{i}.self_attention.in_proj_weight"]
 
 
-def test_what_is_short_stays_as_it_is() -> None:
+def test_short_name_is_unchanged() -> None:
     assert short_names(["encoder.0", "encoder.1", "."], 18) == {name: name for name in ("encoder.0", "encoder.1", ".")}
 
 
 @given(st.sets(st.text("ab._1", min_size=1, max_size=30), max_size=12), st.integers(6, 20))
-def test_names_that_differ_have_short_ones_that_differ(names: set[str], most: int) -> None:
+def test_different_names_have_different_short_names(names: set[str], most: int) -> None:
     short = short_names(sorted(names), most)
     assert set(short) == names
     assert len(set(short.values())) == len(names)

@@ -1,4 +1,4 @@
-"""SQL on the files, and polars beside it: whatever state they are in, with the overrides, and nothing opened that is not needed."""
+"""SQL and polars on the files: files in any state, overrides as columns, and pruning of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 6
 def make_run(
     folder: Path, *, overrides: Mapping[str, Any] | None = None, close: bool = True, mean: float = 0.0
 ) -> Path:
-    """A run of six steps and two layers; a part every two steps, or what is in none yet."""
+    """Write a run of six steps and two layers, with a part every two steps; the last rows may be in the journal."""
     folder.mkdir(parents=True)
     info = {"status": "done", "seed": 0, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25}}
     (folder / "run.json").write_text(json.dumps(info))
@@ -40,7 +40,7 @@ def make_run(
             sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
         sink.end_step()
         if step in (1, 3):
-            sink.settle()
+            sink.finish_parts()
     if close:
         sink.close()
     return folder
@@ -50,8 +50,8 @@ def tuples(frame: pd.DataFrame) -> list[tuple[Any, ...]]:
     return list(frame.astype(object).where(frame.notna(), None).itertuples(index=False, name=None))
 
 
-def spoil(file: Path) -> None:
-    """Damage a file inside: its end, by which it is opened, is whole."""
+def damage_inside(file: Path) -> None:
+    """Damage a file inside; its footer, by which it is opened, is intact."""
     content = bytearray(file.read_bytes())
     content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
     file.write_bytes(content)
@@ -61,8 +61,8 @@ def part(run: Path, number: int) -> Path:
     return Part(0, number).file(run, "stats")
 
 
-def both(run: instrument.Run, sql: str, lazy: Callable[[pl.LazyFrame], pl.LazyFrame]) -> list[tuple[Any, ...]]:
-    """The rows that DuckDB and polars answer with, which are to be the same."""
+def query_both(run: instrument.Run, sql: str, lazy: Callable[[pl.LazyFrame], pl.LazyFrame]) -> list[tuple[Any, ...]]:
+    """Return the rows of DuckDB, after checking that polars returns the same."""
     answer = tuples(run.sql(sql))
     assert lazy(run.lazy("stats")).collect().rows() == answer
     return answer
@@ -72,7 +72,7 @@ def both(run: instrument.Run, sql: str, lazy: Callable[[pl.LazyFrame], pl.LazyFr
 def test_parts_and_journals_are_one_table(tmp_path: Path, close: bool) -> None:
     run = instrument.load(make_run(tmp_path / "run", close=close))
     assert bool(list((tmp_path / "run").glob("journal/stats-*"))) is not close
-    counted = both(
+    counted = query_both(
         run,
         "select layer, count(*), sum(mean) from stats group by 1 order by 1",
         lambda rows: (
@@ -89,11 +89,11 @@ def test_parts_and_journals_are_one_table(tmp_path: Path, close: bool) -> None:
     assert run.lazy("effects").collect().height == 0
 
 
-def test_runs_have_their_folder_and_overrides_in_every_table(tmp_path: Path) -> None:
+def test_runs_have_folder_and_override_columns_in_every_table(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / 'it\'s "0"', overrides={"lr": 1, "mean": "x", "sizes": [1, 2], 'od"d': True}, mean=1)
     make_run(tmp_path / "s" / "1", overrides={"lr": 0.5, "hooks.h": {"a": None}}, close=False, mean=2)
     sweep = instrument.load(tmp_path / "s")
-    answer = both(
+    answer = query_both(
         sweep,
         'select run, lr, "override.mean", sizes, "hooks.h", "od""d", max(mean), count(*) from stats group by all order by lr',
         lambda rows: (
@@ -112,24 +112,24 @@ def test_runs_have_their_folder_and_overrides_in_every_table(tmp_path: Path) -> 
     assert sweep.sql("select * from layers").columns.tolist()[-1] == 'od"d'
 
 
-def test_the_table_of_runs_can_be_joined(tmp_path: Path) -> None:
+def test_runs_table_can_be_joined(tmp_path: Path) -> None:
     for job in range(3):
         make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "seed": job}, mean=job)
     sweep = instrument.load(tmp_path / "s")
-    asked = "select r.lr, r.seed, r.loss, r.status, max(s.mean) from stats s join runs r using (run) group by all order by 1"
-    assert tuples(sweep.sql(asked)) == [(0.1 * job, job, 0.25, "done", 5.0 + job) for job in range(3)]
+    statement = "select r.lr, r.seed, r.loss, r.status, max(s.mean) from stats s join runs r using (run) group by all order by 1"
+    assert tuples(sweep.sql(statement)) == [(0.1 * job, job, 0.25, "done", 5.0 + job) for job in range(3)]
     assert tuples(sweep.sql("select * from runs")) == tuples(sweep.runs)
     alone = instrument.load(tmp_path / "s" / "0")
     assert tuples(alone.sql("select run, status from RUNS")) == [(".", "done")]
 
 
 @pytest.mark.parametrize("name", ["a[1]", "*", "what?", "it's", 'a"b', "ä ü"])
-def test_names_of_folders_stand_for_themselves(tmp_path: Path, name: str) -> None:
+def test_special_characters_in_folder_names_are_literal(tmp_path: Path, name: str) -> None:
     make_run(tmp_path / "s" / name, overrides={"x": 1})
     make_run(tmp_path / "s" / "a1", overrides={"x": 2})
     sweep = instrument.load(tmp_path / "s")
     quoted = name.replace("'", "''")
-    answer = both(
+    answer = query_both(
         sweep,
         f"select run, x, count(*) from stats where run = '{quoted}' group by all",
         lambda rows: rows.filter(pl.col("run") == name).group_by("run", "x").agg(pl.len()),
@@ -137,7 +137,7 @@ def test_names_of_folders_stand_for_themselves(tmp_path: Path, name: str) -> Non
     assert answer == [(name, 1, 12)]
 
 
-def test_files_that_a_condition_on_the_run_rules_out_are_not_opened(tmp_path: Path) -> None:
+def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> None:
     for job in range(4):
         make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job})
     for job in (1, 3):
@@ -168,71 +168,71 @@ def test_files_that_a_condition_on_the_run_rules_out_are_not_opened(tmp_path: Pa
         "run like '3%' and odd = 1 and step > 2",
     ],
 )
-def test_conditions_on_several_columns_of_runs_are_those_of_the_rows(tmp_path: Path, condition: str) -> None:
+def test_conditions_on_run_columns_equal_those_on_rows(tmp_path: Path, condition: str) -> None:
     for job in range(5):
         make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "odd": job % 2}, mean=100 * job, close=job != 3)
     sweep = instrument.load(tmp_path / "s")
-    asked = f"select run, lr, odd, min(mean), count(*) from stats where {condition} group by all order by all"
+    statement = f"select run, lr, odd, min(mean), count(*) from stats where {condition} group by all order by all"
     with duckdb.connect() as connection:
         connection.register("stats", pa.Table.from_pandas(sweep.stats))
-        assert tuples(sweep.sql(asked)) == tuples(connection.execute(asked).df())
+        assert tuples(sweep.sql(statement)) == tuples(connection.execute(statement).df())
 
 
-def test_tables_that_a_query_does_not_name_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    listed: list[str] = []
-    original = query.Queried.listed
+    table_files: list[str] = []
+    original = query.RunsToQuery.table_files
 
-    def noted(queried: query.Queried, table: str) -> query.Listed:
-        listed.append(table)
+    def noted(queried: query.RunsToQuery, table: str) -> query.TableFiles:
+        table_files.append(table)
         return original(queried, table)
 
-    monkeypatch.setattr(query.Queried, "listed", noted)
+    monkeypatch.setattr(query.RunsToQuery, "table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
-    assert listed == ["stats"]
-    run.sql("create temp table mine as select * from metrics; select count(*) from mine")  # several: all there are
-    assert set(listed) == set(TABLES)
+    assert table_files == ["stats"]
+    run.sql("create temp table mine as select * from metrics; select count(*) from mine")  # several statements: all tables
+    assert set(table_files) == set(TABLES)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "error"),
     [(b"", "cannot be read"), (b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"), (b"no parquet", "cannot be read")],
 )
 @pytest.mark.parametrize("number", [0, 1])
-def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path, content: bytes, told: str, number: int) -> None:
+def test_damaged_files_are_reported_and_the_rest_is_read(tmp_path: Path, content: bytes, error: str, number: int) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     part(tmp_path / "run", number).write_bytes(content)
-    with pytest.warns(InstrumentWarning, match=f"part-0000-00000{number}.parquet: {told}"):
+    with pytest.warns(InstrumentWarning, match=f"part-0000-00000{number}.parquet: {error}"):
         assert tuples(run.sql("select count(*) from stats")) == [(8,)]
     assert run.lazy("stats").collect().height == 8
     assert len(run.problems) == 1
 
 
-def test_a_file_that_is_damaged_inside_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    spoil(part(tmp_path / "run", 1))
+    damage_inside(part(tmp_path / "run", 1))
     with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
         assert tuples(run.sql("select count(*), max(rank), min(layer), max(phase) from stats")) == [
             (8, 0, "a", "train")
         ]
 
 
-def test_files_of_other_columns_are_named(tmp_path: Path) -> None:
+def test_files_with_other_columns_are_reported(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     pq.write_table(pa.table({"step": [1], "mine": [2]}), part(tmp_path / "run", 1))
-    with pytest.warns(InstrumentWarning, match="has no column micro_step"):
+    with pytest.warns(InstrumentWarning, match="column micro_step, .* is missing"):
         assert tuples(run.sql("select count(*), max(mean) from stats")) == [(8, 5.0)]
 
 
 @pytest.mark.parametrize("old", [[0], [1], [0, 1, 2]])
-def test_runs_of_earlier_versions_lack_columns_that_are_null_then(tmp_path: Path, old: list[int]) -> None:
+def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[int]) -> None:
     for job in range(3):
         make_run(tmp_path / "s" / str(job))
     for job in old:
         for file in (tmp_path / "s" / str(job) / "stats").glob("*.parquet"):
             pq.write_table(pq.read_table(file).drop_columns(["update_ratio", "position"]), file)
     sweep = instrument.load(tmp_path / "s")
-    answer = both(
+    answer = query_both(
         sweep,
         "select count(*), count(position), count(update_ratio), count(mean) from stats",
         lambda rows: rows.select(pl.len(), *(pl.col(name).count() for name in ("position", "update_ratio", "mean"))),
@@ -241,14 +241,14 @@ def test_runs_of_earlier_versions_lack_columns_that_are_null_then(tmp_path: Path
     assert sweep.problems == []
 
 
-def test_files_that_are_merged_while_they_are_listed_are_listed_again(
+def test_files_merged_while_listing_are_listed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = query.Queried.listed
+    original = query.RunsToQuery.table_files
 
-    def merged(queried: query.Queried, table: str) -> query.Listed:
+    def merged(queried: query.RunsToQuery, table: str) -> query.TableFiles:
         found = original(queried, table)
         if part(folder, 1).exists():
             pq.write_table(
@@ -258,13 +258,13 @@ def test_files_that_are_merged_while_they_are_listed_are_listed_again(
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(query.Queried, "listed", merged)
+    monkeypatch.setattr(query.RunsToQuery, "table_files", merged)
     assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
     assert run.problems == []
 
 
 @pytest.mark.parametrize(
-    ("query", "words", "nearest"),
+    ("query", "words", "similar"),
     [
         ("select meen from stats", "meen", "mean"),
         ('select s."hooks.tame.nrom" from stats s', "hooks.tame.nrom", "hooks.tame.norm"),
@@ -272,38 +272,38 @@ def test_files_that_are_merged_while_they_are_listed_are_listed_again(
         ("select * from stat", "does not exist", "stats"),
         ("selec", "syntax error", None),
         ("select '", "unterminated", None),
-        ("", "there is no query", None),
-        ("-- nothing", "there is no query", None),
+        ("", "the query is empty", None),
+        ("-- nothing", "the query is empty", None),
         ("select max(layer + 1) from stats", "No function matches", None),
         ("select cast(layer as int) from stats", "Could not convert", None),
         ("select * from own", "does not exist", None),
     ],
 )
-def test_a_mistake_in_a_query_is_told_in_a_few_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, nearest: str | None
+def test_query_error_is_reported_briefly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, similar: str | None
 ) -> None:
-    own = pd.DataFrame({"a": [1]})  # DuckDB by itself would take it for a table
+    own = pd.DataFrame({"a": [1]})  # by default, DuckDB would use this variable as a table
     for job in range(2):
         make_run(tmp_path / "s" / str(job), overrides={"hooks.tame.norm": job})
     sweep = instrument.load(tmp_path / "s")
-    monkeypatch.setattr(RunFiles, "read_through", lambda *_: pytest.fail("all was read"))
-    with pytest.raises(ConfigError, match=r"run\.sql: .*" + words) as told:
+    monkeypatch.setattr(RunFiles, "check_contents", lambda *_: pytest.fail("all files were read"))
+    with pytest.raises(ConfigError, match=r"run\.sql: .*" + words) as error:
         sweep.sql(query)
-    (mistake,) = told.value.mistakes
-    assert (mistake.nearest[:1] or [None])[0] == nearest
+    (problem,) = error.value.problems
+    assert (problem.similar[:1] or [None])[0] == similar
     assert len(own) == 1
-    assert len(str(mistake)) < 1500
-    assert str(mistake).count("\n") <= 3
-    assert told.value.__cause__ is None
+    assert len(str(problem)) < 1500
+    assert str(problem).count("\n") <= 3
+    assert error.value.__cause__ is None
 
 
-def test_what_is_no_mistake_of_the_query_is_told_too(tmp_path: Path) -> None:
+def test_error_outside_the_query_text_is_reported(tmp_path: Path) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     with pytest.raises(InstrumentError, match=r"run\.sql: IOException: .*nowhere\.parquet"):
         run.sql(f"select * from '{tmp_path}/nowhere.parquet'")
 
 
-def test_overrides_may_be_called_as_anything_is(tmp_path: Path) -> None:
+def test_overrides_may_have_any_name(tmp_path: Path) -> None:
     names = ["file_index", "filename", "rowid", "stats", "runs", "select", "a\"b'c.\u00fc \u96ea", "x\ny", "%s{}$1", ""]
     for job in range(3):
         make_run(tmp_path / "s" / str(job), overrides=dict.fromkeys(names, 7 + job), close=job != 1)
@@ -317,7 +317,7 @@ def test_overrides_may_be_called_as_anything_is(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_beyond_the_usual_and_texts_with_quotes_are_overrides_too(tmp_path: Path) -> None:
+def test_special_numbers_and_quoted_texts_are_overrides(tmp_path: Path) -> None:
     values: list[Any] = [float("inf"), float("-inf"), 1e-300, None]
     others = ["", " blanks ", "\u00e4", None]
     for job, value in enumerate(values):
@@ -330,8 +330,8 @@ def test_numbers_beyond_the_usual_and_texts_with_quotes_are_overrides_too(tmp_pa
         }
         make_run(tmp_path / "s" / str(job), overrides=overrides)
     sweep = instrument.load(tmp_path / "s")
-    asked = "select other, wide, any_value(none), count(*) from stats group by all order by wide"
-    assert tuples(sweep.sql(asked)) == [(other, "w" * (job + 1), None, 12) for job, other in enumerate(others)]
+    statement = "select other, wide, any_value(none), count(*) from stats group by all order by wide"
+    assert tuples(sweep.sql(statement)) == [(other, "w" * (job + 1), None, 12) for job, other in enumerate(others)]
     answer = sweep.sql("select run, any_value(x), any_value(text) from stats group by 1 order by 1")
     assert [(x, text) for _, x, text in tuples(answer)] == [
         (value, f'it\'s "{job}" \\n') for job, value in enumerate(values)

@@ -1,4 +1,4 @@
-"""A run in a few numbers a hook."""
+"""Summary of a run by hook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import instrument
 from instrument.analysis.summary import recorded
 
 
-def test_rows_are_those_of_all_tables_that_a_record_hook_writes_to(tmp_path: Path) -> None:
+def test_summary_counts_rows_of_all_record_tables(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     both = {"layers": "*", "kind": "forward", "action": "record", "histogram": 4, "quantiles": [0.5]}
     kept = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True}

@@ -1,4 +1,4 @@
-"""The types of a sweep's columns."""
+"""Data types of a sweep's columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swept import job
+from run_folders import write_run
 
 import instrument
 from instrument.analysis.typed_columns import typed, typed_frame
@@ -46,19 +46,19 @@ VALUE = st.one_of(
         ([], "float64"),
     ],
 )
-def test_a_column_has_the_type_of_its_values(values: list[Any], dtype: str) -> None:
+def test_column_has_the_type_of_its_values(values: list[Any], dtype: str) -> None:
     assert str(typed(values).dtype) == dtype
 
 
 @given(values=st.lists(VALUE, max_size=6))
-def test_a_column_has_the_values_that_it_is_made_of(values: list[Any]) -> None:
+def test_column_keeps_its_values(values: list[Any]) -> None:
     column = typed(values)
     for value, cell in zip(values, column, strict=True):
         assert (pd.api.types.is_scalar(cell) and pd.isna(cell)) if value is None else cell == value
         assert isinstance(cell, bool | np.bool_) == isinstance(value, bool) or value is None
 
 
-def test_rows_need_not_have_the_same_names() -> None:
+def test_rows_may_have_different_keys() -> None:
     frame = typed_frame([{"a": 1}, {"b": True}])
     assert list(frame.columns) == ["a", "b"]
     assert (frame["a"].isna().tolist(), frame["b"].isna().tolist()) == ([False, True], [True, False])
@@ -68,8 +68,8 @@ def test_rows_need_not_have_the_same_names() -> None:
     assert math.isnan(absent)
 
 
-def test_a_sweeps_runs_have_typed_overrides(tmp_path: Path) -> None:
-    large = 2**53 + 1  # no float64 has it
+def test_sweep_runs_have_typed_overrides(tmp_path: Path) -> None:
+    large = 2**53 + 1  # not representable in float64
     for i, more in enumerate(
         [{"hooks.tame": {"norm": 1}, "data.slice.seed": large}, {"hooks.tame": None, "wandb": True}]
     ):
@@ -80,7 +80,7 @@ def test_a_sweeps_runs_have_typed_overrides(tmp_path: Path) -> None:
             "model": "mlp",
             **more,
         }
-        job(tmp_path / str(i), overrides=overrides, seed=i, metrics={"loss": 1, "lr": None})
+        write_run(tmp_path / str(i), overrides=overrides, seed=i, metrics={"loss": 1, "lr": None})
     runs = instrument.load(tmp_path).runs
     assert {name: str(dtype) for name, dtype in runs.dtypes.items()} == {
         "run": "str", "status": "str", "seed": "int64", "train.steps": "int64", "optimizer.lr": "float64", "deterministic": "bool",
@@ -90,11 +90,11 @@ def test_a_sweeps_runs_have_typed_overrides(tmp_path: Path) -> None:
     assert runs["data.slice.seed"][0] == large
 
 
-def test_what_a_search_went_by_is_a_column(tmp_path: Path) -> None:
-    """Also where the command line has an override of its name, and beside runs that have none."""
+def test_search_objective_is_a_column(tmp_path: Path) -> None:
+    """Also if an override has the same name, and next to runs without an objective."""
     for i, used in enumerate(({"objective": 2}, {"objective": None}, {"objective": 0.5}, {})):
         overrides = {"optimizer.lr": 0.1, "objective": "max(stats.l2)"}
-        job(
+        write_run(
             tmp_path / str(i),
             overrides=overrides,
             metrics={"loss": 1.0},
@@ -112,8 +112,8 @@ def test_what_a_search_went_by_is_a_column(tmp_path: Path) -> None:
     assert best.to_dict("records") == [{"run": "2", "objective": 0.5}]
 
 
-def test_tables_of_a_sweep_have_the_seed_and_the_overrides_with_the_types_of_its_runs(tmp_path: Path) -> None:
-    """A run with the seed of the configuration, without an override, is one more of that seed."""
+def test_sweep_tables_have_typed_seed_and_override_columns(tmp_path: Path) -> None:
+    """A run that takes its seed from the configuration, without an override, belongs to the same seed."""
     large = 2**53 + 1
     overrides = [
         {"norm": 1, "seed": 3},
@@ -121,9 +121,9 @@ def test_tables_of_a_sweep_have_the_seed_and_the_overrides_with_the_types_of_its
         {"norm": 1, "deterministic": True},
         {"data.slice.seed": large},
     ]
-    for i, (seed, told) in enumerate(zip((3, 3, 0, 0), overrides, strict=True)):
+    for i, (seed, job_overrides) in enumerate(zip((3, 3, 0, 0), overrides, strict=True)):
         rows = {"metrics": [{"step": step, "loss": float(i)} for step in range(2)]}
-        job(tmp_path / str(i), overrides=told, seed=seed, rows=rows)
+        write_run(tmp_path / str(i), overrides=job_overrides, seed=seed, rows=rows)
     sweep = instrument.load(tmp_path)
     metrics, runs = sweep.metrics, sweep.runs
     shared = ["run", "seed", "norm", "deterministic", "data.slice.seed"]
@@ -136,6 +136,6 @@ def test_tables_of_a_sweep_have_the_seed_and_the_overrides_with_the_types_of_its
     assert (paired["1"] - paired["0"]).tolist() == [1.0, 1.0]
 
 
-def test_the_table_of_one_run_has_no_further_columns(tmp_path: Path) -> None:
-    job(tmp_path / "one", overrides={"norm": 1}, rows={"metrics": [{"loss": 1.0}]})
+def test_table_of_one_run_has_no_override_columns(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", overrides={"norm": 1}, rows={"metrics": [{"loss": 1.0}]})
     assert "seed" not in instrument.load(tmp_path / "one").metrics

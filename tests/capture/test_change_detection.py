@@ -1,4 +1,4 @@
-"""Gradient scalers, and modules and parameters that are replaced while hooks are on them."""
+"""Gradient scalers, and modules and parameters that are replaced while hooked."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def train(scaled: bool, factor: float = 1.0, fused: bool = False) -> tuple[Probe
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_are_recorded_in_true_scale(fused: bool) -> None:
-    bare, scaled = recorded(train(False, fused=fused)[0]), recorded(train(True, fused=fused)[0])
-    assert bare.keys() == scaled.keys() == GRADIENTS.keys()
-    for hook, values in bare.items():
+def test_gradients_are_recorded_unscaled(fused: bool) -> None:
+    unscaled, scaled = recorded(train(False, fused=fused)[0]), recorded(train(True, fused=fused)[0])
+    assert unscaled.keys() == scaled.keys() == GRADIENTS.keys()
+    for hook, values in unscaled.items():
         torch.testing.assert_close(scaled[hook], values, msg=hook)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
+def test_step_skipped_by_the_scaler_is_marked(fused: bool) -> None:
     probe, model = train(True, factor=float("inf"), fused=fused)
     assert [row["skipped"] for row in probe.sink.records("metrics")] == [True]
     assert torch.equal(model[0].weight, make()[0][0].weight)
-    if not fused:  # a fused optimizer is called, and does nothing
+    if not fused:  # a fused optimizer is called but does nothing
         causes = {row["hook"]: row["cause"] for row in probe.coverage()}
         assert causes["parameter_grad"].startswith("the gradient scaler skipped the optimizer's step")
 
 
-def test_without_a_scaler_no_step_is_marked() -> None:
+def test_step_without_scaler_is_not_marked() -> None:
     assert [row["skipped"] for row in train(False)[0].sink.records("metrics")] == [None]
     assert [row["skipped"] for row in train(True)[0].sink.records("metrics")] == [False]
 
 
-def test_a_clip_is_of_the_true_gradient_under_a_fused_optimizer() -> None:
+def test_clip_uses_the_unscaled_gradient_of_a_fused_optimizer() -> None:
     model, batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -76,8 +76,8 @@ def test_a_clip_is_of_the_true_gradient_under_a_fused_optimizer() -> None:
 
 @pytest.mark.parametrize("kind", ["parameter_grad_micro", "post_accumulate_grad", "full_backward_pre"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_scaled_gradient_changes_only_where_effects_say_so(dtype: torch.dtype, kind: str) -> None:
-    """Also where the scale is no power of two, so that dividing by it and multiplying with it again loses a bit."""
+def test_scaled_gradient_changes_only_where_effects_report_it(dtype: torch.dtype, kind: str) -> None:
+    """Also where the scale is not a power of two, so that unscaling and rescaling loses a bit."""
 
     def gradients(bound: float | None) -> tuple[list[Tensor], list[int]]:
         model, batch = make()
@@ -91,22 +91,22 @@ def test_a_scaled_gradient_changes_only_where_effects_say_so(dtype: torch.dtype,
         found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return found, [row["changed"] for row in probe.sink.records("effects")]
 
-    bare, _ = gradients(None)
+    unscaled, _ = gradients(None)
     wide, changed = gradients(1e6)
     assert set(changed) == {0}
-    assert all(torch.equal(one, other) for one, other in zip(bare, wide, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(unscaled, wide, strict=True))
     if kind != "full_backward_pre":
         narrow, changed = gradients(0.01)
-        differ = [int((one != other).sum()) for one, other in zip(bare, narrow, strict=True)]
+        differ = [int((one != other).sum()) for one, other in zip(unscaled, narrow, strict=True)]
         assert sorted(changed) == sorted(differ[2:])
         assert any(changed)
 
 
-def test_a_clip_sees_float16_gradients_that_vanish_without_their_scale() -> None:
+def test_clip_handles_float16_gradients_that_underflow_unscaled() -> None:
     model = nn.Linear(4, 1, bias=False).to(torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(65536.0), torch.zeros(())  # as a scaler hands them over
-    model.weight.grad = torch.full_like(model.weight, 1e-4)  # truly 1.5e-9 each, below float16's smallest number
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(65536.0), torch.zeros(())  # as set by a scaler
+    model.weight.grad = torch.full_like(model.weight, 1e-4)  # 1.5e-9 each when unscaled, below the smallest float16
     hook = {"layers": ".", "kind": "parameter_grad", "action": "clip", "norm": 1e-9}
     with instrument.attach(model, {"tame": hook}, optimizer=optimizer) as probe:
         optimizer.step()
@@ -116,7 +116,7 @@ def test_a_clip_sees_float16_gradients_that_vanish_without_their_scale() -> None
     assert effect["factor"] == pytest.approx(1e-9 / (effect["norm_before"] + 1e-6), rel=1e-3)
 
 
-def test_a_replaced_module_is_named() -> None:
+def test_replaced_module_is_reported() -> None:
     model, batch = make()
     with instrument.attach(model, {"seen": {"layers": "*", "kind": "forward", "action": "record"}}) as probe:
         for step in range(3):
@@ -126,13 +126,13 @@ def test_a_replaced_module_is_named() -> None:
                 model[1] = nn.ReLU()
     (event,) = [event for event in probe.sink.records("events") if event["rule"] == "replaced"]
     assert event["layer"] == "1"
-    ledger = {row["layer"]: row for row in probe.coverage()}
-    assert (ledger["1"]["fired"], ledger["1"]["expected"]) == (1, 3)
-    assert "not called" in ledger["1"]["cause"] or "replaced" in ledger["1"]["cause"]
-    assert ledger["0"]["fired"] == 3
+    coverage = {row["layer"]: row for row in probe.coverage()}
+    assert (coverage["1"]["fired"], coverage["1"]["expected"]) == (1, 3)
+    assert "not called" in coverage["1"]["cause"] or "replaced" in coverage["1"]["cause"]
+    assert coverage["0"]["fired"] == 3
 
 
-def test_a_replaced_parameter_gets_its_hooks_again() -> None:
+def test_replaced_parameter_is_hooked_again() -> None:
     model, batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook = {"layers": "0", "kind": "post_accumulate_grad", "action": "record"}
@@ -144,8 +144,8 @@ def test_a_replaced_parameter_gets_its_hooks_again() -> None:
             model.load_state_dict(state, assign=True)
         model(batch).square().mean().backward()
         probe.end_step()
-    told = [event["message"] for event in probe.sink.records("events") if event["rule"] == "replaced"]
-    assert any("0.weight was replaced" in message for message in told)
+    messages = [event["message"] for event in probe.sink.records("events") if event["rule"] == "replaced"]
+    assert any("0.weight was replaced" in message for message in messages)
     fired = {row["path"]: row["fired"] for row in probe.coverage()}
     assert fired == {"weight": 3, "bias": 3}
     assert not model._load_state_dict_post_hooks

@@ -1,4 +1,4 @@
-"""An instrumented model that is copied, pickled or saved: the copy works, writes nothing, and drags nothing along."""
+"""Copies of an instrumented model (copied, pickled or saved) work without hooks and without their data."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def saved(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved])
-def test_a_copy_is_the_model_without_its_hooks(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_copy_of_a_hooked_model_has_no_hooks(copied: Callable[[nn.Module], nn.Module]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     inputs = torch.randn(2, 3, requires_grad=True)
-    bare = model(inputs).detach()
+    baseline = model(inputs).detach()
     with instrument.attach(model, HOOKS) as probe:
         other = copied(model)
         output = other(inputs)
-        assert torch.equal(output, bare)
+        assert torch.equal(output, baseline)
         output.sum().backward()
         assert not any(probe.sink.rows[table] for table in ("stats", "effects"))
         model(inputs).sum().backward()

@@ -1,4 +1,4 @@
-"""The ledger as rows, and the warnings made of it."""
+"""Coverage rows, and the warnings derived from them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def row(layer: str, fired: int, expected: int = 4, cause: str = "", path: str = 
     }
 
 
-def test_where_all_is_well_there_is_no_warning() -> None:
+def test_full_coverage_gives_no_warning() -> None:
     assert coverage_warnings([row("a", 4), row("b", 0, expected=0, cause=NO_INPUT_GRAPH)]) == []
 
 
-def test_a_hook_not_expected_to_fire_is_reported() -> None:
+def test_hook_not_expected_to_fire_is_reported() -> None:
     (warning,) = coverage_warnings([row("b", 0, expected=0, cause=FROZEN)])
     assert warning == (f"hook 'h' (forward) did not fire on b: {FROZEN}", "b")
 
 
-def test_each_hook_and_cause_has_one_warning_with_its_own_counts() -> None:
+def test_each_hook_and_cause_has_one_warning() -> None:
     warnings = coverage_warnings(
         [
             row("a", 4),
@@ -46,7 +46,7 @@ def test_each_hook_and_cause_has_one_warning_with_its_own_counts() -> None:
     ]
 
 
-def test_the_root_is_a_dot_and_what_was_never_due_is_told() -> None:
+def test_root_is_a_dot_and_unscheduled_hooks_are_reported() -> None:
     assert coverage_warnings([row("", 0, expected=0, cause=NEVER_DUE)]) == [
         (f"hook 'h' (forward) did not fire on .: {NEVER_DUE}", "")
     ]

@@ -12,7 +12,7 @@ from instrument import InstrumentWarning
 HOOKS = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
 
 
-def test_a_loop_that_never_ends_a_step_is_noticed() -> None:
+def test_missing_end_step_is_reported() -> None:
     model = nn.Linear(2, 2)
     with pytest.warns(InstrumentWarning, match="end_step was never called"), instrument.attach(model, HOOKS) as probe:
         for _ in range(3):
@@ -21,7 +21,7 @@ def test_a_loop_that_never_ends_a_step_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_one_that_ends_them_is_not_warned(steps: int) -> None:
+def test_called_end_step_gives_no_warning(steps: int) -> None:
     model = nn.Linear(2, 2)
     with warnings.catch_warnings(), instrument.attach(model, HOOKS) as probe:
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Law 6: no hook waits for the device, and what is on its way when a step ends is read when the next one does."""
+"""Law 6: no hook waits for the device; values pending when a step ends are read when the next one ends."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from devices import measured_as_on_a_device
+from device_statistics import use_device_statistics
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
 from instrument.capture.transfer import Transfer
-from instrument.integrations.attach import read_specs
-from instrument.kinds.attached import LiveSite
+from instrument.kinds.attached import AttachedHook
 from instrument.plan.sites import make_plan
+from instrument.spec.spec_file import read_specs
 
-# What makes Python wait for a device: these methods, and these operations below them.
+# Methods that make Python wait for a device, and the underlying operations.
 WAITING_METHODS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 WAITING_OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
 
 
 class WaitedError(Exception):
-    """A hook waited for the device."""
+    """Raised when a hook waits for the device."""
 
 
-class Guard(TorchDispatchMode):
-    """Refuses operations whose result decides what comes next."""
+class HydraCallback(TorchDispatchMode):
+    """Refuse operations whose result depends on device values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in WAITING_OPERATIONS:
@@ -37,24 +37,24 @@ class Guard(TorchDispatchMode):
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Inside every hook, whatever would wait for a device raises; gives the names of the hooks that were met.
+    """Raise when a hook waits for a device; return the names of the hooks that fired.
 
-    There is no device: the kernel's way for one is taken for all tensors.
+    No device is needed: the code path for devices is used for all tensors.
     """
-    met: list[str] = []
+    fired: list[str] = []
     inside = [0]
-    fire = LiveSite.fire
+    fire = AttachedHook.fire
 
-    def watched(live: LiveSite, *args: Any, **kwargs: Any) -> Tensor:
-        met.append(live.site.spec.name)
+    def fire_guarded(attached: AttachedHook, *args: Any, **kwargs: Any) -> Tensor:
+        fired.append(attached.site.spec.name)
         inside[0] += 1
         try:
-            with Guard():
-                return fire(live, *args, **kwargs)
+            with HydraCallback():
+                return fire(attached, *args, **kwargs)
         finally:
             inside[0] -= 1
 
-    def refusing(name: str) -> Callable[..., Any]:
+    def refuse_in_hooks(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
 
         def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +65,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return refuse
 
     for name in WAITING_METHODS:
-        monkeypatch.setattr(Tensor, name, refusing(name))
-    monkeypatch.setattr(LiveSite, "fire", watched)
-    measured_as_on_a_device(monkeypatch)
-    return met
+        monkeypatch.setattr(Tensor, name, refuse_in_hooks(name))
+    monkeypatch.setattr(AttachedHook, "fire", fire_guarded)
+    use_device_statistics(monkeypatch)
+    return fired
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -89,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "quantize": {"action": "modify", "fn": "quantize", "to": "int8"},
     "nan": {"action": "modify", "fn": "nan"},
 }
-PLACES = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor", "parameter_grad")
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor", "parameter_grad")
 
 
 def possible(change: str, kind: str) -> bool:
@@ -97,10 +97,10 @@ def possible(change: str, kind: str) -> bool:
         return kind.startswith("forward")
     return not (
         kind == "parameter_grad" and change in ("clip_samples", "channels")
-    )  # it has no samples, and its own shape
+    )  # parameter_grad has no samples, and its own shape
 
 
-@pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in PLACES if possible(c, k)])
+@pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
 def test_no_hook_waits_for_the_device(guarded: list[str], change: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,27 +118,27 @@ def test_no_hook_waits_for_the_device(guarded: list[str], change: str, kind: str
         assert len(probe.sink.rows[table]) >= 2
 
 
-def impatient(tensor: Tensor, context: instrument.Context) -> Tensor:
+def wait_for_device(tensor: Tensor, context: instrument.Context) -> Tensor:
     return tensor if tensor.sum() > 0 else tensor * 2
 
 
-def test_the_guard_sees_a_hook_that_waits(guarded: list[str]) -> None:
+def test_guard_detects_a_hook_that_waits(guarded: list[str]) -> None:
     model = nn.Linear(4, 4)
-    spec = {"layers": ".", "kind": "forward", "action": "modify", "fn": impatient}
+    spec = {"layers": ".", "kind": "forward", "action": "modify", "fn": wait_for_device}
     with instrument.attach(model, {"h": spec}), pytest.raises(instrument.HookError, match="WaitedError"):
         model(torch.randn(3, 4))
     assert guarded == ["h"]
 
 
-# ------------------------------------------------------------------------------------------------ one step later
+# ------------------------------------------------------------------------------------------- rows one step later
 
 
 @pytest.fixture
-def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is taken to be on a device, and on its way until it is read."""
+def pending_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat all values as on a device, and pending until they are read."""
 
-    monkeypatch.setattr(Transfer, "is_here", property(lambda transfer: not transfer._places))
-    measured_as_on_a_device(monkeypatch)
+    monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._places))
+    use_device_statistics(monkeypatch)
 
 
 SPECS = {
@@ -147,8 +147,8 @@ SPECS = {
 }
 
 
-@pytest.mark.usefixtures("far_away")
-def test_rows_of_a_step_are_written_when_the_next_one_ends_and_all_when_the_probe_is_left() -> None:
+@pytest.mark.usefixtures("pending_transfers")
+def test_rows_of_a_step_are_written_when_the_next_one_ends() -> None:
     model = nn.Linear(2, 2)
     counts = []
     with instrument.attach(model, SPECS) as probe:
@@ -162,8 +162,8 @@ def test_rows_of_a_step_are_written_when_the_next_one_ends_and_all_when_the_prob
     assert [row["fired"] for row in probe.sink.records("coverage")] == [4, 4]
 
 
-@pytest.mark.usefixtures("far_away")
-def test_a_row_of_metrics_waits_for_its_numbers_only_when_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pending_transfers")
+def test_metrics_row_waits_only_when_it_is_accessed(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = Transfer.read
     monkeypatch.setattr(Transfer, "read", lambda transfer: (reads.append(1), read(transfer))[1])
@@ -175,8 +175,8 @@ def test_a_row_of_metrics_waits_for_its_numbers_only_when_it_is_looked_at(monkey
         assert len(reads) == 1
 
 
-@pytest.mark.usefixtures("far_away")
-def test_an_error_in_the_loop_loses_no_step_that_has_ended() -> None:
+@pytest.mark.usefixtures("pending_transfers")
+def test_error_in_the_loop_loses_no_completed_step() -> None:
     model = nn.Linear(2, 2)
 
     def train(probe: instrument.Probe) -> None:
@@ -206,7 +206,7 @@ def test_no_hook_waits_for_a_gpu(change: str) -> None:
     batch = torch.randn(3, 4, device="cuda")
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for step in range(4):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step builds what is kept
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step initialises caches
             try:
                 loss = model(batch).square().mean()
                 optimizer.zero_grad()
@@ -219,7 +219,7 @@ def test_no_hook_waits_for_a_gpu(change: str) -> None:
 
 
 @pytest.mark.gpu
-def test_statistics_on_a_gpu_are_those_of_the_cpu() -> None:
+def test_gpu_statistics_equal_cpu_statistics() -> None:
     tensor = torch.randn(1000, 33)
     specs = {"h": {"layers": ".", "kind": "forward", "action": "record", "stats": "all"}}
     rows = []

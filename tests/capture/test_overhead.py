@@ -1,4 +1,4 @@
-"""What hooks make of a step's time: told where it was measured, and nowhere else."""
+"""The overhead of hooks relative to a step, reported only where it is measurable."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.capture.overhead import KEPT, LEAST, LOOK, MOST_SORTS, WARM_UP, Overhead
+from instrument.capture.overhead import CHECK_INTERVAL, KEPT, MAX_STEP_TYPES, MIN_STEPS, WARM_UP, Overhead
 from instrument.capture.probe import Probe
-from instrument.integrations.attach import read_specs
 from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_budget
+from instrument.spec.spec_file import read_specs
 
 
-def fed(*steps: tuple[tuple[str, ...], float]) -> Overhead:
+def overhead_of(*steps: tuple[tuple[str, ...], float]) -> Overhead:
     overhead = Overhead()
     for _ in range(WARM_UP):
         overhead.add(("a",), 100.0)
@@ -27,22 +27,22 @@ def fed(*steps: tuple[tuple[str, ...], float]) -> Overhead:
     return overhead
 
 
-def test_it_is_the_average_over_the_schedule_so_far() -> None:
+def test_overhead_is_the_average_over_the_schedule() -> None:
     steps = [(("a",), 3.0), ((), 1.0), ((), 1.0), ((), 1.0)] * 10
-    assert fed(*steps).share == pytest.approx(0.5)  # every fourth step takes three times as long
+    assert overhead_of(*steps).relative == pytest.approx(0.5)  # every fourth step takes three times as long
 
 
-def test_a_step_that_was_held_up_does_not_count() -> None:
+def test_interrupted_step_is_ignored() -> None:
     steps = [(("a",), 1.5), ((), 1.0)] * 20
     steps[6] = (("a",), 500.0)
     steps[7] = ((), 500.0)
-    assert fed(*steps).share == pytest.approx(0.25)
+    assert overhead_of(*steps).relative == pytest.approx(0.25)
 
 
-def test_hooks_that_come_seldom_weigh_what_they_take() -> None:
+def test_rare_hooks_are_weighted_by_their_time() -> None:
     steps = [(("a",), 1.2), ((), 1.0)] * 25
     steps[24] = (("a", "maps"), 6.0)
-    assert fed(*steps).share == pytest.approx((24 * 0.2 + 5.0) / 50)
+    assert overhead_of(*steps).relative == pytest.approx((24 * 0.2 + 5.0) / 50)
 
 
 @pytest.mark.parametrize(
@@ -51,48 +51,48 @@ def test_hooks_that_come_seldom_weigh_what_they_take() -> None:
         [],
         [(("a",), 1.0)] * 100,
         [((), 1.0)] * 100,
-        [(("a",), 1.0)] * (LEAST - 1) + [((), 1.0)] * 100,
-        [(("a",), 1.0)] * 100 + [((), 1.0)] * (LEAST - 1),
+        [(("a",), 1.0)] * (MIN_STEPS - 1) + [((), 1.0)] * 100,
+        [(("a",), 1.0)] * 100 + [((), 1.0)] * (MIN_STEPS - 1),
     ],
     ids=["no step", "hooks in all", "hooks in none", "few with", "few without"],
 )
-def test_without_enough_of_both_it_is_not_measured(steps: list[tuple[tuple[str, ...], float]]) -> None:
-    assert fed(*steps).share is None
+def test_overhead_is_unknown_without_enough_steps_of_both_kinds(steps: list[tuple[tuple[str, ...], float]]) -> None:
+    assert overhead_of(*steps).relative is None
 
 
-def test_it_is_looked_at_once_in_a_while() -> None:
-    overhead = fed(*[(("a",), 2.0), ((), 1.0)] * 10)
-    assert overhead.share == pytest.approx(0.5)
-    for _ in range(LOOK - 1):
+def test_overhead_is_updated_at_intervals() -> None:
+    overhead = overhead_of(*[(("a",), 2.0), ((), 1.0)] * 10)
+    assert overhead.relative == pytest.approx(0.5)
+    for _ in range(CHECK_INTERVAL - 1):
         overhead.add(("a",), 2.0)
-    assert overhead.share == pytest.approx(0.5)
+    assert overhead.relative == pytest.approx(0.5)
     overhead.add(("a",), 2.0)
-    assert overhead.share == pytest.approx(0.75)
+    assert overhead.relative == pytest.approx(0.75)
 
 
-def test_it_does_not_grow_with_the_steps() -> None:
-    overhead = fed(*((tuple(f"h{bit}" for bit in range(12) if step >> bit & 1), 1.0) for step in range(5000)))
-    assert len(overhead._seconds) <= MOST_SORTS + 2
+def test_overhead_memory_is_bounded() -> None:
+    overhead = overhead_of(*((tuple(f"h{bit}" for bit in range(12) if step >> bit & 1), 1.0) for step in range(5000)))
+    assert len(overhead._seconds) <= MAX_STEP_TYPES + 2
     assert max(map(len, overhead._seconds.values())) <= KEPT
 
 
-def test_steps_are_compared_with_those_that_had_the_same_beside_them() -> None:
+def test_steps_are_compared_at_equal_other_hooks() -> None:
     overhead = Overhead()
     for step in range(400 + WARM_UP):
-        beside = ("tame",) if step % 4 < 2 else ()
+        others = ("tame",) if step % 4 < 2 else ()
         due = ("a",) if step % 2 else ()
-        overhead.add(due, 1.0 + 0.5 * bool(due) + 2.0 * bool(beside), beside)
-    assert overhead.share == pytest.approx(0.25 / 2.0, rel=0.02)
+        overhead.add(due, 1.0 + 0.5 * bool(due) + 2.0 * bool(others), others)
+    assert overhead.relative == pytest.approx(0.25 / 2.0, rel=0.02)
     found = overhead.measured()
     assert found is not None
-    assert (found.error, found.bare) == (0.0, pytest.approx(2.0, rel=0.02))
+    assert (found.error, found.baseline) == (0.0, pytest.approx(2.0, rel=0.02))
 
 
-# ------------------------------------------------------------------------------------------------ in a probe
+# ---------------------------------------------------------------------------------------------- with a probe
 
 
 class Clock:
-    """A clock that stands still but for what a test says that things take."""
+    """A clock that advances only by the durations that a test sets."""
 
     now = 0.0
 
@@ -102,15 +102,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.capture.probe.time", SimpleNamespace(perf_counter=lambda: Clock.now))
 
 
-def slow(tensor: Tensor, context: instrument.Context) -> Tensor:
+def slow_function(tensor: Tensor, context: instrument.Context) -> Tensor:
     Clock.now += 0.004
     return tensor
 
 
-SLOW: dict[str, Any] = {"layers": ".", "kind": "forward", "action": "modify", "fn": slow}
+SLOW: dict[str, Any] = {"layers": ".", "kind": "forward", "action": "modify", "fn": slow_function}
 
 
-class Unhurried(nn.Module):
+class SlowModule(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         Clock.now += 0.004
         return batch
@@ -127,20 +127,20 @@ def run(probe: Probe, steps: int, *, evaluate: bool = False) -> None:
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_a_probe_measures_it_where_hooks_are_not_always_due(evaluate: bool) -> None:
-    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 2}}), Unhurried()), instrument.MemorySink())
+def test_probe_measures_overhead_of_hooks_with_a_schedule(evaluate: bool) -> None:
+    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 2}}), SlowModule()), instrument.MemorySink())
     run(probe, WARM_UP + 20, evaluate=evaluate)
-    assert probe.overhead == pytest.approx(0.5)  # twice as long in every other step
+    assert probe.overhead == pytest.approx(0.5)  # twice as long at every second step
 
 
-def test_a_probe_whose_hooks_are_always_due_does_not_say() -> None:
-    probe = Probe(make_plan(read_specs({"slow": SLOW}), Unhurried()), instrument.MemorySink())
+def test_probe_with_hooks_at_every_step_has_no_overhead() -> None:
+    probe = Probe(make_plan(read_specs({"slow": SLOW}), SlowModule()), instrument.MemorySink())
     run(probe, 24)
     assert probe.overhead is None
 
 
-def test_a_budget_of_time_measures_it_itself() -> None:
-    plan = make_plan(read_specs({"slow": {**SLOW, "every": 2}}), Unhurried())
+def test_time_budget_measures_the_overhead() -> None:
+    plan = make_plan(read_specs({"slow": {**SLOW, "every": 2}}), SlowModule())
     probe = Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "5%"}))
     run(probe, 24)
     assert probe.budget is not None
@@ -149,12 +149,12 @@ def test_a_budget_of_time_measures_it_itself() -> None:
     assert probe.overhead == 0.04
 
 
-def test_rows_that_come_late_belong_to_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step after one with hooks hands over its rows, where they are on a device."""
-    owing = itertools.cycle([False, True, False])
-    monkeypatch.setattr("instrument.capture.recorder.Recorder.is_owing", property(lambda recorder: next(owing)))
+def test_late_rows_are_attributed_to_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after one with hooks writes its rows, where they are on a device."""
+    pending = itertools.cycle([False, True, False])
+    monkeypatch.setattr("instrument.capture.recorder.Recorder.has_pending_rows", property(lambda recorder: next(pending)))
     seen: list[tuple[str, ...]] = []
     monkeypatch.setattr(Overhead, "add", lambda overhead, due, seconds: seen.append(due))
-    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 3}}), Unhurried()), instrument.MemorySink())
+    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 3}}), SlowModule()), instrument.MemorySink())
     run(probe, 6)
     assert seen == [("slow",), ("rows of the step before",), ()] * 2

@@ -1,4 +1,4 @@
-"""The life of a probe: attached, told of steps and evaluations, left; and the ledger that it keeps."""
+"""The life of a probe: attaching, steps, evaluations, detaching, and its coverage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ X = torch.ones(3, 2)
 # ------------------------------------------------------------------------------------------------ life
 
 
-def test_a_probe_is_attached_once_and_refuses_a_second_time(model: nn.Module) -> None:
+def test_probe_refuses_to_attach_twice(model: nn.Module) -> None:
     probe = probe_of(model, h=RECORD)
     with probe:
         with pytest.raises(AlreadyAttachedError):
@@ -46,7 +46,7 @@ def test_a_probe_is_attached_once_and_refuses_a_second_time(model: nn.Module) ->
     assert len(probe.sink.rows["stats"]) == 1
 
 
-def test_two_probes_on_one_model_do_not_know_each_other(model: nn.Module) -> None:
+def test_two_probes_on_one_model_are_independent(model: nn.Module) -> None:
     double = {**RECORD, "action": "scale", "factor": 2.0}
     with probe_of(model, outer=double) as outer:
         with probe_of(model, inner=RECORD) as inner:
@@ -59,7 +59,7 @@ def test_two_probes_on_one_model_do_not_know_each_other(model: nn.Module) -> Non
     assert len(outer.sink.rows["effects"]) == 2
 
 
-def test_the_sink_is_closed_however_the_probe_is_left(model: nn.Module) -> None:
+def test_sink_is_closed_whichever_way_the_probe_exits(model: nn.Module) -> None:
     for error in (None, ValueError("no"), KeyboardInterrupt()):
         probe = probe_of(model, h=RECORD)
 
@@ -77,13 +77,13 @@ def test_the_sink_is_closed_however_the_probe_is_left(model: nn.Module) -> None:
             with pytest.raises(type(error)):
                 use()
         assert probe.sink.closed
-        assert len(probe.sink.rows["stats"]) == 1, "the rows of the step that broke off are kept"
+        assert len(probe.sink.rows["stats"]) == 1, "the rows of the interrupted step are kept"
         events = [(row["rule"], row["message"], row["severity"]) for row in probe.sink.records("events")]
         wanted = {ValueError: ("error", "ValueError: no"), KeyboardInterrupt: ("interrupted", "KeyboardInterrupt: ")}
         assert events == ([] if error is None else [(*wanted[type(error)], "error")])
 
 
-def test_layers_are_written_when_the_probe_is_attached() -> None:
+def test_layers_are_written_on_attach() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, bias=False))
     model.again = model[0]
     model[2].requires_grad_(False)
@@ -102,10 +102,10 @@ def test_layers_are_written_when_the_probe_is_attached() -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ time
+# ----------------------------------------------------------------------------------- steps and metrics
 
 
-def test_end_step_gives_and_writes_the_metrics_of_the_step(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_step_returns_and_writes_the_metrics(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("instrument.capture.probe.time", SimpleNamespace(perf_counter=lambda: now[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
@@ -130,24 +130,24 @@ def test_end_step_gives_and_writes_the_metrics_of_the_step(model: nn.Module, mon
         "lr": 0.25,
     }
     assert (second["step"], second["loss"], second["lr"]) == (1, None, 0.75)
-    assert (first["seconds"], second["seconds"]) == (0.5, 0.25), "each step is timed from the end of the one before"
+    assert (first["seconds"], second["seconds"]) == (0.5, 0.25), "each step is timed from the end of the previous one"
     assert third["lr"] == 0.125
 
 
-def test_rows_reach_the_sink_when_the_step_ends_and_not_before(model: nn.Module) -> None:
+def test_rows_reach_the_sink_when_the_step_ends(model: nn.Module) -> None:
     with probe_of(model, h={**RECORD, "tensors": True}) as probe:
         model(X)
         assert probe.sink.rows["stats"] == []
-        assert len(probe.sink.rows["tensors"]) == 1  # copied at once; the sink has until the step ends to write it
+        assert len(probe.sink.rows["tensors"]) == 1  # copied immediately, written by the end of the step
         probe.end_step()
         assert (len(probe.sink.rows["stats"]), len(probe.sink.rows["tensors"])) == (1, 1)
         assert probe.sink.steps == 1
 
 
 @pytest.mark.parametrize("name", ["perplexity", "samples_per_second", "skipped"])
-def test_a_metric_without_a_column_is_refused(model: nn.Module, name: str) -> None:
+def test_metric_without_a_column_is_refused(model: nn.Module, name: str) -> None:
     with probe_of(model, h=RECORD) as probe:
-        with pytest.raises(TypeError, match=rf"no column '{name}' to fill: allowed are loss, accuracy, lr, grad_norm"):
+        with pytest.raises(TypeError, match=rf"no column '{name}' for a given value; allowed: loss, accuracy, lr, grad_norm"):
             probe.end_step(loss=1.0, **{name: 2.0})
         assert probe.step == 0
         with probe.evaluating(), pytest.raises(TypeError, match="no column 'perplexity'"):
@@ -157,7 +157,7 @@ def test_a_metric_without_a_column_is_refused(model: nn.Module, name: str) -> No
     assert [row["loss"] for row in probe.sink.records("metrics")] == [1.0]
 
 
-def test_an_evaluation_has_its_own_phase_and_micro_steps_and_leaves_the_step_as_it_was(model: nn.Module) -> None:
+def test_evaluation_has_its_own_phase_and_micro_steps(model: nn.Module) -> None:
     with probe_of(model, train=RECORD, eval={**RECORD, "phase": "eval"}) as probe:
         for _ in range(2):
             model(X)
@@ -182,14 +182,14 @@ def test_an_evaluation_has_its_own_phase_and_micro_steps_and_leaves_the_step_as_
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3), (2, 2)]
 
 
-def test_an_evaluation_that_fails_puts_the_phase_back(model: nn.Module) -> None:
+def test_failed_evaluation_restores_the_phase(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         with pytest.raises(ValueError, match="no"), probe.evaluating():
             raise ValueError("no")
         assert probe.phase == "train"
 
 
-def test_there_are_three_phases(model: nn.Module) -> None:
+def test_unknown_phase_is_refused(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'train', 'eval' or 'sanity', not 'test'"):
         probe.phase = "test"
 
@@ -211,7 +211,7 @@ def test_there_are_three_phases(model: nn.Module) -> None:
     ],
     ids=str,
 )
-def test_what_is_expected_follows_the_schedule(model: nn.Module, schedule: dict[str, Any], expected: int) -> None:
+def test_expected_count_follows_the_schedule(model: nn.Module, schedule: dict[str, Any], expected: int) -> None:
     with probe_of(model, h={**RECORD, **schedule}) as probe:
         for step in range(12):
             model(X)
@@ -227,7 +227,7 @@ def test_what_is_expected_follows_the_schedule(model: nn.Module, schedule: dict[
     assert probe.sink.rows["events"] == []
 
 
-def test_with_accumulation_module_kinds_are_expected_in_each_micro_step_and_the_boundary_once(model: nn.Module) -> None:
+def test_expected_count_with_gradient_accumulation(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kinds = ["forward", "full_backward_pre", "post_accumulate_grad", "parameter_grad", "step_post"]
     specs = {kind: {"layers": ".", "kind": kind, "action": "record", "every": 2} for kind in kinds}
@@ -248,7 +248,7 @@ def test_with_accumulation_module_kinds_are_expected_in_each_micro_step_and_the_
     }
 
 
-def test_a_hook_that_was_never_due_is_told(model: nn.Module) -> None:
+def test_hook_that_is_never_scheduled_is_reported(model: nn.Module) -> None:
     with probe_of(model, late={**RECORD, "start": 100}, now=RECORD) as probe:
         model(X)
         probe.end_step()
@@ -260,7 +260,7 @@ def test_a_hook_that_was_never_due_is_told(model: nn.Module) -> None:
     assert event["layer"] == ""
 
 
-def test_layers_with_one_cause_share_one_event_that_names_the_first_five() -> None:
+def test_layers_with_one_cause_share_one_event() -> None:
     model = nn.Sequential(nn.ModuleList(nn.Linear(1, 1) for _ in range(7)), nn.Linear(2, 1))
     model.forward = model[1].forward
     with probe_of(model, h={**RECORD, "layers": "0.*"}) as probe:
@@ -273,7 +273,7 @@ def test_layers_with_one_cause_share_one_event_that_names_the_first_five() -> No
     assert event["severity"] == "warning"
 
 
-def test_a_step_that_broke_off_is_not_held_against_anyone(model: nn.Module) -> None:
+def test_interrupted_step_is_not_counted_as_missed(model: nn.Module) -> None:
     probe = probe_of(model, h={**RECORD, "kind": "tensor"})
 
     def use() -> None:
@@ -290,7 +290,7 @@ def test_a_step_that_broke_off_is_not_held_against_anyone(model: nn.Module) -> N
 
 
 @pytest.mark.parametrize("error", [None, KeyError], ids=str)
-def test_a_first_step_that_is_not_over_does_not_make_a_hook_one_that_was_never_due(
+def test_unfinished_first_step_is_not_reported_as_unscheduled(
     model: nn.Module, error: type[Exception] | None
 ) -> None:
     probe = probe_of(model, now=RECORD, at_the_end={**RECORD, "kind": "tensor"}, late={**RECORD, "start": 1})
@@ -310,7 +310,7 @@ def test_a_first_step_that_is_not_over_does_not_make_a_hook_one_that_was_never_d
     assert causes == {"now": "", "at_the_end": "", "late": NEVER_DUE}
 
 
-def test_a_hook_that_would_be_due_in_the_step_after_the_last_was_never_due(model: nn.Module) -> None:
+def test_hook_scheduled_after_the_last_step_is_unscheduled(model: nn.Module) -> None:
     with probe_of(model, h={**RECORD, "steps": [2]}) as probe:
         for _ in range(2):
             model(X)
@@ -318,15 +318,15 @@ def test_a_hook_that_would_be_due_in_the_step_after_the_last_was_never_due(model
     assert [row["cause"] for row in probe.sink.records("coverage")] == [NEVER_DUE]
 
 
-@pytest.mark.parametrize("told", [0, 1, 2], ids=lambda n: f"{n} micro-steps told")
-def test_an_evaluation_inside_a_step_is_no_micro_step_of_it(model: nn.Module, told: int) -> None:
+@pytest.mark.parametrize("announced", [0, 1, 2], ids=lambda n: f"{n} micro-steps announced")
+def test_evaluation_inside_a_step_is_not_a_micro_step(model: nn.Module, announced: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     specs = {kind: {**RECORD, "kind": kind} for kind in ("forward", "tensor", "post_accumulate_grad", "parameter_grad")}
     with probe_of(model, optimizer, **specs, eval={**RECORD, "phase": "eval"}) as probe:
         for _ in range(2):
             for i in range(2):
                 model(X).sum().backward()
-                if i < told:
+                if i < announced:
                     probe.end_micro_step()
             optimizer.step()
             with probe.evaluating():
@@ -343,11 +343,11 @@ def test_an_evaluation_inside_a_step_is_no_micro_step_of_it(model: nn.Module, to
     rows = [
         (row["step"], row["micro_step"], row["call"]) for row in probe.sink.records("stats") if row["hook"] == "forward"
     ]
-    one_step = {0: [(0, 0), (0, 1)], 1: [(0, 0), (1, 0)], 2: [(0, 0), (1, 0)]}[told]
+    one_step = {0: [(0, 0), (0, 1)], 1: [(0, 0), (1, 0)], 2: [(0, 0), (1, 0)]}[announced]
     assert rows == [(step, *each) for step in range(2) for each in one_step]
 
 
-def test_a_last_micro_step_that_is_not_told_ends_with_the_step(model: nn.Module) -> None:
+def test_last_micro_step_ends_with_the_step(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         for _ in range(2):
             model(X)
@@ -359,7 +359,7 @@ def test_a_last_micro_step_that_is_not_told_ends_with_the_step(model: nn.Module)
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(4, 4)]
 
 
-def test_an_evaluation_between_micro_steps_lets_them_count_on(model: nn.Module) -> None:
+def test_micro_steps_continue_after_an_evaluation(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         for i in range(3):
             model(X)
@@ -372,19 +372,19 @@ def test_an_evaluation_between_micro_steps_lets_them_count_on(model: nn.Module) 
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3)]
 
 
-def test_a_run_without_a_step_has_a_ledger_too(model: nn.Module) -> None:
+def test_run_without_steps_has_coverage(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         pass
     (row,) = probe.sink.records("coverage")
     assert (row["expected"], row["fired"]) == (0, 0)
 
 
-def test_an_event_of_the_loops_own_bears_the_step(model: nn.Module) -> None:
+def test_custom_event_has_the_step(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         probe.end_step()
         probe.event("fallback", "words", severity="info", layer="x")
-    told = probe.sink.records("events")[0]
-    assert (told["step"], told["rule"], told["message"], told["severity"], told["layer"]) == (
+    event = probe.sink.records("events")[0]
+    assert (event["step"], event["rule"], event["message"], event["severity"], event["layer"]) == (
         1,
         "fallback",
         "words",
@@ -393,7 +393,7 @@ def test_an_event_of_the_loops_own_bears_the_step(model: nn.Module) -> None:
     )
 
 
-def test_the_same_module_in_two_hooks_is_called_once_and_counted_for_both() -> None:
+def test_module_with_two_hooks_is_called_once() -> None:
     calls: list[int] = []
 
     class Counted(nn.Linear):
@@ -409,7 +409,7 @@ def test_the_same_module_in_two_hooks_is_called_once_and_counted_for_both() -> N
     assert [row["fired"] for row in probe.coverage()] == [1, 1]
 
 
-def test_the_learning_rate_is_the_one_that_the_step_was_made_with() -> None:
+def test_learning_rate_is_the_one_used_by_the_step() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
@@ -425,7 +425,7 @@ def test_the_learning_rate_is_the_one_that_the_step_was_made_with() -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_an_optimizer_that_trains_nothing_of_the_model_is_told(model: nn.Module) -> None:
+def test_optimizer_without_parameters_of_the_model_is_reported(model: nn.Module) -> None:
     updates = {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}
     stale = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     with probe_of(model, stale, h=updates) as probe:

@@ -1,4 +1,4 @@
-"""The recorder of a step: rows from numbers that are at hand, and from numbers that are on a device."""
+"""The recorder of a step: rows from host values and from device values."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from devices import measured_as_on_a_device
+from device_statistics import use_device_statistics
 from torch import Tensor, nn
 
 import instrument
 from instrument import MemorySink
-from instrument.actions.base import Context, Effect, Moment
+from instrument.actions.base import Context, Effect, StepContext
 from instrument.capture.recorder import Recorder
 from instrument.capture.transfer import Transfer
 
 CONTEXT = Context(
-    "h", "forward", "output", "a.b", nn.ReLU(), "0", Moment(3, 1, 2, "train"), call=4, backward=2, recompute=True
+    "h", "forward", "output", "a.b", nn.ReLU(), "0", StepContext(3, 1, 2, "train"), call=4, backward=2, recompute=True
 )
 
 
-def test_a_row_says_where_and_when_it_comes_from() -> None:
+def test_row_contains_location_and_time() -> None:
     sink = MemorySink()
     recorder = Recorder(sink)
     recorder.add_stats(CONTEXT, ("mean",), [0.5])
@@ -48,7 +48,7 @@ def test_a_row_says_where_and_when_it_comes_from() -> None:
     assert recorder.rows_written == 1
 
 
-def test_rows_are_handed_over_once_and_in_their_order() -> None:
+def test_rows_are_written_once_and_in_order() -> None:
     sink = MemorySink()
     recorder = Recorder(sink)
     for value in (1.0, 2.0):
@@ -68,10 +68,10 @@ def test_rows_are_handed_over_once_and_in_their_order() -> None:
     assert sink.steps == 2
 
 
-def everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
-    """Two steps of a model with records and interventions; measured as on a device where a patch is given."""
+def run_everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
+    """Run two steps of a model with records and interventions, measured as on a device if `monkeypatch` is given."""
     if monkeypatch is not None:
-        measured_as_on_a_device(monkeypatch)
+        use_device_statistics(monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,22 +93,22 @@ def everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
     return probe.sink
 
 
-def test_rows_from_a_device_are_those_from_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_hand = everything(None)
-    on_device = everything(monkeypatch)
+def test_rows_from_a_device_equal_rows_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = run_everything(None)
+    on_device = run_everything(monkeypatch)
     for table in ("stats", "effects", "metrics"):
-        assert len(at_hand.rows[table]) == len(on_device.rows[table]) > 0
-        for mine, wanted in zip(on_device.records(table), at_hand.records(table), strict=True):
-            for name in mine.keys() - {"seconds"}:
-                assert type(mine[name]) is type(wanted[name]), name
+        assert len(on_host.rows[table]) == len(on_device.rows[table]) > 0
+        for actual, wanted in zip(on_device.records(table), on_host.records(table), strict=True):
+            for name in actual.keys() - {"seconds"}:
+                assert type(actual[name]) is type(wanted[name]), name
                 close = wanted[name]
                 if isinstance(close, float):
                     close = pytest.approx(close, rel=1e-9, abs=1e-12, nan_ok=True)
-                assert mine[name] == close, name
+                assert actual[name] == close, name
 
 
-@pytest.mark.parametrize("measured", ["at hand", "on a device"])
-def test_numbers_on_a_device_come_over_in_one_transfer_a_step(monkeypatch: pytest.MonkeyPatch, measured: str) -> None:
+@pytest.mark.parametrize("measured", ["on the host", "on a device"])
+def test_device_values_need_one_transfer_per_step(monkeypatch: pytest.MonkeyPatch, measured: str) -> None:
     transfers: list[int] = []
     original: Callable[[Tensor], Any] = Tensor.tolist
     items: list[int] = []
@@ -118,7 +118,7 @@ def test_numbers_on_a_device_come_over_in_one_transfer_a_step(monkeypatch: pytes
         return original(tensor)
 
     if measured == "on a device":
-        measured_as_on_a_device(monkeypatch)
+        use_device_statistics(monkeypatch)
         monkeypatch.setattr(Tensor, "item", lambda tensor: items.append(1))
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     specs = {
@@ -132,16 +132,16 @@ def test_numbers_on_a_device_come_over_in_one_transfer_a_step(monkeypatch: pytes
         probe.end_step()
         assert items == []
     numbers = 3 * 11 + 2 * 3 if measured == "on a device" else 0
-    assert transfers == [numbers + 2]  # and the two factors of the clips
+    assert transfers == [numbers + 2]  # plus the two clip factors
 
 
-def test_fetch_keeps_order_lengths_and_values_and_takes_no_tensor_at_all() -> None:
+def test_transfer_keeps_order_lengths_and_values() -> None:
     tensors = [torch.tensor(1.5), torch.tensor([2, 3]), torch.tensor([True]), torch.tensor([], dtype=torch.float16)]
     assert list(Transfer(tensors).read()) == [[1.5], [2.0, 3.0], [1.0], []]
     assert list(Transfer([]).read()) == []
 
 
-def test_nothing_of_a_graph_is_held_until_the_step_ends() -> None:
+def test_recorder_holds_no_graph() -> None:
     x = torch.ones(3, requires_grad=True)
     spec = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
     with instrument.attach(nn.Identity(), {"h": spec}) as probe:
@@ -152,7 +152,7 @@ def test_nothing_of_a_graph_is_held_until_the_step_ends() -> None:
         assert kept["values"].tolist() == [2, 2, 2]
 
 
-def test_the_rank_is_the_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     model = nn.Linear(2, 2)
     with instrument.attach(model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:

@@ -1,4 +1,4 @@
-"""Mistakes that a review found, so that they stay mended."""
+"""Regression tests for problems found in a review."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 import instrument
 from instrument.errors import ConfigError
 from instrument.plan.modules import Layers
-from instrument.plan.shape_inference import try_forward
+from instrument.plan.shape_inference import infer_shapes
 
 LOOK = {"layers": "**", "kind": "forward", "action": "record"}
 
 
-def test_no_hook_is_left_where_attaching_fails_at_its_end() -> None:
+def test_failed_attach_leaves_no_hooks() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_backward_hook(lambda *_: None)
     hooks = {"a": LOOK, "v": {**LOOK, "layers": "0", "kind": "full_backward", "via": "module"}}
@@ -26,31 +26,31 @@ def test_no_hook_is_left_where_attaching_fails_at_its_end() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_nested_tensors_are_looked_at() -> None:
+def test_nested_tensors_are_recorded() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     inputs, mask = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])
     with torch.no_grad():
-        bare = model(inputs, src_key_padding_mask=mask)
+        baseline = model(inputs, src_key_padding_mask=mask)
         with instrument.attach(model, {"f": LOOK}) as probe:
-            assert torch.allclose(model(inputs, src_key_padding_mask=mask), bare, atol=1e-5)
+            assert torch.allclose(model(inputs, src_key_padding_mask=mask), baseline, atol=1e-5)
             probe.end_step()
     assert all(row["nan_count"] == 0 for row in probe.sink.records("stats"))
 
 
-class Hiding(nn.Module):
+class HidesModules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.b = [[nn.Linear(3, 3)]]
         self.d = {"x": {"y": nn.ReLU()}}
 
 
-def test_modules_hidden_further_down_are_found() -> None:
-    assert [place for place, _ in Layers.of(Hiding()).hidden()] == ["b[0][0]", "d['x']['y']"]
+def test_deeply_nested_hidden_modules_are_found() -> None:
+    assert [name for name, _ in Layers.of(HidesModules()).hidden()] == ["b[0][0]", "d['x']['y']"]
 
 
-class FirstUse(nn.Module):
+class SetsBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", None)
@@ -60,13 +60,13 @@ class FirstUse(nn.Module):
         return inputs - self.mean
 
 
-def test_a_trial_pass_leaves_no_buffer_that_it_was_the_first_to_set() -> None:
-    model = FirstUse()
-    try_forward(model, lambda: model(torch.ones(2, 3)), training=True)
+def test_shape_inference_removes_buffers_set_by_the_forward_pass() -> None:
+    model = SetsBuffer()
+    infer_shapes(model, lambda: model(torch.ones(2, 3)), training=True)
     assert model.mean is None
 
 
-def test_a_clip_is_of_what_the_optimizer_holds_alone() -> None:
+def test_clip_uses_only_parameters_of_the_optimizer() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
     optimizer = torch.optim.SGD(model["g"].parameters(), lr=0.1)

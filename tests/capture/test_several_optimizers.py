@@ -1,4 +1,4 @@
-"""Several optimizers of one model: hooks act at the boundary of the optimizer that holds the parameter."""
+"""Several optimizers of one model: hooks act at the step of the optimizer that holds the parameter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pair(nn.Module):
 
 
 def optimizers_of(model: Pair) -> tuple[Optimizer, Optimizer]:
-    """The critic's first: it makes more steps."""
+    """Return the critic's optimizer first, since it makes more steps."""
     generator = [*model.generator.parameters(), *model.norm.parameters()]
     return SGD(model.critic.parameters(), lr=0.1, momentum=0.9), Adam(generator, lr=0.01)
 
@@ -53,7 +53,7 @@ def train(
     critics: int = 1,
     every: int = 1,
 ) -> None:
-    """`critics` steps of the critic in each step of the loop, and one of the generator in every so many."""
+    """Run `critics` critic steps in each step of the loop, and a generator step at every `every`-th step."""
     critic, generator = optimizers
     for step in range(steps):
         for _ in range(critics):
@@ -76,12 +76,12 @@ def trained(hooks: dict[str, Any], as_type: type = list, **loop: int) -> tuple[P
 
 
 @pytest.mark.parametrize("as_type", [list, tuple])
-def test_each_parameter_is_seen_at_its_own_optimizers_step(as_type: type) -> None:
+def test_each_parameter_is_recorded_at_its_optimizer_step(as_type: type) -> None:
     probe, model = trained(KINDS, as_type)
-    bare = Pair()
-    train(bare, optimizers_of(bare), lambda: None)
-    for ours, theirs in zip(model.state_dict().values(), bare.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
+    baseline = Pair()
+    train(baseline, optimizers_of(baseline), lambda: None)
+    for actual, expected in zip(model.state_dict().values(), baseline.state_dict().values(), strict=True):
+        assert torch.equal(actual, expected)
     assert [row for row in probe.coverage() if row["fired"] != 6 or row["expected"] != 6] == []
     rows = {
         (row["hook"], row["layer"], row["path"], row["step"], row["call"]): row["values"]
@@ -92,7 +92,7 @@ def test_each_parameter_is_seen_at_its_own_optimizers_step(as_type: type) -> Non
     optimizers = optimizers_of(replayed)
 
     def check(optimizer: Optimizer, _: object, __: object) -> None:
-        """The gradients that this optimizer is about to use are those on record."""
+        """Check that the recorded gradients are those that this optimizer is about to use."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in replayed.named_parameters():
             if id(parameter) in held:
@@ -111,7 +111,7 @@ def test_each_parameter_is_seen_at_its_own_optimizers_step(as_type: type) -> Non
             assert torch.equal(update, later - earlier)
 
 
-def test_optimizers_that_step_at_different_rates_are_counted_by_their_own_steps() -> None:
+def test_optimizers_with_different_rates_count_their_own_steps() -> None:
     probe, _ = trained(KINDS, steps=10, every=5)
     counts = {(row["hook"], row["layer"]): (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
     assert {count for (_, layer), count in counts.items() if layer == "critic"} == {(10, 10, "")}
@@ -121,7 +121,7 @@ def test_optimizers_that_step_at_different_rates_are_counted_by_their_own_steps(
     assert steps == {0, 5}
 
 
-def test_several_steps_of_one_optimizer_in_a_step_are_its_calls() -> None:
+def test_several_optimizer_steps_in_one_step_are_calls() -> None:
     probe, _ = trained(KINDS, steps=3, critics=5)
     rows = [row for row in probe.sink.records("stats") if row["hook"] == "gradient" and row["path"] == "weight"]
     calls = [(row["step"], row["call"]) for row in rows if row["layer"] == "critic"]
@@ -132,7 +132,7 @@ def test_several_steps_of_one_optimizer_in_a_step_are_its_calls() -> None:
     assert probe.warnings == []
 
 
-def test_a_clip_is_of_the_gradients_of_the_optimizer_that_steps() -> None:
+def test_clip_uses_the_gradients_of_the_stepping_optimizer() -> None:
     model, plain = Pair(), Pair()
     clip = {"tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01}}
     optimizers = optimizers_of(model)
@@ -140,17 +140,17 @@ def test_a_clip_is_of_the_gradients_of_the_optimizer_that_steps() -> None:
         train(model, optimizers, probe.end_step)
     clipped = optimizers_of(plain)
 
-    def textbook(optimizer: Optimizer, _: object, __: object) -> None:
+    def clip_before_step(optimizer: Optimizer, _: object, __: object) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 
     for optimizer in clipped:
-        optimizer.register_step_pre_hook(textbook)
+        optimizer.register_step_pre_hook(clip_before_step)
     train(plain, clipped, lambda: None)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_the_state_is_that_of_the_optimizer_that_holds_the_parameter() -> None:
+def test_state_is_that_of_the_optimizer_of_the_parameter() -> None:
     hooks = {
         "moment": {**RECORD, "kind": "step_post", "role": "state.exp_avg"},
         "saved": {**RECORD, "kind": "state_dict_post", "role": "state.momentum_buffer"},
@@ -166,11 +166,11 @@ def test_the_state_is_that_of_the_optimizer_that_holds_the_parameter() -> None:
     assert rows.keys() == {("moment", "generator"), ("moment", "norm"), ("saved", "critic")}
     assert torch.equal(rows["moment", "generator"], generator.state[model.generator.bias]["exp_avg"])
     assert torch.equal(rows["saved", "critic"], critic.state[model.critic.bias]["momentum_buffer"])
-    with pytest.raises(ConfigError, match="SGD or Adam keeps no such state as it is set up"):
+    with pytest.raises(ConfigError, match="SGD or Adam keeps no such state with its current options"):
         trained({"none": {**RECORD, "kind": "step_post", "role": "state.square"}})
 
 
-def test_a_parameter_of_two_optimizers_is_seen_at_the_step_of_each() -> None:
+def test_parameter_of_two_optimizers_is_recorded_at_both_steps() -> None:
     layer = nn.Linear(2, 1)
     both = [SGD(layer.parameters(), lr=0.1), SGD([layer.weight], lr=0.2)]
     hooks = {"g": {"layers": ".", "kind": "parameter_grad", "action": "record"}}
@@ -186,20 +186,20 @@ def test_a_parameter_of_two_optimizers_is_seen_at_the_step_of_each() -> None:
     ]
 
 
-def test_the_learning_rate_is_the_first_optimizers() -> None:
+def test_learning_rate_is_that_of_the_first_optimizer() -> None:
     assert [row["lr"] for row in trained({}, steps=2)[0].sink.records("metrics")] == [0.1, 0.1]
 
 
-def scaled(worst: dict[str, float]) -> Probe:
-    """A step with one gradient scaler, whose losses are multiplied by these."""
+def scaled(factors: dict[str, float]) -> Probe:
+    """Run a step with one gradient scaler and with losses multiplied by the factors."""
     model = Pair()
     optimizers = dict(zip(("critic", "generator"), optimizers_of(model), strict=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with instrument.attach(model, KINDS, optimizer=[*optimizers.values()], scaler=scaler) as probe:
         losses = {"critic": model.critic(torch.ones(4, 3)).mean(), "generator": generate(model).square().mean()}
-        for name, factor in worst.items():
+        for name, factor in factors.items():
             scaler.scale(losses[name] * factor).backward()
-        for name in worst:
+        for name in factors:
             scaler.step(optimizers[name])
         scaler.update()
         probe.end_step()
@@ -207,7 +207,7 @@ def scaled(worst: dict[str, float]) -> Probe:
 
 
 @pytest.mark.parametrize(
-    ("worst", "skipped", "critic", "generator"),
+    ("factors", "skipped", "critic", "generator"),
     [
         ({"critic": 1.0, "generator": 1.0}, False, (1, 1), (1, 1)),
         ({"critic": 1.0, "generator": float("inf")}, False, (1, 1), (1, 0)),
@@ -215,10 +215,10 @@ def scaled(worst: dict[str, float]) -> Probe:
         ({"critic": 1.0}, False, (1, 1), (0, 0)),
     ],
 )
-def test_a_scaler_that_skips_one_of_several_optimizers_is_the_cause(
-    worst: dict[str, float], skipped: bool, critic: tuple[int, int], generator: tuple[int, int]
+def test_optimizer_skipped_by_the_scaler_is_the_cause(
+    factors: dict[str, float], skipped: bool, critic: tuple[int, int], generator: tuple[int, int]
 ) -> None:
-    probe = scaled(worst)
+    probe = scaled(factors)
     assert [row["skipped"] for row in probe.sink.records("metrics")] == [skipped]
     rows = {row["layer"]: row for row in probe.coverage() if row["hook"] == "gradient"}
     assert (rows["critic"]["expected"], rows["critic"]["fired"]) == critic
@@ -229,13 +229,13 @@ def test_a_scaler_that_skips_one_of_several_optimizers_is_the_cause(
         assert rows["generator"]["cause"].startswith("the optimizer that holds the parameter made no step")
 
 
-def test_a_loop_that_says_when_has_to_say_which() -> None:
+def test_step_announced_by_the_loop_has_to_name_the_optimizer() -> None:
     model = Pair()
     critic, generator = optimizers_of(model)
     with instrument.attach(model, KINDS, optimizer=[critic, generator], steps_by_loop=True) as probe:
         with pytest.raises(ValueError, match="is required"):
             probe.before_optimizer_step()
-        with pytest.raises(ValueError, match="not one that the probe was given"):
+        with pytest.raises(ValueError, match="not one of this probe"):
             probe.before_optimizer_step(SGD(model.parameters(), lr=0.1))
         model.critic(torch.ones(1, 3)).backward()
         probe.before_optimizer_step(critic)
@@ -243,7 +243,7 @@ def test_a_loop_that_says_when_has_to_say_which() -> None:
 
 
 @pytest.mark.parametrize("given", [nn.Linear(1, 1), [SGD([torch.ones(1)], lr=0.1), 3]])
-def test_what_is_no_optimizer_is_refused(given: Any) -> None:
+def test_invalid_optimizer_is_refused(given: Any) -> None:
     with (
         pytest.raises(ConfigError, match=r"optimizer: is not an optimizer(.|\n)*a list of them"),
         instrument.attach(Pair(), {}, optimizer=given),
@@ -251,7 +251,7 @@ def test_what_is_no_optimizer_is_refused(given: Any) -> None:
         pass
 
 
-def test_optimizers_that_hold_nothing_of_the_model_are_reported() -> None:
+def test_optimizers_without_model_parameters_are_reported() -> None:
     others = [SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
     with instrument.attach(Pair(), {}, optimizer=others) as probe:
         pass

@@ -1,4 +1,4 @@
-"""Signals while rows are handed over."""
+"""Signals while rows are written."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.capture.signals import held_back
-from instrument.integrations.attach import read_specs
+from instrument.capture.signals import deferred_signals
 from instrument.plan.sites import make_plan
+from instrument.spec.spec_file import read_specs
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
 
 
 @pytest.fixture(autouse=True)
 def sigint() -> Iterator[None]:
-    """Who starts the tests in the background has them ignore it."""
+    """Restore the default handler: tests started in the background may inherit an ignored SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -34,56 +34,56 @@ def train_one_step(model: nn.Module, probe: instrument.Probe) -> None:
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)  # to this very thread, and before it returns
+    signal.raise_signal(signal.SIGINT)  # to the current thread, delivered before it returns
 
 
-def test_ctrl_c_is_raised_when_the_block_is_done() -> None:
+def test_ctrl_c_is_raised_after_the_block() -> None:
     done = []
 
-    def hand_over() -> None:
-        with held_back():
+    def write_rows() -> None:
+        with deferred_signals():
             interrupt()
             done.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        hand_over()
+        write_rows()
     assert done == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_does_not_wait() -> None:
+def test_second_ctrl_c_is_raised_immediately() -> None:
     done = []
 
-    def hand_over() -> None:
-        with held_back():
+    def write_rows() -> None:
+        with deferred_signals():
             interrupt()
             interrupt()
             done.append(True)
 
     with pytest.raises(KeyboardInterrupt):
-        hand_over()
+        write_rows()
     assert done == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_inside_is_raised_and_signals_are_as_before() -> None:
-    with pytest.raises(ValueError, match="inside"), held_back():
+def test_error_in_the_block_restores_signal_handlers() -> None:
+    with pytest.raises(ValueError, match="inside"), deferred_signals():
         raise ValueError("inside")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with held_back():
+    with deferred_signals():
         interrupt()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_other_threads_have_nothing_to_hold_back() -> None:
+def test_other_threads_do_not_defer_signals() -> None:
     done = []
 
     def inside() -> None:
-        with held_back():
+        with deferred_signals():
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=inside)
@@ -92,7 +92,7 @@ def test_other_threads_have_nothing_to_hold_back() -> None:
     assert done == [signal.default_int_handler]
 
 
-def test_a_step_that_is_being_handed_over_when_ctrl_c_comes_is_there_whole_and_once() -> None:
+def test_step_written_during_ctrl_c_is_complete_and_unique() -> None:
     class Interrupting(instrument.MemorySink):
         def write(self, table: str, rows: Any) -> None:
             super().write(table, rows)

@@ -1,4 +1,4 @@
-"""The columns: defined in one place, and what a run writes fits them."""
+"""Columns: one definition, which the written rows match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "ca
 
 @pytest.fixture(scope="module")
 def sink() -> instrument.MemorySink:
-    """What a run writes that has rows for every table."""
+    """A run that writes rows to every table."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     model.spare = nn.Linear(1, 1)
     model.forward = lambda x: model[2](model[1](model[0](x)))
@@ -48,7 +48,7 @@ def rows_of(sink: instrument.MemorySink, name: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_a_run_writes_fits_its_table_and_comes_back(sink: instrument.MemorySink, name: str) -> None:
+def test_written_rows_match_their_table_schema(sink: instrument.MemorySink, name: str) -> None:
     table = TABLES[name]
     rows = rows_of(sink, name)
     assert rows
@@ -60,19 +60,19 @@ def test_what_a_run_writes_fits_its_table_and_comes_back(sink: instrument.Memory
     for row, wanted in zip(back, rows, strict=True):
         assert tuple(row) == table.names
         for value, given in zip(row.values(), wanted, strict=True):
-            rounded = isinstance(given, float) or (isinstance(given, list) and name == "tensors")  # to float32
+            rounded = isinstance(given, float) or (isinstance(given, list) and name == "tensors")  # rounded to float32
             assert value == (pytest.approx(given, rel=1e-6) if rounded else given)
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_without_rows_has_its_schema(name: str) -> None:
+def test_empty_table_has_its_schema(name: str) -> None:
     empty = as_table(TABLES[name], [])
     assert as_batch(TABLES[name], []).num_rows == 0
     assert empty.num_rows == 0
     assert empty.schema.equals(TABLES[name].schema, check_metadata=True)
 
 
-def test_a_row_that_is_too_short_or_of_the_wrong_type_is_refused() -> None:
+def test_row_of_wrong_length_or_type_is_refused() -> None:
     table = TABLES["events"]
     right = (1, 0, "a", "rule", "message", "info")
     assert as_batch(table, [right]).num_rows == 1
@@ -82,7 +82,7 @@ def test_a_row_that_is_too_short_or_of_the_wrong_type_is_refused() -> None:
         as_batch(table, [("one", *right[1:])])
 
 
-def test_the_tables_are_those_of_the_design_and_their_columns_begin_with_the_identity() -> None:
+def test_tables_and_identity_columns_are_as_documented() -> None:
     assert list(TABLES) == ["stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events"]
     for name in ("stats", "distributions", "tensors", "effects"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
@@ -98,7 +98,7 @@ def test_the_tables_are_those_of_the_design_and_their_columns_begin_with_the_ide
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
-def test_every_column_has_a_name_of_its_own_and_says_what_it_means(table: Table) -> None:
+def test_columns_have_unique_names_and_descriptions(table: Table) -> None:
     assert len(set(table.names)) == len(table.columns)
     assert table.row
     for column in table.stored:
@@ -107,7 +107,7 @@ def test_every_column_has_a_name_of_its_own_and_says_what_it_means(table: Table)
         assert metadata == {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
 
 
-def test_the_docs_table_has_a_line_for_every_column() -> None:
+def test_docs_table_has_a_line_for_every_column() -> None:
     text = markdown()
     for table in TABLES.values():
         section = text.split(f"### `{table.name}/`: a row is {table.row}\n", 1)[1].split("###")[0]

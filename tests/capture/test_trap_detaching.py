@@ -1,4 +1,4 @@
-"""Trap: several who hook one model, and leave in any order; each takes away its own hooks and no other's."""
+"""Trap: several probes on one model exit in any order; each removes only its own hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def net() -> nn.Sequential:
 
 
 def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Every hook that anybody has registered anywhere, by identity and in order."""
+    """Return every registered hook, by identity and in order."""
     found: list[Any] = []
     for part in (*model.modules(), optimizer):
         for name, hooks in sorted(vars(part).items()):
@@ -42,7 +42,7 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, *probes: instrument.Probe) -> None:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, *probes: instrument.Probe) -> None:
     optimizer.zero_grad()
     model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     optimizer.step()
@@ -52,7 +52,7 @@ def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, *probes: instrume
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_three_that_leave_in_any_order_leave_nothing_and_lose_nothing(order: tuple[int, ...]) -> None:
+def test_probes_may_exit_in_any_order(order: tuple[int, ...]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[str] = []
@@ -63,19 +63,19 @@ def test_three_that_leave_in_any_order_leave_nothing_and_lose_nothing(order: tup
     before = hooks_of(model, optimizer)
     blocks = [instrument.attach(model, FAMILIES, optimizer=optimizer) for _ in range(3)]
     probes = [block.__enter__() for block in blocks]
-    a_step(model, optimizer, *probes)
+    train_step(model, optimizer, *probes)
     for done, which in enumerate(order, start=1):
         blocks[which].__exit__(None, None, None)
-        a_step(model, optimizer, *(probes[i] for i in order[done:]))
+        train_step(model, optimizer, *(probes[i] for i in order[done:]))
     assert hooks_of(model, optimizer) == before
     assert seen == ["forward", "backward", "weight", "step"] * 4
-    for place, which in enumerate(order):
-        assert set(probes[which].sink.frame("stats").groupby("hook").step.nunique()) == {place + 1}
+    for exit_order, which in enumerate(order):
+        assert set(probes[which].sink.frame("stats").groupby("hook").step.nunique()) == {exit_order + 1}
         assert set(probes[which].sink.frame("stats").hook) == set(FAMILIES)
         assert all(row["fired"] == row["expected"] > 0 for row in probes[which].coverage())
 
 
-def test_hooks_that_others_add_and_remove_in_between_are_theirs() -> None:
+def test_hooks_of_other_code_are_untouched() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = model[0].register_forward_hook(lambda *_: None)
@@ -83,22 +83,22 @@ def test_hooks_that_others_add_and_remove_in_between_are_theirs() -> None:
         kept: list[torch.Tensor] = []
         model[0].register_forward_hook(lambda module, args, output: kept.append(output))
         first.remove()
-        a_step(model, optimizer, probe)
+        train_step(model, optimizer, probe)
     assert len(model[0]._forward_hooks) == 1
-    a_step(model, optimizer)
+    train_step(model, optimizer)
     assert len(kept) == 2
 
 
-def test_attaching_twice_acts_twice() -> None:
+def test_attaching_twice_applies_twice() -> None:
     model = net()
     batch = torch.ones(1, 3)
-    bare = model(batch).detach()
+    baseline = model(batch).detach()
     spec = {"double": {"layers": "1", "kind": "forward", "action": "scale", "factor": 2.0}}
     with instrument.attach(model, spec) as outer:
         with instrument.attach(model, spec) as inner:
-            assert torch.equal(model(batch), bare * 4)
+            assert torch.equal(model(batch), baseline * 4)
             inner.end_step()
-        assert torch.equal(model(batch), bare * 2)
+        assert torch.equal(model(batch), baseline * 2)
         outer.end_step()
-    assert torch.equal(model(batch), bare)
+    assert torch.equal(model(batch), baseline)
     assert [len(probe.sink.records("effects")) for probe in (outer, inner)] == [2, 1]

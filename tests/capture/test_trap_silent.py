@@ -1,7 +1,7 @@
-"""Trap: a hook that never fires says nothing. Here each says why, and a model where all is well says nothing at all.
+"""Trap: hooks that never fire report the cause, and models whose hooks all fire give no warning.
 
-Silent cases: whatever keeps a hook from firing is a row of `coverage` with its cause, and a warning at the end. Clean
-models: ordinary networks with hooks of all kinds on all of their modules give no cause and no warning.
+Silent cases: whatever prevents a hook from firing is a row of `coverage` with its cause, and a warning at the end.
+Clean models: ordinary networks with hooks of all kinds on all modules give no cause and no warning.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOOK = {"action": "record", "stats": ["l2"]}
 Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
-    """A forward pass, a backward pass, and the optimizer's step."""
+def full_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    """Run a forward pass, a backward pass and an optimizer step."""
     optimizer.zero_grad()
     loss = model(torch.randn(3, 2, 4)).square().mean()
     loss.backward()
@@ -39,52 +39,52 @@ def forward_only(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Prob
         model(torch.randn(3, 2, 4))
 
 
-def only_evaluated(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def evaluate_only(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     with probe.evaluating(), torch.no_grad():
         model(torch.randn(3, 2, 4))
 
 
-def only_checked(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def sanity_check_only(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     probe.phase = "sanity"
     forward_only(model, optimizer, probe)
     probe.phase = "train"
 
 
-def trained_and_evaluated_apart(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
-    whole(model, optimizer, probe)
+def train_then_enter_evaluation(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    full_step(model, optimizer, probe)
     with probe.evaluating():
         pass
 
 
-def inferred(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def forward_in_inference_mode(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     with torch.inference_mode():
         model(torch.randn(3, 2, 4))
 
 
-def caught(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def raise_in_forward(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(3, 2, 5, requires_grad=True))
 
 
-def copied(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def call_copy(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     copy.deepcopy(model)(torch.randn(3, 2, 4))
 
 
-def of_tokens(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def call_with_tokens(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     model(**tokens())
 
 
-def replaced(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
-    whole(model, optimizer, probe)
+def replace_module(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    full_step(model, optimizer, probe)
     model.used = nn.Linear(4, 4)
 
 
-def per_sample(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+def vmap_over_samples(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
     torch.func.vmap(model)(torch.randn(3, 1, 2, 4))
 
 
 class Net(nn.Module):
-    """Each child is a way for a hook to stay silent."""
+    """A network in which each child prevents its hooks from firing in another way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,17 +112,17 @@ class Net(nn.Module):
 
 
 class Counting(nn.Module):
-    """Gives integers, and no tensor."""
+    """A module that returns integers, and no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.whole, self.number = Whole(), Number()
+        self.integers, self.number = ToIntegers(), Number()
 
     def forward(self, x: Tensor) -> None:
-        self.number(self.whole(x))
+        self.number(self.integers(x))
 
 
-class Whole(nn.Module):
+class ToIntegers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.detach().long()
 
@@ -133,7 +133,7 @@ class Number(nn.Module):
 
 
 class Attention(nn.Module):
-    """As in timm: what `fused_attn` says decides whether the module for dropout is called."""
+    """As in timm: `fused_attn` determines whether the dropout module is called."""
 
     fused_attn = True
 
@@ -151,16 +151,16 @@ class Silent:
 
     Attributes:
         spec: The hook.
-        cause: Why, in the words of `coverage`, or some of them.
-        step: What the loop does.
-        model: The model.
-        expected: How often it should have fired.
+        cause: The cause in `coverage`, or a part of it.
+        step: The function that runs a step.
+        model: The factory of the model.
+        expected: How often the hook should have fired.
         optimized: The part of the model that the optimizer holds.
     """
 
     spec: dict[str, Any]
     cause: str
-    step: Step = whole
+    step: Step = full_step
     model: Callable[[], nn.Module] = Net
     expected: int = 1
     optimized: str = ""
@@ -186,110 +186,110 @@ def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
 SILENT = {
-    "a module that nothing calls": Silent(hook("never_called", "forward"), reasons.NOT_CALLED),
-    "its gradients": Silent(hook("never_called", "full_backward"), reasons.NOT_CALLED),
-    "its parameters' gradients": Silent(hook("never_called", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT),
+    "a module that is never called": Silent(hook("never_called", "forward"), reasons.NOT_CALLED),
+    "its output gradients": Silent(hook("never_called", "full_backward"), reasons.NOT_CALLED),
+    "its parameter gradients": Silent(hook("never_called", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT),
     ".forward() called directly": Silent(hook("bypassed", "forward"), reasons.NOT_CALLED),
     "weights used functionally": Silent(hook("functional", "tensor"), reasons.NOT_CALLED),
     "attention's projection": Silent(hook("attention.out_proj", "forward"), reasons.PROJECTION),
-    "an entry that a walk leaves out": Silent(hook("walked.spare", "forward_pre"), reasons.NOT_CALLED),
+    "an unused entry of a container": Silent(hook("walked.spare", "forward_pre"), reasons.NOT_CALLED),
     "an output that the loss does not depend on": Silent(hook("dead_end", "full_backward_pre"), reasons.NO_GRADIENT),
     "a parameter that the loss does not depend on": Silent(
         hook("dead_end", "parameter_grad_micro"), reasons.NO_PARAMETER_GRADIENT
     ),
     "under no_grad": Silent(hook("without_graph", "full_backward_pre"), reasons.NO_GRAD),
-    "a whole pass under no_grad": Silent(hook("used", "tensor"), reasons.NO_GRAD, step=forward_only),
-    "PyTorch's own hooks under no_grad": Silent(
+    "a forward pass under no_grad": Silent(hook("used", "tensor"), reasons.NO_GRAD, step=forward_only),
+    "module hooks under no_grad": Silent(
         hook("used", "full_backward", via="module", role="grad_output"), reasons.NO_GRAD, step=forward_only
     ),
-    "a whole pass under inference_mode": Silent(hook("used", "full_backward"), reasons.INFERENCE, step=inferred),
-    "a forward pass that raised": Silent(hook("dead_end", "forward"), reasons.RAISED, step=caught),
+    "a forward pass under inference_mode": Silent(hook("used", "full_backward"), reasons.INFERENCE, step=forward_in_inference_mode),
+    "a forward pass that raised": Silent(hook("dead_end", "forward"), reasons.RAISED, step=raise_in_forward),
     "gradients of a forward pass that raised": Silent(
-        hook("dead_end", "full_backward_pre"), reasons.RAISED, step=caught
+        hook("dead_end", "full_backward_pre"), reasons.RAISED, step=raise_in_forward
     ),
-    "an input's gradient in a forward pass that raised": Silent(
-        hook(".", "full_backward"), reasons.RAISED, step=caught
+    "an input gradient in a forward pass that raised": Silent(
+        hook(".", "full_backward"), reasons.RAISED, step=raise_in_forward
     ),
-    "what a forward pass that raised did not reach": Silent(
-        hook("attention", "forward"), reasons.NOT_CALLED, step=caught
+    "a module after one that raised": Silent(
+        hook("attention", "forward"), reasons.NOT_CALLED, step=raise_in_forward
     ),
-    "a backward pass that never comes": Silent(
+    "no backward pass": Silent(
         hook("used", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT, step=forward_only
     ),
     "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), reasons.NO_GRAPH),
-    "an input that needs no gradient, to be changed": Silent(
+    "an intervention on an input without gradient": Silent(
         {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, reasons.NO_GRAPH
     ),
-    "integers have no gradient": Silent(hook("counting.whole", "full_backward_pre"), reasons.NO_GRAPH),
+    "an integer output": Silent(hook("counting.integers", "full_backward_pre"), reasons.NO_GRAPH),
     "an output that is no tensor": Silent(hook("counting.number", "forward"), reasons.NO_TENSOR),
-    "a path that is not there": Silent(hook("attention", "forward", path="7"), reasons.NO_TENSOR),
+    "a path that does not exist": Silent(hook("attention", "forward", path="7"), reasons.NO_TENSOR),
     "a parameter that the optimizer does not hold": Silent(
         hook("walked.0", "parameter_grad", params="weight"), reasons.NOT_OPTIMIZED, expected=0, optimized="used"
     ),
     "an optimizer that makes no step": Silent(hook("used", "step_post"), reasons.NO_STEP, step=forward_only),
-    "a state that a parameter without a gradient has not": Silent(
+    "the optimizer state of a parameter without gradient": Silent(
         hook("never_called", "step_post", role="state.momentum_buffer"), reasons.NO_STATE
     ),
-    "a loss that is not handed over": Silent(hook(".", "loss"), reasons.NO_LOSS),
-    "a state dict that nobody makes": Silent(hook("used", "state_dict_post"), reasons.NOT_SAVED),
-    "a state dict that nobody loads": Silent(hook("used", "load_state_dict_pre"), reasons.NOT_LOADED),
+    "a loss that is not passed to the probe": Silent(hook(".", "loss"), reasons.NO_LOSS),
+    "a state dict that is never saved": Silent(hook("used", "state_dict_post"), reasons.NOT_SAVED),
+    "a state dict that is never loaded": Silent(hook("used", "load_state_dict_pre"), reasons.NOT_LOADED),
     "a transform of torch.func": Silent(
-        hook("0", "forward"), reasons.TRANSFORMED, step=per_sample, model=lambda: nn.Sequential(nn.Linear(4, 4))
+        hook("0", "forward"), reasons.TRANSFORMED, step=vmap_over_samples, model=lambda: nn.Sequential(nn.Linear(4, 4))
     ),
     "a schedule without a step": Silent(hook("used", "forward", start=5), NEVER_DUE, expected=0),
-    "a phase that never is": Silent(hook("used", "forward", phase="eval"), reasons.never_entered("eval"), expected=0),
+    "a phase that is never entered": Silent(hook("used", "forward", phase="eval"), reasons.phase_never_entered("eval"), expected=0),
     "training hooks in an evaluation": Silent(
         hook("used", "forward"),
-        "the module was called in phase eval only, and the hook is for phase train",
-        step=only_evaluated,
+        "the module was called in phase eval only, but the hook is for phase train",
+        step=evaluate_only,
     ),
     "evaluation hooks in training": Silent(
         hook("used", "forward_pre", phase="eval"),
-        "the module was called in phase train only, and the hook is for phase eval",
-        step=trained_and_evaluated_apart,
+        "the module was called in phase train only, but the hook is for phase eval",
+        step=train_then_enter_evaluation,
     ),
     "training hooks in a sanity check": Silent(
         hook("used", "full_backward"),
-        "the module was called in the sanity check before training only, and the hook is for phase train",
-        step=only_checked,
+        "the module was called in the sanity check before training only, but the hook is for phase train",
+        step=sanity_check_only,
     ),
     "a frozen parameter": Silent(hook("frozen", "parameter_grad_micro"), reasons.FROZEN, expected=0),
     "a frozen parameter at the optimizer": Silent(hook("frozen", "parameter_grad"), reasons.FROZEN, expected=0),
     "the gradient of a frozen parameter": Silent(
         hook("frozen", "step_pre", role="param_grad"), reasons.FROZEN, expected=0
     ),
-    "a copy in its place": Silent(hook("used", "forward"), reasons.NOT_CALLED_COPIED, step=copied),
-    "attention as one function of transformers": Silent(
+    "a copy of the model is called": Silent(hook("used", "forward"), reasons.NOT_CALLED_COPIED, step=call_copy),
+    "fused attention of transformers": Silent(
         hook("**.attn_dropout", "forward"),
         'runs with attn_implementation="sdpa", which computes softmax and dropout in one function and calls no module for '
-        'them; attn_implementation="eager" calls',
-        step=of_tokens,
+        'them; with attn_implementation="eager", it calls',
+        step=call_with_tokens,
         model=of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="sdpa"),
     ),
-    "attention in steps of transformers": Silent(
+    "eager attention of transformers": Silent(
         hook("**.attn_dropout", "forward"),
         reasons.NOT_CALLED,
-        step=of_tokens,
+        step=call_with_tokens,
         model=of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"),
     ),
-    "attention as one function of timm": Silent(
+    "fused attention of timm": Silent(
         hook("1.attn_drop", "forward"),
         "fused_attn=True",
         model=lambda: nn.Sequential(nn.Linear(4, 4), Attention()),
     ),
-    "another module in its place": Silent(hook("used", "forward"), reasons.REPLACED, step=replaced, expected=2),
+    "a replaced module": Silent(hook("used", "forward"), reasons.REPLACED, step=replace_module, expected=2),
 }
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_a_silent_hook_is_named_with_its_cause(name: str) -> None:
+def test_silent_hook_is_reported_with_its_cause(name: str) -> None:
     case = SILENT[name]
     torch.manual_seed(0)
     model = case.model()
     held = model.get_submodule(case.optimized)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.01, momentum=0.9)
     with (
-        pytest.warns(InstrumentWarning) as told,
+        pytest.warns(InstrumentWarning) as warned,
         instrument.attach(model, {"mine": case.spec}, optimizer=optimizer) as probe,
     ):
         for _ in range(max(1, case.expected)):
@@ -301,13 +301,13 @@ def test_a_silent_hook_is_named_with_its_cause(name: str) -> None:
     assert case.cause in rows[0]["cause"]
     assert {row["expected"] for row in rows} == {case.expected}
     assert all(row["fired"] == max(0, case.expected - 1) for row in rows)
-    assert any("hook 'mine'" in str(one.message) and case.cause in str(one.message) for one in told)
+    assert any("hook 'mine'" in str(one.message) and case.cause in str(one.message) for one in warned)
 
 
-def test_a_module_called_at_other_steps_is_reported() -> None:
+def test_module_called_at_other_steps_is_reported() -> None:
     model = Net()
     with (
-        pytest.warns(InstrumentWarning, match="it was called at others"),
+        pytest.warns(InstrumentWarning, match="it was called at other steps"),
         instrument.attach(model, {"mine": hook("used", "forward", every=2)}) as probe,
     ):
         for step in range(4):
@@ -318,7 +318,7 @@ def test_a_module_called_at_other_steps_is_reported() -> None:
     assert (row["expected"], row["fired"], row["cause"]) == (2, 1, reasons.AT_OTHER_STEPS)
 
 
-def test_several_causes_are_all_named() -> None:
+def test_several_causes_are_all_reported() -> None:
     model, optimizer = Net(), torch.optim.SGD([torch.zeros(1)])
     with (
         pytest.warns(InstrumentWarning, match="fired 1 of 4 times"),
@@ -326,7 +326,7 @@ def test_several_causes_are_all_named() -> None:
     ):
         model(torch.randn(3, 2, 4)).sum().backward()
         probe.end_step()
-        for step in (inferred, forward_only, forward_only):
+        for step in (forward_in_inference_mode, forward_only, forward_only):
             step(model, optimizer, probe)
             probe.end_step()
     (row,) = probe.coverage()
@@ -387,13 +387,13 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
     "llama": (of_transformers("LlamaForCausalLM", **WIDE), tokens),
     "bert": (of_transformers("BertLMHeadModel", is_decoder=True, **WIDE), tokens),
 }
-NEVER_CALLED = {  # used functionally, or for the type of their input alone: silent, and named, as they should be
+NEVER_CALLED = {  # used functionally, or only for the type of their input: silent, and reported as such
     "encoder": ["self_attn.out_proj"],
     "gpt2": ["**.attn_dropout"],
     "llama": ["**.rotary_emb"],
     "bert": ["**.self.dropout"],
 }
-EVERYWHERE = {
+ALL_HOOKS = {
     "before": hook("**", "forward_pre"),
     "after": hook("**", "forward"),
     "own": hook("**", "full_backward"),
@@ -410,7 +410,7 @@ EVERYWHERE = {
 
 
 def total(output: Any) -> Tensor:
-    """A loss that depends on everything that comes out."""
+    """Return a loss that depends on all outputs."""
     if isinstance(output, Tensor):
         return output.float().square().mean()
     found = output.values() if isinstance(output, dict) else output
@@ -421,15 +421,15 @@ LARGE = {"densenet121", "convnext_tiny", "mobilenet_v2", "regnet_x_400mf"}
 
 
 @pytest.mark.parametrize("name", tiered(CLEAN, CLEAN.keys() - LARGE))
-def test_a_clean_model_gives_no_false_alarm(name: str) -> None:
+def test_clean_model_gives_no_false_alarm(name: str) -> None:
     make, inputs = CLEAN[name]
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", InstrumentWarning)
-        hooks = {key: {**spec, "exclude": NEVER_CALLED.get(name, [])} for key, spec in EVERYWHERE.items()}
-        hooks["loss"] = EVERYWHERE["loss"]
+        hooks = {key: {**spec, "exclude": NEVER_CALLED.get(name, [])} for key, spec in ALL_HOOKS.items()}
+        hooks["loss"] = ALL_HOOKS["loss"]
         with instrument.attach(model, hooks, optimizer=optimizer) as probe:
             for _ in range(2):
                 optimizer.zero_grad()
@@ -442,24 +442,24 @@ def test_a_clean_model_gives_no_false_alarm(name: str) -> None:
     assert not [row for row in probe.sink.records("events") if row["severity"] == "warning"]
     silent = [row for row in probe.sink.records("coverage") if row["fired"] != row["expected"]]
     assert not silent
-    assert set(probe.sink.frame("stats").hook) >= set(EVERYWHERE) - {"own"}  # one that has data alone has no own
+    assert set(probe.sink.frame("stats").hook) >= set(ALL_HOOKS) - {"own"}  # a module whose input is data has no input gradient
 
 
-def test_a_fast_path_that_hooks_switch_off_is_told_and_they_fire() -> None:
-    """An encoder in eval runs one fused kernel, unless PyTorch finds hooks on any module inside it."""
+def test_fast_path_disabled_by_hooks_is_reported() -> None:
+    """An encoder in eval mode runs one fused kernel, unless a module inside it has hooks."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2).eval()
     batch = torch.randn(3, 2, 4)
     with torch.no_grad():
-        bare = model(batch)
+        baseline = model(batch)
         with instrument.attach(model, {"seen": hook("layers.0.linear1", "forward")}) as probe:
-            assert torch.allclose(model(batch), bare, atol=1e-6)
+            assert torch.allclose(model(batch), baseline, atol=1e-6)
             probe.end_step()
     assert [(row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(1, "")]
     (event,) = probe.sink.records("events")
     assert (event["rule"], event["severity"], event["layer"]) == ("fast_path", "info", "layers.0")
-    assert "switch off the fast path" in event["message"]
+    assert "disable PyTorch's fast path" in event["message"]
     with torch.no_grad(), instrument.attach(model, {"seen": hook(".", "forward")}) as probe:
-        assert torch.equal(model(batch), bare)  # from outside it is left as it is
+        assert torch.equal(model(batch), baseline)  # the fast path is restored
         probe.end_step()
     assert not probe.sink.records("events")

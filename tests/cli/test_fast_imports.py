@@ -1,4 +1,4 @@
-"""Importing what a job needs."""
+"""Fast imports: the garbage collector is paused during the imports of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from instrument.cli.fast_imports import importing
 
 
-def test_no_garbage_is_collected_during_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_paused_during_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     with importing():  # PyTorch is imported
         assert gc.isenabled()
     monkeypatch.delitem(sys.modules, "torch")
@@ -23,7 +23,7 @@ def test_no_garbage_is_collected_during_the_import(monkeypatch: pytest.MonkeyPat
         gc.unfreeze()
 
 
-def test_a_collector_that_is_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_garbage_collection_stays_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What stands between Hydra and its folders: nothing goes wrong there in passing, and a job is called by its folder."""
+"""The Hydra callback: errors before a run starts, names of jobs, and cleanup after refused runs."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.
 
 
 @pytest.mark.parametrize("arguments", [("hydra.run.dir=${nothing}",), ("-m", "seed=1,2", "hydra.sweep.dir=${nothing}")])
-def test_a_folder_that_cannot_be_named_is_told_once(cli: Cli, arguments: tuple[str, ...]) -> None:
+def test_invalid_folder_name_is_reported_once(cli: Cli, arguments: tuple[str, ...]) -> None:
     answer = cli(*arguments, *TINY)
     assert answer.code == 2
     assert answer.err.count("Interpolation key 'nothing' not found") == 1
-    assert "Guard" not in answer.err
+    assert "HydraCallback" not in answer.err
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_sweep_whose_record_cannot_be_written_is_not_begun(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(config: object, file: object) -> None:
+def test_sweep_with_an_unwritable_record_is_not_started(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_disk_full(config: object, file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "out/multirun.yaml")
 
-    monkeypatch.setattr(OmegaConf, "save", full)
+    monkeypatch.setattr(OmegaConf, "save", raise_disk_full)
     answer = cli("-m", "seed=1,2", *TINY, "hydra.sweep.dir=out")
     assert answer.code == 1
     assert answer.err.startswith("\nout/multirun.yaml: No space left on device\n")
     assert not Path("out/0").exists()
 
 
-def test_a_job_in_its_own_folder_is_called_by_that_folder(cli: Cli) -> None:
-    place = ("hydra.job.chdir=true", "hydra.sweep.dir=out")
-    answer = cli("-m", "seed=1,-2", *TINY, *place)
+def test_job_with_chdir_is_named_by_its_folder(cli: Cli) -> None:
+    overrides = ("hydra.job.chdir=true", "hydra.sweep.dir=out")
+    answer = cli("-m", "seed=1,-2", *TINY, *overrides)
     assert answer.code == 2
     assert f"{Path.cwd()}/out/0  seed=1  loss" in answer.out
-    assert f"this was the job in {Path.cwd()}/out/1; the other jobs go on" in answer.err
+    assert f"this was the job in {Path.cwd()}/out/1; the other jobs continue" in answer.err
     assert list(instrument.load("out").runs.run) == ["0"]
 
 
-def test_a_job_that_was_refused_without_a_word_failed_all_the_same(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mute(config: object) -> None:
+def test_job_refused_without_a_message_is_failed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_without_message(config: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr("instrument.cli.job.read_config", mute)
+    monkeypatch.setattr("instrument.cli.job.read_config", raise_without_message)
     answer = cli("-m", "seed=1", *TINY, "hydra.sweep.dir=out")
     assert answer.code == 1
     assert "out/0  failed  ValueError" in answer.err
 
 
-def test_a_launcher_of_ones_own_is_called_by_its_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_launcher_is_reported_by_its_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("conf/hydra/launcher").mkdir(parents=True)
     Path("conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm, _self_]\npartition: fast\n")
     monkeypatch.setenv("PATH", "")
     answer = cli("-m", "seed=1", *TINY, "hydra/launcher=ours")
     assert answer.code == 2
-    assert "there is no Slurm here" in answer.err
-    assert "    written  ours\n" in answer.err
+    assert "Slurm is not available" in answer.err
+    assert "    given    ours\n" in answer.err
 
 
 @pytest.mark.parametrize("values", ["1,range(2,4)", "range(0,3,0)"])
-def test_values_that_cannot_be_gone_through_are_named(cli: Cli, values: str) -> None:
+def test_invalid_sweep_values_are_named(cli: Cli, values: str) -> None:
     answer = cli("-m", *TINY, f"seed={values}", "hydra.sweep.dir=out")
     assert answer.code == 2
-    assert f"    written  seed={values}\n" in answer.err
+    assert f"    given    seed={values}\n" in answer.err
     assert "Traceback" not in answer.err
     assert not Path("out").exists()
 
 
-# ------------------------------------------------------------------------------------------------ what is refused leaves nothing
+# ------------------------------------------------------------------------------------------------ cleanup after refusals
 
 REFUSALS = {
     "configuration": ["train.steps=0"],
@@ -109,7 +109,7 @@ def contents(folder: str) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def test_refused_run_leaves_a_folder_with_other_files_as_it_was(cli: Cli) -> None:
+def test_refused_run_keeps_other_files_of_its_folder(cli: Cli) -> None:
     Path("out/.hydra").mkdir(parents=True)
     Path("out/.hydra/config.yaml").write_text("mine\n")
     Path("out/notes.txt").write_text("mine\n")
@@ -123,7 +123,7 @@ def test_refused_run_leaves_a_folder_with_other_files_as_it_was(cli: Cli) -> Non
     assert list(Path("empty").iterdir()) == []
 
 
-def test_refused_run_leaves_the_runs_next_to_it(cli: Cli) -> None:
+def test_refused_run_keeps_the_runs_next_to_it(cli: Cli) -> None:
     assert cli(*TINY, "name=mine").code == 0
     before = contents("runs")
     assert cli(*TINY, "name=mine", *REFUSALS["shape"]).code == 2
@@ -131,7 +131,7 @@ def test_refused_run_leaves_the_runs_next_to_it(cli: Cli) -> None:
     assert len(list(Path("runs/mine").iterdir())) == 1
 
 
-def test_refused_resumption_leaves_the_run_as_it_was(cli: Cli) -> None:
+def test_refused_resume_does_not_change_the_run(cli: Cli) -> None:
     Path("net_of_guard.py").write_text(
         "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
@@ -151,11 +151,11 @@ def test_refused_resumption_leaves_the_run_as_it_was(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("refusal", tiered(["configuration", "shape", "composition"], ["shape", "composition"]))
-def test_sweep_without_a_job_that_was_begun_leaves_no_folder(cli: Cli, refusal: str) -> None:
+def test_sweep_without_a_started_job_leaves_no_folder(cli: Cli, refusal: str) -> None:
     answer = cli("-m", *TINY, *REFUSALS[refusal], "seed=1,2")
     assert answer.code == 2
-    is_begun = refusal != "composition"  # which Hydra finds before it makes a folder
-    assert ("no job was begun, and nothing is kept in runs/run/sweep_" in answer.err) == is_begun
+    has_started = refusal != "composition"  # Hydra reports it before it creates a folder.
+    assert ("no job was started; nothing is kept in runs/run/sweep_" in answer.err) == has_started
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -180,7 +180,7 @@ def test_refused_attachment_leaves_no_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
 
 
-def test_refused_attachment_keeps_files_of_the_loop_in_a_new_folder(tmp_path: Path) -> None:
+def test_refused_attachment_keeps_files_of_the_loop(tmp_path: Path) -> None:
     out = tmp_path / "out"
     hook = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
     specs = {"seen": hook, "cut": {**hook, "layers": "1", "slice": "0:20"}}
@@ -216,8 +216,8 @@ def test_configuration_error_after_a_step_keeps_the_rows(tmp_path: Path) -> None
     assert instrument.load(tmp_path / "out").info["status"] == "failed"
 
 
-def test_refused_run_leaves_what_others_put_into_the_folder_meanwhile(cli: Cli) -> None:
-    """A dataset that is downloaded, for example."""
+def test_refused_run_keeps_files_created_meanwhile(cli: Cli) -> None:
+    """For example, a downloaded dataset."""
     Path("data_of_guard.py").write_text(
         "from pathlib import Path\n\nfrom instrument.training.datasets import digits\n\n\n"
         "def load(split, size):\n    Path('downloaded').mkdir(exist_ok=True)\n    return digits(split, size)\n"

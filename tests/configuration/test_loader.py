@@ -1,4 +1,4 @@
-"""Known fields that no file writes, overridden without a plus: in single runs, sweeps and their jobs."""
+"""Overrides of known fields that no file defines, without a `+`: in single runs, sweeps and their jobs."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ def _model(path: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.parametrize("override", ["hooks.tmae.every=5", "hooks.tame.evry=5", "data.slice.stp=1", "optimizr.lr=1"])
-def test_unknown_keys_are_still_refused(override: str) -> None:
+def test_unknown_keys_are_refused(override: str) -> None:
     with pytest.raises(ConfigCompositionException):
         composed(override)
 
 
-def test_override_is_recorded_as_it_was_written() -> None:
+def test_override_is_recorded_as_given() -> None:
     _, config = composed("hooks.tame.every=5")
     assert list(config.hydra.overrides.task) == ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=5"]
 
 
-def test_jobs_of_a_sweep_are_composed_alike_in_other_processes() -> None:
+def test_pickled_loader_composes_the_same_jobs() -> None:
     loader, config = composed("hooks.tame.every=5,6", "hydra.sweep.dir=out", mode=RunMode.MULTIRUN)
-    there = pickle.loads(pickle.dumps(loader))
-    job = there.load_sweep_config(config, ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=6"])
+    copy = pickle.loads(pickle.dumps(loader))
+    job = copy.load_sweep_config(config, ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=6"])
     assert parsed(job).hooks["tame"].every == 6
 
 

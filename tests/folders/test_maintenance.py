@@ -1,4 +1,4 @@
-"""What is done to runs that are over: by nobody else at the same time, and told in a line where it cannot be done."""
+"""Maintenance commands on finished runs: locking, damaged records and error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instrument.sinks.parquet import ParquetSink
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """The folder of a run that was killed, with rows in its journal."""
+    """Folder of a killed run with rows in its journal."""
     folder = tmp_path / "runs" / "killed"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
@@ -31,16 +31,16 @@ COMMANDS = [compact.main, recover.main]
 
 
 @pytest.mark.parametrize("main", COMMANDS)
-def test_whoever_has_the_folder_is_waited_for(
+def test_command_waits_for_the_lock_of_the_folder(
     main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert callable(main)
-    monkeypatch.setattr("instrument.sinks.lock.PATIENCE", 0.01)
-    monkeypatch.setattr("instrument.folders.maintenance.is_written", lambda _: False)  # it came after the look
+    monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
+    monkeypatch.setattr("instrument.folders.maintenance.is_written", lambda _: False)  # the run started after the check
     lock = FolderLock(killed)
     assert lock.acquire()
     assert main([str(killed)]) == 1
-    assert "still running; left as it is" in capsys.readouterr().err
+    assert "the run is still running; nothing was changed" in capsys.readouterr().err
     assert list((killed / "journal").glob("metrics-*.arrows"))
     lock.release()
     assert main([str(killed)]) == 0
@@ -48,23 +48,23 @@ def test_whoever_has_the_folder_is_waited_for(
     assert not (killed / ".lock").exists()
 
 
-def test_an_upload_does_not_put_in_order_what_another_has(
+def test_upload_does_not_recover_a_locked_run(
     killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("instrument.sinks.lock.PATIENCE", 0.01)
-    for module in ("run.upkeep", "upload"):
+    monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
+    for module in ("folders.maintenance", "upload"):
         monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
     lock = FolderLock(killed)
     assert lock.acquire()
     assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 1
-    assert capsys.readouterr().err == f"{killed}: still running; left as it is\n"
+    assert capsys.readouterr().err == f"{killed}: the run is still running; nothing was changed\n"
     lock.release()
     assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 0
 
 
 @pytest.mark.parametrize("main", COMMANDS)
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_damaged_record_is_no_hindrance(main: object, killed: Path, content: str) -> None:
+def test_command_works_with_a_damaged_run_json(main: object, killed: Path, content: str) -> None:
     assert callable(main)
     (killed / "run.json").write_text(content)
     assert main([str(killed)]) == 0
@@ -72,7 +72,7 @@ def test_a_damaged_record_is_no_hindrance(main: object, killed: Path, content: s
 
 
 @pytest.mark.parametrize("main", COMMANDS)
-def test_a_folder_that_cannot_be_written_is_told(
+def test_unwritable_folder_is_reported(
     main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert callable(main)
@@ -82,6 +82,6 @@ def test_a_folder_that_cannot_be_written_is_told(
 
     monkeypatch.setattr(FolderLock, "acquire", refuse)
     assert main([str(killed), str(killed / "nowhere")]) == 2
-    told = capsys.readouterr().err
-    assert "Permission denied" in told
-    assert "no folder" in told
+    message = capsys.readouterr().err
+    assert "Permission denied" in message
+    assert "folder not found" in message

@@ -9,68 +9,69 @@ from pathlib import Path
 import pytest
 
 from instrument import ConfigError
-from instrument.folders.run_folder import RunFolder, config_hash, git_revision, refuse_taken
+from instrument.folders.run_folder import RunFolder, check_folder_is_free
+from instrument.folders.run_record import config_hash, git_revision
 
 
 def read(folder: Path) -> dict[str, object]:
     return json.loads((folder / "run.json").read_text())  # type: ignore[no-any-return]
 
 
-def test_run_json_says_how_the_run_stands_from_its_first_moment_on(tmp_path: Path) -> None:
+def test_run_json_has_the_status_from_the_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "run", name="x", seed=3, config={"a": 1}, device=None)
-    told = read(folder.path)
-    assert (told["status"], told["seed"], told["config"], told["ended"]) == ("running", 3, {"a": 1}, None)
-    assert {"python", "torch", "instrument", "pyarrow"} <= set(told["versions"])  # type: ignore[call-overload]
+    info = read(folder.path)
+    assert (info["status"], info["seed"], info["config"], info["ended"]) == ("running", 3, {"a": 1}, None)
+    assert {"python", "torch", "instrument", "pyarrow"} <= set(info["versions"])  # type: ignore[call-overload]
     folder.update(device="cpu")
     assert read(folder.path)["device"] == "cpu"
     folder.finish("failed", ValueError("no luck"))
-    told = read(folder.path)
-    assert (told["status"], told["error"]) == ("failed", "ValueError: no luck")
-    assert str(told["started"]) <= str(told["ended"])
+    info = read(folder.path)
+    assert (info["status"], info["error"]) == ("failed", "ValueError: no luck")
+    assert str(info["started"]) <= str(info["ended"])
     assert [file.name for file in folder.path.iterdir()] == ["run.json"]
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_folder_with_a_run_is_refused_and_unchanged(tmp_path: Path) -> None:
     RunFolder(tmp_path, name="first").finish("done")
     before = (tmp_path / "run.json").read_bytes()
-    with pytest.raises(ConfigError, match="none is ever overwritten"):
+    with pytest.raises(ConfigError, match="runs are never overwritten"):
         RunFolder(tmp_path, name="second")
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-def test_a_folder_with_other_files_in_it_may_be_used(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    refuse_taken(tmp_path, "out")
+    check_folder_is_free(tmp_path, "out")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_folder_that_another_process_tries_too_can_be_written(
+def test_writable_check_tolerates_a_concurrent_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touch = Path.touch
 
     def touched_by_two(file: Path) -> None:
         touch(file)
-        file.unlink()  # as the other one does
+        file.unlink()  # as another process would do
 
     monkeypatch.setattr(Path, "touch", touched_by_two)
-    refuse_taken(tmp_path, "out")
+    check_folder_is_free(tmp_path, "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
-        refuse_taken(tmp_path / "file" / "run", "out")
+    with pytest.raises(ConfigError, match="not writable: Not a directory"):
+        check_folder_is_free(tmp_path / "file" / "run", "out")
 
 
-def test_the_hash_is_of_what_a_configuration_says_whatever_the_order_of_its_keys() -> None:
+def test_config_hash_does_not_depend_on_the_order_of_keys() -> None:
     assert config_hash({"a": 1, "b": {"c": 2, "d": 3}}) == config_hash({"b": {"d": 3, "c": 2}, "a": 1})
     assert config_hash({"a": 1}) != config_hash({"a": 2})
     assert len(config_hash({})) == 16
 
 
-def test_the_revision_is_the_commit_and_whether_it_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_revision_is_the_commit_with_a_dirty_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_revision() is None
@@ -89,6 +90,6 @@ def test_the_revision_is_the_commit_and_whether_it_has_changes(tmp_path: Path, m
     assert git_revision() == f"{commit}-dirty"
 
 
-def test_where_there_is_no_git_there_is_no_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_revision_without_git_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert git_revision() is None

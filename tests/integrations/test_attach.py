@@ -1,4 +1,4 @@
-"""The hooks on a loop of one's own."""
+"""`instrument.attach` on a custom training loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fail(tensor: torch.Tensor, context: instrument.Context) -> torch.Tensor:
 
 
 class Loop:
-    """A model, an optimizer, and a training loop as a user has it."""
+    """A model, an optimizer and a custom training loop."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def hook_count(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     "form", ["mapping", "list", "section", "yaml", "yaml section", "yaml list", "objects", "object list"]
 )
-def test_specs_are_taken_in_every_form(loop: Loop, form: str, tmp_path: Path) -> None:
+def test_specs_are_accepted_in_every_form(loop: Loop, form: str, tmp_path: Path) -> None:
     file = tmp_path / "hooks.yaml"
     listed = [{"name": name, **spec} for name, spec in SPECS.items()]
     texts = {
@@ -91,14 +91,14 @@ def test_specs_are_taken_in_every_form(loop: Loop, form: str, tmp_path: Path) ->
     assert effects.groupby("step").norm_after.agg(lambda norms: (norms**2).sum() ** 0.5).max() < 0.01 * (1 + 1e-5)
 
 
-def test_in_memory_nothing_is_written(loop: Loop, workdir: Path) -> None:
+def test_attach_without_out_writes_no_files(loop: Loop, workdir: Path) -> None:
     with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer) as probe:
         loop.run(probe)
     assert list(probe.sink.frame("metrics").step) == [0, 1, 2]
     assert list(workdir.iterdir()) == []
 
 
-def test_out_leaves_a_run_that_can_be_loaded(loop: Loop, tmp_path: Path) -> None:
+def test_attach_with_out_writes_a_loadable_run(loop: Loop, tmp_path: Path) -> None:
     out = tmp_path / "runs" / "mine"
     with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=out, seed=4) as probe:
         assert json.loads((out / "run.json").read_text())["status"] == "running"
@@ -112,10 +112,10 @@ def test_out_leaves_a_run_that_can_be_loaded(loop: Loop, tmp_path: Path) -> None
     assert len(run.layers) == 3
 
 
-def test_a_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> None:
+def test_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> None:
     for attempt in (1, 2):
         if attempt == 2:
-            with pytest.raises(ConfigError, match="none is ever overwritten"):
+            with pytest.raises(ConfigError, match="runs are never overwritten"):
                 instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path).__enter__()
             continue
         with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path) as probe:
@@ -124,20 +124,20 @@ def test_a_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -
     assert hook_count(loop.model) == 0
 
 
-def test_recording_leaves_the_training_as_it_was_to_the_bit() -> None:
-    bare, watched = Loop(), Loop()
-    for batch in bare.data:
-        bare.optimizer.zero_grad()
-        bare.model(batch).square().mean().backward()
-        bare.optimizer.step()
-    with instrument.attach(watched.model, {"seen": SPECS["seen"]}) as probe:
-        watched.run(probe)
-    for a, b in zip(bare.model.parameters(), watched.model.parameters(), strict=True):
+def test_recording_leaves_training_bit_identical() -> None:
+    baseline, recorded = Loop(), Loop()
+    for batch in baseline.data:
+        baseline.optimizer.zero_grad()
+        baseline.model(batch).square().mean().backward()
+        baseline.optimizer.step()
+    with instrument.attach(recorded.model, {"seen": SPECS["seen"]}) as probe:
+        recorded.run(probe)
+    for a, b in zip(baseline.model.parameters(), recorded.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(("raised", "status"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
-def test_an_error_in_the_loop_is_passed_on_and_the_rows_are_kept(
+def test_error_in_the_loop_is_raised_and_rows_are_kept(
     loop: Loop, tmp_path: Path, raised: type[BaseException], status: str
 ) -> None:
     def broken() -> None:
@@ -155,15 +155,15 @@ def test_an_error_in_the_loop_is_passed_on_and_the_rows_are_kept(
         pd.read_parquet(tmp_path / "run" / table)
 
 
-def test_a_function_of_ones_own_that_fails_is_named_with_hook_kind_layer_and_step(loop: Loop, tmp_path: Path) -> None:
-    mine = {"layers": "1", "kind": "forward", "action": "modify", "fn": {"_target_": f"{__name__}.fail"}}
+def test_failing_hook_function_is_named_with_layer_and_step(loop: Loop, tmp_path: Path) -> None:
+    hook = {"layers": "1", "kind": "forward", "action": "modify", "fn": {"_target_": f"{__name__}.fail"}}
 
     def broken() -> None:
-        with instrument.attach(loop.model, {"mine": mine}, out=tmp_path / "run") as probe:
+        with instrument.attach(loop.model, {"mine": hook}, out=tmp_path / "run") as probe:
             loop.run(probe)
 
-    told = r"hook 'mine' \(forward\) on layer '1' at step 2 failed: ValueError: boom \(in .*test_attach\.py"
-    with pytest.raises(HookError, match=told):
+    message = r"hook 'mine' \(forward\) on layer '1' at step 2 failed: ValueError: boom \(in .*test_attach\.py"
+    with pytest.raises(HookError, match=message):
         broken()
     run = instrument.load(tmp_path / "run")
     assert run.info["status"] == "failed"
@@ -171,27 +171,27 @@ def test_a_function_of_ones_own_that_fails_is_named_with_hook_kind_layer_and_ste
 
 
 @pytest.mark.parametrize(
-    ("specs", "told"),
+    ("specs", "message"),
     [
         ("no_such.yaml", "specs: the file cannot be read: No such file"),
         ("bad.yaml", "specs: the file is not YAML"),
-        ("words.yaml", "hooks: has to be a mapping"),
+        ("words.yaml", "hooks: must be a mapping"),
         ({"a": {"layers": "nope", "kind": "forward", "action": "record"}}, r"hooks\.a\.layers: .* matches no module"),
         ({"a": {"layers": "0", "kind": "forwrd", "action": "record"}}, r"hooks\.a\.kind"),
-        ({"a": 3}, r"hooks\.a: has to be a mapping"),
-        (3, "hooks: has to be a mapping"),
+        ({"a": 3}, r"hooks\.a: must be a mapping"),
+        (3, "hooks: must be a mapping"),
     ],
 )
-def test_a_mistake_leaves_no_hook_and_no_folder(loop: Loop, workdir: Path, specs: Any, told: str) -> None:
+def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, specs: Any, message: str) -> None:
     Path("bad.yaml").write_text("a: {")
     Path("words.yaml").write_text("words")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         instrument.attach(loop.model, specs, optimizer=loop.optimizer, out="run").__enter__()
     assert hook_count(loop.model) == 0
     assert not Path("run").exists()
 
 
-def test_a_missing_optimizer_is_told_and_leaves_no_folder_in_the_way(loop: Loop, workdir: Path) -> None:
+def test_missing_optimizer_is_reported_and_leaves_no_folder(loop: Loop, workdir: Path) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: .*optimizer="):
         instrument.attach(loop.model, SPECS, out="run").__enter__()
     assert not Path("run").exists()
@@ -206,19 +206,19 @@ class WithSpare(nn.Module):
         return self.used(inputs)
 
 
-def test_what_did_not_fire_is_warned_of_when_the_block_is_left() -> None:
+def test_hooks_that_did_not_fire_are_warned_about_at_exit() -> None:
     model = WithSpare()
     hooks = {"seen": {"layers": "*", "kind": "forward", "action": "record"}}
     with pytest.warns(InstrumentWarning) as caught, instrument.attach(model, hooks) as probe:
         model(torch.zeros(1, 2))
         probe.end_step()
-    told = [str(warning.message) for warning in caught]
-    assert any("hook 'seen' (forward) fired 0 of 1 times on unused: the module was not called" in text for text in told)
-    assert any(text.startswith("hidden[0] (Linear) is kept in a plain Python list") for text in told)
-    assert len(told) == 2
+    messages = [str(warning.message) for warning in caught]
+    assert any("hook 'seen' (forward) fired 0 of 1 times on unused: the module was not called" in text for text in messages)
+    assert any(text.startswith("hidden[0] (Linear) is in a plain Python list") for text in messages)
+    assert len(messages) == 2
 
 
-def test_where_all_fires_nothing_is_warned_of() -> None:
+def test_full_coverage_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = nn.Linear(2, 2)
@@ -228,12 +228,12 @@ def test_where_all_fires_nothing_is_warned_of() -> None:
     assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(1, 1)]
 
 
-def test_a_folder_that_holds_a_run_is_named_by_the_argument(tmp_path: Path) -> None:
+def test_folder_with_a_run_is_reported_for_out(tmp_path: Path) -> None:
     spec = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
     model = nn.Linear(2, 2)
     for _ in range(2):
         with (
-            pytest.raises(ConfigError, match=r"out: there is a run in this folder already")
+            pytest.raises(ConfigError, match=r"out: the folder already contains a run")
             if (tmp_path / "run.json").exists()
             else contextlib.nullcontext(),
             instrument.attach(model, spec, out=tmp_path) as probe,

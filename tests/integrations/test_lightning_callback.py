@@ -1,4 +1,4 @@
-"""The hooks in Lightning's Trainer: accumulation, clipping, sanity validation, evaluations, an exception."""
+"""The callback for Lightning: accumulation, clipping, sanity check, evaluations and exceptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def installed() -> None:
 
 
 def module_of(fail_at: int | None = None) -> nn.Module:
-    from lit import Module
+    from lightning_models import Module
 
     return Module(fail_at)
 
@@ -63,7 +63,7 @@ def fit(module: nn.Module, callback: LightningCallback | None, **more: Any) -> N
         trainer.fit(module, DataLoader(data, 4), DataLoader(data, 8))
 
 
-def test_steps_micro_steps_clipping_and_evaluations_are_told_right() -> None:
+def test_steps_micro_steps_clipping_and_evaluations_are_recorded() -> None:
     callback = callback_of()
     fit(module_of(), callback, accumulate_grad_batches=2, gradient_clip_val=0.01)
     stats = callback.probe.sink.frame("stats")
@@ -74,21 +74,21 @@ def test_steps_micro_steps_clipping_and_evaluations_are_told_right() -> None:
     assert used.tolist() == pytest.approx([0.01] * 4, rel=1e-3)
     assert (raw > 0.02).all()
     evaluated = stats[stats.hook == "evaluated"]
-    assert evaluated.step.unique().tolist() == [4]  # none of the sanity check before training
+    assert evaluated.step.unique().tolist() == [4]  # without the sanity check before training
     assert evaluated.micro_step.unique().tolist() == [0, 1, 2, 3]
     assert not any(row["cause"] for row in callback.probe.coverage())
     assert len(callback.probe.sink.rows["metrics"]) == 4
 
 
-def test_recording_changes_no_weight() -> None:
-    bare, seen = module_of(), module_of()
-    fit(bare, None, accumulate_grad_batches=2, gradient_clip_val=0.01)
-    fit(seen, callback_of(), accumulate_grad_batches=2, gradient_clip_val=0.01)
-    for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
+def test_recording_keeps_weights_bit_identical() -> None:
+    baseline, recorded = module_of(), module_of()
+    fit(baseline, None, accumulate_grad_batches=2, gradient_clip_val=0.01)
+    fit(recorded, callback_of(), accumulate_grad_batches=2, gradient_clip_val=0.01)
+    for ours, theirs in zip(recorded.parameters(), baseline.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) -> None:
+def test_exception_removes_hooks_and_leaves_a_readable_run(tmp_path: Path) -> None:
     module = module_of(fail_at=3)
     with pytest.raises(ValueError, match="a bug of the user's"):
         fit(module, callback_of(out=tmp_path / "run"))
@@ -99,17 +99,17 @@ def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) 
     assert not any(parameter._backward_hooks for parameter in module.parameters())
 
 
-def test_each_of_several_optimizers_has_its_own_boundary() -> None:
+def test_several_optimizers_are_recorded_at_their_own_steps() -> None:
     hooks = {
         "gradient": {"layers": ["net.*", "critic"], "action": "record", "kind": "parameter_grad"},
         "update": {"layers": ["net.*", "critic"], "action": "record", "kind": "step_post", "role": "update"},
     }
-    from lit import Gan
+    from lightning_models import Gan
 
-    bare, seen, callback = Gan(), Gan(), callback_of(hooks)
-    fit(bare, None)
-    fit(seen, callback)
-    for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
+    baseline, recorded, callback = Gan(), Gan(), callback_of(hooks)
+    fit(baseline, None)
+    fit(recorded, callback)
+    for ours, theirs in zip(recorded.parameters(), baseline.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     counts = {(row["hook"], row["layer"]): (row["expected"], row["fired"]) for row in callback.probe.coverage()}
     for hook in hooks:

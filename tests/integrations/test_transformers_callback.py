@@ -1,4 +1,4 @@
-"""The hooks in Hugging Face's Trainer: accumulation, clipping, evaluations, an exception."""
+"""The callback for the Trainer of transformers: accumulation, clipping, evaluations and exceptions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def train(model: nn.Module, folder: Path, callback: TransformersCallback | None)
     transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
 
 
-def test_steps_micro_steps_clipping_and_evaluations_are_told_right(tmp_path: Path) -> None:
+def test_steps_micro_steps_clipping_and_evaluations_are_recorded(tmp_path: Path) -> None:
     with callback_of() as callback:
         train(model_of(), tmp_path, callback)
     stats = callback.probe.sink.frame("stats")
@@ -90,16 +90,16 @@ def test_steps_micro_steps_clipping_and_evaluations_are_told_right(tmp_path: Pat
     assert not any(row["cause"] for row in callback.probe.coverage())
 
 
-def test_recording_changes_no_weight(tmp_path: Path) -> None:
-    bare, seen = model_of(), model_of()
-    train(bare, tmp_path, None)
+def test_recording_keeps_weights_bit_identical(tmp_path: Path) -> None:
+    baseline, recorded = model_of(), model_of()
+    train(baseline, tmp_path, None)
     with callback_of() as callback:
-        train(seen, tmp_path, callback)
-    for ours, theirs in zip(seen.parameters(), bare.parameters(), strict=True):
+        train(recorded, tmp_path, callback)
+    for ours, theirs in zip(recorded.parameters(), baseline.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) -> None:
+def test_exception_removes_hooks_and_leaves_a_readable_run(tmp_path: Path) -> None:
     model = model_of(fail_at=4)
     with (
         pytest.raises(ValueError, match="a bug of the user's"),
@@ -113,7 +113,7 @@ def test_an_exception_leaves_no_hook_and_a_run_that_can_be_read(tmp_path: Path) 
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-def test_a_batch_encoding_is_counted_and_moved() -> None:
+def test_batch_encoding_is_counted_and_moved() -> None:
     from transformers import BatchEncoding
 
     batch = BatchEncoding({"input_ids": torch.zeros(4, 3), "labels": torch.zeros(4)})

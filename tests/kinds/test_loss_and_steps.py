@@ -1,4 +1,4 @@
-"""Kinds loss, parameter_grad_micro and step_pre, and the order in which all that act on one gradient do."""
+"""Kinds loss, parameter_grad_micro and step_pre, and the order of the actions on one gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instrument import Context, HookError, Probe
 
 
 class Loop:
-    """One linear layer, plain SGD, two micro-batches a step."""
+    """One linear layer, plain SGD, two micro-batches per step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -38,12 +38,12 @@ class Loop:
             probe.end_step()
 
 
-def own_gradients(scale: float = 1.0) -> list[Tensor]:
+def micro_batch_gradients(scale: float = 1.0) -> list[Tensor]:
     loop = Loop()
     found = []
     for batch in loop.batches:
         loop.optimizer.zero_grad()
-        (loop.micro(batch, None) * 0)  # the loss itself has been used
+        (loop.micro(batch, None) * 0)  # the loss itself has been used by backward()
         assert loop.model.weight.grad is not None
         found.append(loop.model.weight.grad.clone() * scale)
     return found
@@ -55,7 +55,7 @@ def attached(loop: Loop, hooks: dict[str, Any]) -> Probe:
     return probe
 
 
-def test_each_micro_batchs_own_gradient_and_the_sum_are_told_apart() -> None:
+def test_micro_batch_gradients_and_their_sum_are_distinct() -> None:
     loop = Loop()
     kinds = {
         kind: {"layers": ".", "params": "weight", "kind": kind, "action": "record", "tensors": True}
@@ -63,7 +63,7 @@ def test_each_micro_batchs_own_gradient_and_the_sum_are_told_apart() -> None:
     }
     probe = attached(loop, kinds)
     seen = {(row["hook"], row["micro_step"]): row["values"] for row in probe.sink.records("tensors")}
-    first, second = own_gradients()
+    first, second = micro_batch_gradients()
     assert torch.equal(seen["parameter_grad_micro", 0], first)
     assert torch.equal(seen["parameter_grad_micro", 1], second)
     assert torch.equal(seen["post_accumulate_grad", 1], first + second)
@@ -71,17 +71,17 @@ def test_each_micro_batchs_own_gradient_and_the_sum_are_told_apart() -> None:
     assert not any(row["cause"] for row in probe.coverage())
 
 
-def test_a_micro_batchs_gradient_is_changed_before_it_is_added() -> None:
+def test_micro_batch_gradient_is_changed_before_accumulation() -> None:
     loop = Loop()
     attached(
         loop, {"x": {"layers": ".", "params": "weight", "kind": "parameter_grad_micro", "action": "scale", "factor": 3}}
     )
-    first, second = own_gradients()
+    first, second = micro_batch_gradients()
     assert loop.model.weight.grad is not None
     torch.testing.assert_close(loop.model.weight.grad, 3 * first + 3 * second)
 
 
-def test_the_loss_is_seen_and_scaled() -> None:
+def test_loss_is_recorded_and_scaled() -> None:
     loop = Loop()
     hooks = {
         "seen": {"kind": "loss", "action": "record"},
@@ -93,32 +93,32 @@ def test_the_loss_is_seen_and_scaled() -> None:
     seen, after = ([row["mean"] for row in rows if row["hook"] == name] for name in ("seen", "after"))
     assert len(seen) == 2
     assert after == pytest.approx([2 * loss for loss in seen])
-    first, second = own_gradients(2.0)
+    first, second = micro_batch_gradients(2.0)
     assert loop.model.weight.grad is not None
     torch.testing.assert_close(loop.model.weight.grad, first + second)
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])
-def test_a_penalty_on_the_loss_has_the_gradient_that_its_hook_on_the_parameter_adds(norm: str) -> None:
+def test_loss_penalty_equals_the_parameter_gradient_penalty(norm: str) -> None:
     by_loss, by_hook = Loop(), Loop()
     penalty = {"layers": "**", "action": "modify", "fn": norm, "coefficient": 0.05}
     attached(by_loss, {"p": {**penalty, "kind": "loss"}})
     attached(by_hook, {"p": {**penalty, "kind": "parameter_grad_micro"}})
-    for ours, theirs in zip(by_loss.model.parameters(), by_hook.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, expected in zip(by_loss.model.parameters(), by_hook.model.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-def test_a_loss_that_is_not_handed_over_is_told() -> None:
+def test_loss_that_is_not_passed_to_the_probe_is_reported() -> None:
     loop = Loop()
     with instrument.attach(loop.model, {"seen": {"kind": "loss", "action": "record"}}) as probe:
         loop.micro(loop.batches[0], None)
         probe.end_step()
     assert [row["cause"] for row in probe.coverage()] == [
-        "the loss was not handed over: loss = probe.loss(loss) before loss.backward()"
+        "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
     ]
 
 
-def test_step_pre_sees_the_parameter_before_the_step_and_step_post_after_it() -> None:
+def test_step_pre_and_step_post_record_around_the_step() -> None:
     loop = Loop()
     before = loop.model.weight.detach().clone()
     base = {"layers": ".", "params": "weight", "role": "param", "action": "record", "tensors": True}
@@ -129,7 +129,7 @@ def test_step_pre_sees_the_parameter_before_the_step_and_step_post_after_it() ->
     assert not torch.equal(pre, post)
 
 
-def test_step_post_changes_the_optimizers_state() -> None:
+def test_step_post_changes_the_optimizer_state() -> None:
     loop = Loop()
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9)
     hook = {"layers": "**", "kind": "step_post", "role": "state.momentum_buffer", "action": "modify", "fn": "zero"}
@@ -143,28 +143,28 @@ def failing(tensor: Tensor, context: Context) -> Tensor:
     return tensor * 2
 
 
-def test_a_function_that_fails_on_the_way_leaves_no_gradient_half_changed() -> None:
+def test_failing_function_leaves_all_gradients_unchanged() -> None:
     loop = Loop()
     function = {"_target_": f"{__name__}.failing"}
     hook = {"layers": "**", "kind": "parameter_grad", "action": "modify", "fn": function}
     weight = loop.model.weight.detach().clone()
     with pytest.raises(HookError, match=r"hook 'mine' \(parameter_grad\) on layer '.', param_grad 'bias' at step 0"):
         attached(loop, {"mine": hook})
-    first, second = own_gradients()
+    first, second = micro_batch_gradients()
     assert loop.model.weight.grad is not None
     assert torch.equal(loop.model.weight.grad, first + second)
     assert torch.equal(loop.model.weight, weight)
 
 
 @pytest.mark.parametrize(("prepend", "order"), [(False, ["theirs", "ours"]), (True, ["ours", "theirs"])])
-def test_prepend_puts_a_hook_before_those_that_are_there(prepend: bool, order: list[str]) -> None:
+def test_prepend_puts_a_hook_before_existing_ones(prepend: bool, order: list[str]) -> None:
     calls = []
     model = nn.Linear(2, 2)
     model.register_forward_hook(lambda *_: calls.append("theirs"))
     model.register_forward_hook(lambda *_: None)
-    global note
-    note = lambda: calls.append("ours")  # noqa: E731
-    function = {"_target_": f"{__name__}.noting"}
+    global append_call
+    append_call = lambda: calls.append("ours")  # noqa: E731
+    function = {"_target_": f"{__name__}.record_call"}
     hook = {"layers": ".", "kind": "forward", "prepend": prepend, "action": "modify", "fn": function}
     with instrument.attach(model, {"ours": hook}) as probe:
         model(torch.zeros(1, 2))
@@ -172,12 +172,12 @@ def test_prepend_puts_a_hook_before_those_that_are_there(prepend: bool, order: l
     assert calls == order
 
 
-def noting(tensor: Tensor, context: Context) -> Tensor:
-    note()
+def record_call(tensor: Tensor, context: Context) -> Tensor:
+    append_call()
     return tensor.clone()
 
 
-def test_several_losses_of_one_step_are_told_apart_by_call() -> None:
+def test_several_losses_of_one_step_have_call_numbers() -> None:
     model = nn.Linear(2, 1)
     with instrument.attach(model, {"loss": {"kind": "loss", "action": "record", "stats": ["mean"]}}) as probe:
         for value in (1.0, 2.0):

@@ -1,4 +1,4 @@
-"""forward_pre, forward, and the order in which several specs act at one module."""
+"""Kinds forward_pre and forward, nested values, calls, schedules, and the order of several specs at one module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scale(kind: str, factor: float, layers: str = ".", **more: Any) -> dict[str,
 
 
 def run(model: nn.Module, specs: Any, *args: Any, backward: bool = False, **kwargs: Any) -> tuple[Any, Any]:
-    """One step of a model; its output and the sink."""
+    """Run one step of a model and return its output and the sink."""
     with instrument.attach(model, specs) as probe:
         output = model(*args, **kwargs)
         if backward:
@@ -33,10 +33,10 @@ def run(model: nn.Module, specs: Any, *args: Any, backward: bool = False, **kwar
     return output, probe.sink
 
 
-# ------------------------------------------------------------------------------------------------ what they see
+# ---------------------------------------------------------------------------------------------- recorded values
 
 
-def test_forward_hooks_see_what_pytorchs_own_see() -> None:
+def test_forward_hooks_record_what_pytorch_hooks_see() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Softmax(1))
     wanted: dict[tuple[str, str], Tensor] = {}
     batch = torch.randn(2, 3)
@@ -64,7 +64,7 @@ def test_forward_hooks_see_what_pytorchs_own_see() -> None:
     }
 
 
-def test_what_was_seen_is_kept_though_it_is_overwritten_in_place() -> None:
+def test_recorded_tensor_survives_in_place_overwrite() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     batch = torch.randn(4, 3)
     before = model[0](batch)
@@ -74,7 +74,7 @@ def test_what_was_seen_is_kept_though_it_is_overwritten_in_place() -> None:
     assert sink.records("stats")[0]["min"] == before.min().item()
 
 
-def test_an_input_changed_in_place_is_seen_before_by_the_pre_hook_and_after_by_the_forward_hook() -> None:
+def test_in_place_input_is_recorded_before_and_after() -> None:
     specs = {"pre": record("forward_pre"), "after": record("forward", role="input")}
     _, sink = run(nn.ReLU(inplace=True), specs, torch.tensor([-1.0, 2.0]))
     seen = {row["hook"]: row["values"].tolist() for row in sink.records("tensors")}
@@ -86,7 +86,7 @@ def test_an_input_changed_in_place_is_seen_before_by_the_pre_hook_and_after_by_t
 
 @pytest.fixture
 def chain() -> nn.Sequential:
-    """Two linear maps: y = w1 * w0 * x, by 5 and by 2."""
+    """Two linear maps, by 2 and by 5: y = w1 * w0 * x."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     nn.init.constant_(model[0].weight, 2.0)
     nn.init.constant_(model[1].weight, 5.0)
@@ -117,7 +117,7 @@ def chain() -> nn.Sequential:
     ],
     ids=str,
 )
-def test_an_intervention_gives_the_hand_computed_output_and_gradients(
+def test_intervention_gives_the_expected_output_and_gradients(
     chain: nn.Sequential, spec: dict[str, Any], output: float, gradients: tuple[float, float]
 ) -> None:
     given, sink = run(chain, {"h": spec}, torch.tensor([[7.0]]), backward=True)
@@ -135,7 +135,7 @@ ADD = {"action": "modify", "fn": {"_target_": f"{__name__}.add_one"}}
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"])
 @pytest.mark.parametrize("first", ["scale", "add"])
-def test_specs_at_one_place_act_in_the_order_written_and_see_each_others_work(kind: str, first: str) -> None:
+def test_specs_at_one_module_act_in_the_written_order(kind: str, first: str) -> None:
     both = {"scale": scale(kind, 3.0), "add": {"layers": ".", "kind": kind, **ADD}}
     order = [first, *(name for name in both if name != first)]
     specs = {"before": record(kind), order[0]: both[order[0]], "between": record(kind), order[1]: both[order[1]]}
@@ -152,7 +152,7 @@ def test_specs_at_one_place_act_in_the_order_written_and_see_each_others_work(ki
         assert torch.equal(seen["after"], x.grad)
 
 
-def test_full_backward_sees_the_gradient_as_those_before_it_left_it() -> None:
+def test_full_backward_sees_the_gradient_after_earlier_hooks() -> None:
     specs = {
         "seen": record("full_backward", role="grad_output"),
         "arrives": scale("full_backward_pre", 2.0),
@@ -164,7 +164,7 @@ def test_full_backward_sees_the_gradient_as_those_before_it_left_it() -> None:
     assert x.grad.item() == 10.0
 
 
-def test_integer_tensors_are_recorded_and_left_alone_by_interventions() -> None:
+def test_interventions_skip_integer_tensors() -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x.argmax(-1)
@@ -189,7 +189,7 @@ class Result:
 
 
 class ModelOutput(OrderedDict):
-    """As in transformers: a mapping whose entries are attributes too."""
+    """As in transformers: a mapping whose entries are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -237,7 +237,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_every_tensor_of_a_nested_output_has_a_row_with_its_path(name: str) -> None:
+def test_every_tensor_of_a_nested_output_has_a_row(name: str) -> None:
     make, paths = VALUES[name]
     x = torch.randn(3, 2)
     kept: list[Any] = []
@@ -248,11 +248,11 @@ def test_every_tensor_of_a_nested_output_has_a_row_with_its_path(name: str) -> N
     assert rows.keys() == paths.keys()
     if name != "return type":
         assert all(torch.equal(rows[path], times * x) for path, times in paths.items())
-    assert output is kept[0], "looking gives the very same object back"
+    assert output is kept[0], "recording returns the same object"
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_nested_output_is_changed_and_keeps_its_type(name: str) -> None:
+def test_intervention_keeps_the_type_of_a_nested_output(name: str) -> None:
     make, paths = VALUES[name]
     x = torch.randn(3, 2, requires_grad=True)
     plain = make(x)
@@ -265,14 +265,14 @@ def test_a_nested_output_is_changed_and_keeps_its_type(name: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "changed"), [("logits", [10, 1]), ("states.*", [1, 10]), ("**", [10, 10])])
-def test_path_picks_inside_a_nested_output(path: str, changed: list[int]) -> None:
+def test_path_selects_inside_a_nested_output(path: str, changed: list[int]) -> None:
     x = torch.ones(2)
     output, sink = run(Returns(lambda x: Result(x, "n", (x,))), {"h": scale("forward", 10.0, path=path)}, x)
     assert [output.logits[0].item(), output.states[0][0].item()] == changed
     assert len(sink.rows["effects"]) == sum(factor == 10 for factor in changed)
 
 
-def test_gradients_of_a_nested_output_have_rows_with_their_paths_and_path_picks() -> None:
+def test_gradients_of_a_nested_output_have_paths() -> None:
     model = Returns(lambda x: Result(x * 1, "n", (2 * x, 3 * x)))
     x = torch.ones(2, requires_grad=True)
     specs = {"all": record("full_backward_pre"), "one": scale("full_backward_pre", 10.0, path="states.1")}
@@ -291,7 +291,7 @@ class Named(nn.Module):
         return x if mask is None else x * mask
 
 
-def test_arguments_given_by_name_are_seen_and_changed() -> None:
+def test_keyword_arguments_are_recorded_and_changed() -> None:
     x, mask = torch.ones(2, requires_grad=True), torch.full((2,), 2.0)
     specs = {
         "seen": record("forward_pre"),
@@ -309,7 +309,7 @@ def test_arguments_given_by_name_are_seen_and_changed() -> None:
     ]
 
 
-def test_a_path_that_is_not_there_is_told_in_the_coverage() -> None:
+def test_path_without_tensor_is_reported_in_coverage() -> None:
     _, sink = run(Returns(lambda x: (x, x)), {"h": record("forward", path="logits")}, torch.ones(1))
     (row,) = sink.records("coverage")
     assert (row["expected"], row["fired"]) == (1, 0)
@@ -318,14 +318,14 @@ def test_a_path_that_is_not_there_is_told_in_the_coverage() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "words", {}, ()], ids=repr)
-def test_an_output_without_a_tensor_is_told_in_the_coverage(value: Any) -> None:
+def test_output_without_tensor_is_reported_in_coverage(value: Any) -> None:
     output, sink = run(Returns(lambda x: value), {"h": record("forward"), "g": record("tensor")}, torch.ones(1))
     assert output == value
     assert all((row["fired"], row["cause"]) != (1, "") for row in sink.records("coverage"))
     assert all("no tensor" in row["cause"] for row in sink.records("coverage"))
 
 
-# ------------------------------------------------------------------------------------------------ calls and turns
+# ------------------------------------------------------------------------------------------ calls and micro steps
 
 
 class Thrice(nn.Module):
@@ -338,7 +338,7 @@ class Thrice(nn.Module):
         return self.alias(self.shared(self.shared(x)))
 
 
-def test_calls_are_numbered_and_the_backward_calls_match_the_forward_ones() -> None:
+def test_backward_calls_match_the_forward_calls() -> None:
     model = Thrice()
     x = torch.randn(1, 2, requires_grad=True)
     wanted = {}
@@ -360,7 +360,7 @@ def test_calls_are_numbered_and_the_backward_calls_match_the_forward_ones() -> N
     assert {(row["layer"], row["expected"], row["fired"]) for row in sink.records("coverage")} == {("shared", 3, 3)}
 
 
-def test_call_numbers_start_anew_with_each_micro_step_and_micro_steps_with_each_step() -> None:
+def test_call_and_micro_step_numbers_restart() -> None:
     model = Thrice()
     with instrument.attach(model, {"h": record("forward", "shared"), "g": record("full_backward", "shared")}) as probe:
         for _ in range(2):
@@ -375,7 +375,7 @@ def test_call_numbers_start_anew_with_each_micro_step_and_micro_steps_with_each_
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(18, 18), (18, 18)]
 
 
-def test_two_calls_of_the_model_in_one_step_are_told_apart_by_call() -> None:
+def test_two_calls_of_the_model_in_one_step_are_numbered() -> None:
     model = nn.Linear(2, 2)
     with instrument.attach(model, {"h": record("forward")}) as probe:
         for _ in range(2):
@@ -387,15 +387,15 @@ def test_two_calls_of_the_model_in_one_step_are_told_apart_by_call() -> None:
 
 # ------------------------------------------------------------------------------------------------ schedule
 
-seen_by_count: list[tuple[str, int, str]] = []
+counted_calls: list[tuple[str, int, str]] = []
 
 
 def count(tensor: Tensor, context: instrument.Context) -> Tensor:
-    seen_by_count.append((context.hook, context.step, context.moment.phase))
+    counted_calls.append((context.hook, context.step, context.moment.phase))
     return tensor * 1
 
 
-COUNT = {"action": "modify", "fn": {"_target_": f"{__name__}.count"}}
+COUNTING = {"action": "modify", "fn": {"_target_": f"{__name__}.count"}}
 MODULE_KINDS = ["forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"]
 ALL_KINDS = [*MODULE_KINDS, "parameter_grad", "post_accumulate_grad", "step_post"]
 
@@ -412,14 +412,14 @@ ALL_KINDS = [*MODULE_KINDS, "parameter_grad", "post_accumulate_grad", "step_post
     ids=str,
 )
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_an_action_is_called_in_the_steps_that_it_is_due_in_and_in_no_other(
+def test_action_runs_at_the_scheduled_steps_only(
     kind: str, schedule: dict[str, Any], steps: list[int]
 ) -> None:
-    seen_by_count.clear()
+    counted_calls.clear()
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instrument.attach(
-        model, {"h": {"layers": ".", "kind": kind, **COUNT, **schedule}}, optimizer=optimizer
+        model, {"h": {"layers": ".", "kind": kind, **COUNTING, **schedule}}, optimizer=optimizer
     ) as probe:
         for _ in range(6):
             model(torch.ones(1, 2, requires_grad=True)).sum().backward()
@@ -427,15 +427,15 @@ def test_an_action_is_called_in_the_steps_that_it_is_due_in_and_in_no_other(
             probe.end_step()
             with probe.evaluating():
                 model(torch.ones(1, 2, requires_grad=True))
-    assert seen_by_count == [("h", step, "train") for step in steps]
+    assert counted_calls == [("h", step, "train") for step in steps]
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"], row["cause"]) == (len(steps), len(steps), "")
 
 
-def test_an_evaluation_bears_the_number_of_the_steps_done_before_it() -> None:
-    seen_by_count.clear()
+def test_evaluation_has_the_number_of_completed_steps() -> None:
+    counted_calls.clear()
     model = nn.Linear(2, 1)
-    specs = {"e": {"layers": ".", "kind": "forward", "phase": "eval", "every": 2, **COUNT}}
+    specs = {"e": {"layers": ".", "kind": "forward", "phase": "eval", "every": 2, **COUNTING}}
     with instrument.attach(model, specs) as probe:
         for _ in range(4):
             model(torch.ones(1, 2))
@@ -444,12 +444,12 @@ def test_an_evaluation_bears_the_number_of_the_steps_done_before_it() -> None:
                 for _ in range(2):
                     model(torch.ones(1, 2))
                     probe.end_micro_step()
-    assert seen_by_count == [("e", step, "eval") for step in (2, 2, 4, 4)]
+    assert counted_calls == [("e", step, "eval") for step in (2, 2, 4, 4)]
     rows = [(row["step"], row["micro_step"], row["phase"]) for row in probe.sink.records("effects")]
     assert rows == [(2, 0, "eval"), (2, 1, "eval"), (4, 0, "eval"), (4, 1, "eval")]
 
 
-def test_a_hook_that_is_not_due_puts_nothing_on_the_graph() -> None:
+def test_unscheduled_hook_adds_nothing_to_the_graph() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     specs = {kind: {"layers": "**", "kind": kind, "action": "record", "start": 1} for kind in MODULE_KINDS}
     outputs: list[Tensor] = []
@@ -460,21 +460,21 @@ def test_a_hook_that_is_not_due_puts_nothing_on_the_graph() -> None:
         for _ in range(2):
             model(torch.ones(1, 2, requires_grad=True))
             probe.end_step()
-    idle, due = outputs[0], outputs[1]
-    assert idle._backward_hooks is None
-    assert handed[0] is idle
-    assert due._backward_hooks
+    unscheduled, scheduled = outputs[0], outputs[1]
+    assert unscheduled._backward_hooks is None
+    assert handed[0] is unscheduled
+    assert scheduled._backward_hooks
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_model_in_eval_mode_is_hooked_as_one_in_training_mode(training: bool) -> None:
+def test_hooks_fire_in_train_and_eval_mode(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).train(training)
     with torch.no_grad():
         _, sink = run(layer, {"h": record("forward", exclude="self_attn.out_proj")}, torch.randn(1, 3, 4))
     assert {row["cause"] for row in sink.records("coverage")} == {""}
 
 
-def test_hooks_of_somebody_else_see_what_ours_gave_when_they_came_later() -> None:
+def test_later_hook_of_other_code_sees_the_changed_output() -> None:
     model = nn.Identity()
     seen: list[float] = []
     with instrument.attach(model, {"h": scale("forward", 2.0)}):
@@ -484,7 +484,7 @@ def test_hooks_of_somebody_else_see_what_ours_gave_when_they_came_later() -> Non
 
 
 @pytest.mark.parametrize("always_call", [True, False])
-def test_always_call_calls_a_hook_though_one_before_it_raised(always_call: bool) -> None:
+def test_always_call_runs_after_another_hook_raised(always_call: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
 
     def raising(*_: Any) -> None:
@@ -496,7 +496,7 @@ def test_always_call_calls_a_hook_though_one_before_it_raised(always_call: bool)
         with pytest.raises(KeyError, match="another's"):
             model(batch)
         probe.end_step()
-        model[0]._forward_hooks.popitem(last=False)  # theirs: from now on all is well
+        model[0]._forward_hooks.popitem(last=False)  # remove the failing hook
         model(batch)
         probe.end_step()
     wanted = nn.functional.linear(batch, model[0].weight, model[0].bias)
@@ -505,7 +505,7 @@ def test_always_call_calls_a_hook_though_one_before_it_raised(always_call: bool)
     assert all(torch.equal(row["values"], wanted) for row in rows)
 
 
-def test_always_call_after_a_module_that_raised_has_nothing_to_see_and_says_so() -> None:
+def test_always_call_after_a_failed_module_reports_the_cause() -> None:
     class Failing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no")

@@ -1,4 +1,4 @@
-"""`via: module`: PyTorch's own module hooks."""
+"""`via: module`: PyTorch's module hooks."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ class Net(nn.Module):
 
 
 def specs(via: str) -> dict[str, dict[str, Any]]:
-    places = [("full_backward", "grad_input"), ("full_backward", "grad_output"), ("full_backward_pre", "grad_output")]
+    hook_points = [("full_backward", "grad_input"), ("full_backward", "grad_output"), ("full_backward_pre", "grad_output")]
     every = {"layers": "**", "action": "record", "stats": "none", "tensors": True, "via": via}
-    return {f"{kind}_{role}": {**every, "kind": kind, "role": role} for kind, role in places}
+    return {f"{kind}_{role}": {**every, "kind": kind, "role": role} for kind, role in hook_points}
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("needs_gradient", [True, False])
-def test_pytorchs_hooks_give_what_the_tensor_hooks_give(needs_gradient: bool) -> None:
+def test_module_hooks_equal_tensor_hooks(needs_gradient: bool) -> None:
     model, batch = Net(), torch.randn(4, 3)
-    seen, ledgers = {}, {}
+    seen, coverage = {}, {}
     for via in ("tensor", "module"):
         with instrument.attach(copy.deepcopy(model), specs(via)) as probe:
             probe.plan.layers.model(batch.clone().requires_grad_(needs_gradient)).backward()
             probe.end_step()
         rows = probe.sink.records("tensors")
         seen[via] = {(row["hook"], row["layer"], row["path"], row["call"]): row["values"] for row in rows}
-        ledgers[via] = [(row["hook"], row["layer"], row["expected"], row["fired"]) for row in probe.coverage()]
+        coverage[via] = [(row["hook"], row["layer"], row["expected"], row["fired"]) for row in probe.coverage()]
         assert len(seen[via]) == len(rows)
         assert probe.sink.rows["events"] == []
     assert seen["tensor"].keys() == seen["module"].keys()
     assert all(torch.equal(seen["tensor"][key], seen["module"][key]) for key in seen["tensor"])
     assert ("full_backward_grad_output", "two", "1", 0) in seen["module"]
-    assert ledgers["tensor"] == ledgers["module"]
+    assert coverage["tensor"] == coverage["module"]
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
 @pytest.mark.parametrize(
     "tail", [nn.ReLU(inplace=True), nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))], ids=["relu", "nested"]
 )
-def test_an_operation_in_place_is_told_with_hook_kind_step_and_layers(kind: str, tail: nn.Module) -> None:
+def test_in_place_operation_is_reported_with_its_location(kind: str, tail: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(3, 3), tail)
     spec = {"layers": "**", "kind": kind, "action": "record", "via": "module", "start": 1}
 
@@ -80,7 +80,7 @@ def test_an_operation_in_place_is_told_with_hook_kind_step_and_layers(kind: str,
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_another_runtime_error_is_left_as_it_is() -> None:
+def test_other_runtime_errors_are_unchanged() -> None:
     spec = {"layers": ".", "kind": "full_backward", "action": "record", "via": "module"}
 
     def train() -> None:
@@ -91,21 +91,21 @@ def test_another_runtime_error_is_left_as_it_is() -> None:
         train()
 
 
-def test_nothing_is_registered_in_a_step_that_is_not_due() -> None:
+def test_unscheduled_step_registers_no_hooks() -> None:
     model = nn.Linear(2, 2)
     spec = {"layers": ".", "kind": "full_backward", "action": "record", "via": "module", "every": 2, "start": 1}
-    there = []
+    registered = []
     with instrument.attach(model, {"h": spec}) as probe:
         for _ in range(4):
-            there.append(len(model._backward_hooks) + len(model._backward_pre_hooks) + len(model._forward_hooks))
+            registered.append(len(model._backward_hooks) + len(model._backward_pre_hooks) + len(model._forward_hooks))
             model(torch.ones(1, 2, requires_grad=True)).sum().backward()
             probe.end_step()
-    assert there == [0, 3, 0, 3]
+    assert registered == [0, 3, 0, 3]
     assert [row["step"] for row in probe.sink.records("stats")] == [1, 3]
 
 
 @pytest.mark.parametrize("output", [{"a": None}, [None]], ids=["dict", "list"])
-def test_an_output_that_pytorch_does_not_look_into_is_told_in_the_coverage(output: Any) -> None:
+def test_output_ignored_by_pytorch_is_reported_in_coverage(output: Any) -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return {"a": x * 2} if isinstance(output, dict) else [x * 2]

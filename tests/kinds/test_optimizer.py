@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, specs: Any, steps:
     return probe
 
 
-def test_what_is_there_after_the_step_is_seen_to_the_bit() -> None:
+def test_step_post_records_are_bit_identical() -> None:
     model, before = net(), net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     roles = ["param", "param_grad", "update", "state.exp_avg", "state.exp_avg_sq", "state.step"]
@@ -55,16 +55,16 @@ def test_what_is_there_after_the_step_is_seen_to_the_bit() -> None:
     }
 
 
-def test_the_update_is_minus_lr_times_the_gradient_for_plain_sgd() -> None:
+def test_update_of_plain_sgd_is_minus_lr_times_gradient() -> None:
     model = net()
-    places = {role: {"layers": "0", "params": "bias", "role": role, **RECORD} for role in ("update", "param_grad")}
-    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), places)
+    specs = {role: {"layers": "0", "params": "bias", "role": role, **RECORD} for role in ("update", "param_grad")}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), specs)
     rows = {(row["hook"], row["step"]): row["values"] for row in probe.sink.records("tensors")}
     for step in range(2):
         torch.testing.assert_close(rows["update", step], -0.1 * rows["param_grad", step])
 
 
-def test_an_intervention_changes_the_parameter_after_its_update() -> None:
+def test_step_post_intervention_changes_the_updated_parameter() -> None:
     model, plain = net(), net()
     clip = {"layers": "0", "params": "weight", "kind": "step_post", "action": "clip", "value": 0.1}
     probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), {"box": clip}, steps=1)
@@ -79,13 +79,13 @@ def test_an_intervention_changes_the_parameter_after_its_update() -> None:
     assert changed > 0
 
 
-def test_specs_at_the_step_act_in_the_order_written() -> None:
+def test_specs_at_step_post_act_in_the_written_order() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
-    place = {"layers": ".", "kind": "step_post"}
+    base = {"layers": ".", "kind": "step_post"}
     specs = {
-        "cap": {**place, "action": "clip", "max": 4.0},
-        "half": {**place, "action": "scale", "factor": 0.5},
+        "cap": {**base, "action": "clip", "max": 4.0},
+        "half": {**base, "action": "scale", "factor": 0.5},
         "seen": {"layers": ".", **RECORD},
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -105,7 +105,7 @@ def test_specs_at_the_step_act_in_the_order_written() -> None:
         (torch.optim.Muon, "state.momentum", "state.momentum_buffer"),
     ],
 )
-def test_a_state_that_the_optimizer_does_not_keep_is_refused_before_step_0(make: Any, role: str, allowed: str) -> None:
+def test_unknown_optimizer_state_is_refused_before_step_0(make: Any, role: str, allowed: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
     random_state = torch.get_rng_state()
     optimizer = make(model.parameters(), lr=0.1)
@@ -114,8 +114,8 @@ def test_a_state_that_the_optimizer_does_not_keep_is_refused_before_step_0(make:
         instrument.attach(model, {"h": {"layers": "0", "role": role, **RECORD}}, optimizer=optimizer),
     ):
         pass
-    assert f"hooks.h.role: {make.__name__} keeps no such state as it is set up" in str(refused.value)
-    assert f"written  {role}" in str(refused.value)
+    assert f"hooks.h.role: {make.__name__} keeps no such state with its current options" in str(refused.value)
+    assert f"given    {role}" in str(refused.value)
     assert f"allowed  {allowed}" in str(refused.value)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not optimizer.state
@@ -133,7 +133,7 @@ def test_a_state_that_the_optimizer_does_not_keep_is_refused_before_step_0(make:
         (torch.optim.ASGD, "eta"),
     ],
 )
-def test_any_optimizers_state_is_seen(make: Any, role: str) -> None:
+def test_state_of_any_optimizer_is_recorded(make: Any, role: str) -> None:
     model = net()
     optimizer = make(model.parameters())
     probe = train(
@@ -143,24 +143,24 @@ def test_any_optimizers_state_is_seen(make: Any, role: str) -> None:
     assert torch.equal(row["values"].double().view(-1), optimizer.state[model[0].weight][role].double().view(-1))
 
 
-def test_a_parameter_without_a_gradient_has_no_state_and_coverage_says_so() -> None:
+def test_parameter_without_gradient_has_no_optimizer_state() -> None:
     model = net()
     unused = nn.Linear(2, 2)
     model.register_module("unused", unused)
     model.forward = lambda x: model[2](model[1](model[0](x)))
     optimizer = torch.optim.Adam(model.parameters())
     probe = train(model, optimizer, {"h": {"layers": ["0", "unused"], "role": "state.exp_avg", **RECORD}})
-    ledger = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
-    assert ledger == {"0": (2, 2, ""), "unused": (2, 0, NO_STATE)}
+    coverage = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert coverage == {"0": (2, 2, ""), "unused": (2, 0, NO_STATE)}
 
 
-def test_frozen_parameters_have_values_and_no_gradient() -> None:
+def test_frozen_parameters_have_values_but_no_gradient() -> None:
     model = net()
     model[0].requires_grad_(False)
-    places = {role: {"layers": "*", "types": "Linear", "role": role, **RECORD} for role in ("param", "param_grad")}
-    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), places, steps=1)
-    ledger = {(row["hook"], row["layer"], row["path"]): (row["fired"], row["cause"]) for row in probe.coverage()}
-    assert ledger["param", "0", "weight"] == (1, "")
-    assert ledger["param_grad", "0", "weight"][0] == 0
-    assert ledger["param_grad", "0", "weight"][1]
-    assert ledger["param_grad", "2", "weight"] == (1, "")
+    specs = {role: {"layers": "*", "types": "Linear", "role": role, **RECORD} for role in ("param", "param_grad")}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), specs, steps=1)
+    coverage = {(row["hook"], row["layer"], row["path"]): (row["fired"], row["cause"]) for row in probe.coverage()}
+    assert coverage["param", "0", "weight"] == (1, "")
+    assert coverage["param_grad", "0", "weight"][0] == 0
+    assert coverage["param_grad", "0", "weight"][1]
+    assert coverage["param_grad", "2", "weight"] == (1, "")

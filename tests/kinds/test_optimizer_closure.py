@@ -1,4 +1,4 @@
-"""An optimizer that is given a closure: its gradients are there when the closure has run, each time that it does."""
+"""Optimizers with a closure: gradients exist after each run of the closure."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ KEEP = {"layers": ".", "params": "weight", "action": "record", "stats": "none", 
 
 
 def train(make: Callable[[Any], torch.optim.Optimizer], specs: Any, by_name: bool = False) -> tuple[Any, Any, Any]:
-    """Two steps of a small regression; the probe, what each call of the closure left, and the model."""
+    """Run two steps of a small regression; return the probe, the gradient after each closure call, and the model."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     inputs, targets = torch.randn(16, 3), torch.randn(16, 1)
     optimizer = make(model.parameters())
-    left: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = (model(inputs) - targets).square().mean()
         loss.backward()
-        left.append(model.weight.grad.clone())
+        gradients.append(model.weight.grad.clone())
         return loss
 
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for _ in range(2):
             optimizer.step(closure=closure) if by_name else optimizer.step(closure)
             probe.end_step()
-    return probe, left, model
+    return probe, gradients, model
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
 @pytest.mark.parametrize(("kind", "role"), [("parameter_grad", "param_grad"), ("step_pre", "param_grad")])
-def test_each_gradient_of_lbfgs_is_seen_and_numbered(kind: str, role: str, by_name: bool) -> None:
-    probe, left, _ = train(
+def test_every_lbfgs_gradient_is_recorded_and_numbered(kind: str, role: str, by_name: bool) -> None:
+    probe, gradients, _ = train(
         lambda parameters: torch.optim.LBFGS(parameters, max_iter=4),
         {"g": {**KEEP, "kind": kind, "role": role}},
         by_name,
     )
     rows = probe.sink.records("tensors")
-    assert len(rows) == len(left) > 4
-    assert all(torch.equal(row["values"], wanted) for row, wanted in zip(rows, left, strict=True))
+    assert len(rows) == len(gradients) > 4
+    assert all(torch.equal(row["values"], wanted) for row, wanted in zip(rows, gradients, strict=True))
     first = [row["call"] for row in rows if row["step"] == 0]
     assert first == list(range(len(first)))
     assert not probe.warnings
 
 
-def test_what_is_changed_behind_a_closure_is_what_the_optimizer_uses() -> None:
+def test_gradient_changed_after_a_closure_reaches_the_optimizer() -> None:
     scale = {"half": {"layers": ".", "kind": "parameter_grad", "action": "scale", "factor": 0.5}}
     _, _, halved = train(lambda parameters: torch.optim.SGD(parameters, lr=0.2), scale)
     _, _, wanted = train(lambda parameters: torch.optim.SGD(parameters, lr=0.1), {})
@@ -60,7 +60,7 @@ def test_what_is_changed_behind_a_closure_is_what_the_optimizer_uses() -> None:
     assert torch.equal(halved.bias, wanted.bias)
 
 
-def test_the_parameter_at_step_pre_is_the_one_before_the_closure() -> None:
+def test_step_pre_records_the_parameter_before_the_closure() -> None:
     probe, _, _ = train(
         lambda parameters: torch.optim.LBFGS(parameters, max_iter=2),
         {

@@ -1,4 +1,4 @@
-"""parameter_grad and post_accumulate_grad."""
+"""Kinds parameter_grad and post_accumulate_grad."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batches(count: int = 3) -> list[Tensor]:
 
 
 def accumulate(model: nn.Module, specs: Any, *, steps: int = 2, lr: float = 0.1, **options: Any) -> instrument.Probe:
-    """Steps of three micro-batches each."""
+    """Run steps of three micro-batches each."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for _ in range(steps):
@@ -39,7 +39,7 @@ def accumulate(model: nn.Module, specs: Any, *, steps: int = 2, lr: float = 0.1,
     return probe
 
 
-def test_post_accumulate_grad_sees_the_running_sum_as_pytorchs_own_hook_does() -> None:
+def test_post_accumulate_grad_records_the_running_sum() -> None:
     model = net()
     reference = copy.deepcopy(model)
     wanted: dict[str, list[Tensor]] = {}
@@ -58,7 +58,7 @@ def test_post_accumulate_grad_sees_the_running_sum_as_pytorchs_own_hook_does() -
     assert {(row["expected"], row["fired"]) for row in probe.coverage()} == {(6, 6)}
 
 
-def test_parameter_grad_sees_what_the_optimizer_will_use_once_a_step_in_its_last_micro_step() -> None:
+def test_parameter_grad_records_the_accumulated_gradient() -> None:
     model = net()
     probe = accumulate(model, {"h": {"layers": "*", "types": "Linear", "kind": "parameter_grad", **RECORD}}, steps=1)
     reference = net()
@@ -73,7 +73,7 @@ def test_parameter_grad_sees_what_the_optimizer_will_use_once_a_step_in_its_last
 
 @pytest.mark.parametrize("bound", [0.01, 0.3, 1e6])
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-def test_clipping_the_norm_is_clip_grad_norm_to_the_last_bit(bound: float, order: float) -> None:
+def test_norm_clip_is_bit_identical_to_clip_grad_norm(bound: float, order: float) -> None:
     model = net()
     reference = copy.deepcopy(model)
     clip = {"layers": "**", "types": "Linear", "kind": "parameter_grad", "action": "clip", "norm": bound, "ord": order}
@@ -85,15 +85,15 @@ def test_clipping_the_norm_is_clip_grad_norm_to_the_last_bit(bound: float, order
             reference(batch).square().mean().backward()
         nn.utils.clip_grad_norm_(reference.parameters(), bound, norm_type=order)
         optimizer.step()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
+        assert torch.equal(actual, expected)
     factors = probe.sink.frame("effects").groupby("step").factor
     assert (factors.nunique() == 1).all()
     assert (factors.max() < 1).all() == (bound < 1)
 
 
-def test_the_norm_is_of_all_that_the_spec_matches_or_of_each_tensor() -> None:
+def test_norm_scope_is_all_matches_or_each_tensor() -> None:
     clip = {"layers": "2", "kind": "parameter_grad", "action": "clip", "norm": 0.05}
     totals, largest = {}, {}
     for scope in ("all", "tensor"):
@@ -101,22 +101,22 @@ def test_the_norm_is_of_all_that_the_spec_matches_or_of_each_tensor() -> None:
         accumulate(model, {"tame": {**clip, "scope": scope}}, steps=1)
         norms = [parameter.grad.norm() for parameter in model[2].parameters()]
         totals[scope], largest[scope] = torch.stack(norms).norm().item(), max(norms).item()
-        assert model[0].weight.grad.norm() > 0.05, "what the spec does not match is left alone"
+        assert model[0].weight.grad.norm() > 0.05, "unmatched parameters are unchanged"
     assert totals["all"] == pytest.approx(0.05, rel=1e-4)
     assert largest["tensor"] == pytest.approx(0.05, rel=1e-4)
     assert totals["tensor"] > 0.051
 
 
 @pytest.mark.parametrize("kind", ["parameter_grad", "post_accumulate_grad"])
-def test_specs_act_one_after_the_other_and_each_sees_what_the_one_before_left(kind: str) -> None:
+def test_gradient_specs_act_in_the_written_order(kind: str) -> None:
     model, reference = net(), net()
-    place = {"layers": "2", "kind": kind, "params": "bias"}
+    base = {"layers": "2", "kind": kind, "params": "bias"}
     specs = {
-        "before": {**place, **RECORD},
-        "half": {**place, "action": "scale", "factor": 0.5},
-        "between": {**place, **RECORD},
-        "capped": {**place, "action": "clip", "value": 1e-3},
-        "after": {**place, **RECORD},
+        "before": {**base, **RECORD},
+        "half": {**base, "action": "scale", "factor": 0.5},
+        "between": {**base, **RECORD},
+        "capped": {**base, "action": "clip", "value": 1e-3},
+        "after": {**base, **RECORD},
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     start = model[2].bias.detach().clone()
@@ -134,7 +134,7 @@ def test_specs_act_one_after_the_other_and_each_sees_what_the_one_before_left(ki
     assert torch.equal(model[2].bias, start - seen["after"])
 
 
-def test_an_intervention_at_the_running_sum_is_part_of_the_sum_that_follows() -> None:
+def test_change_of_the_running_sum_affects_the_final_sum() -> None:
     model = nn.Linear(1, 1, bias=False)
     halve = {"layers": ".", "kind": "post_accumulate_grad", "action": "scale", "factor": 0.5}
     with instrument.attach(model, {"h": halve}) as probe:
@@ -145,7 +145,7 @@ def test_an_intervention_at_the_running_sum_is_part_of_the_sum_that_follows() ->
     assert model.weight.grad.item() == (8.0 * 0.5 + 2.0) * 0.5
 
 
-def test_a_changed_gradient_stays_the_same_tensor() -> None:
+def test_changed_gradient_stays_the_same_tensor() -> None:
     model = net()
     model(batches()[0]).sum().backward()
     held = model[0].weight.grad
@@ -157,18 +157,18 @@ def test_a_changed_gradient_stays_the_same_tensor() -> None:
     assert not held.any()
 
 
-def test_l2_at_the_gradient_is_the_optimizers_weight_decay_to_the_bit() -> None:
+def test_l2_is_bit_identical_to_weight_decay() -> None:
     model, reference = net(), net()
     decay = {"layers": "*", "types": "Linear", "kind": "parameter_grad", "action": "modify", "fn": "l2"}
     accumulate(model, {"decay": {**decay, "coefficient": 0.01}}, steps=4)
     accumulate(
         reference, {"unused": {"layers": "0", "kind": "forward", "action": "record"}}, steps=4, weight_decay=0.01
     )
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_l1_at_the_gradient_is_a_penalty_in_the_loss() -> None:
+def test_l1_equals_a_penalty_in_the_loss() -> None:
     model, reference = net(), net()
     penalty = {"layers": "0", "params": "weight", "kind": "parameter_grad", "action": "modify", "fn": "l1"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,7 +180,7 @@ def test_l1_at_the_gradient_is_a_penalty_in_the_loss() -> None:
     assert torch.equal(model[0].bias.grad, reference[0].bias.grad)
 
 
-def test_tied_parameters_are_seen_once_under_their_first_name_and_found_under_any() -> None:
+def test_tied_parameters_are_recorded_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_tied_parameters_are_seen_once_under_their_first_name_and_found_under_an
         assert torch.equal(model.embed.weight.grad, full * 0.5)
 
 
-def test_a_step_that_the_optimizer_does_not_make_is_told() -> None:
+def test_missing_optimizer_step_is_reported() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instrument.attach(
@@ -229,7 +229,7 @@ def test_a_step_that_the_optimizer_does_not_make_is_told() -> None:
         ("step_post", "state.momentum_buffer"),
     ],
 )
-def test_a_parameter_that_is_set_to_none_is_named_as_the_cause(kind: str, role: str | None) -> None:
+def test_parameter_set_to_none_is_reported_as_the_cause(kind: str, role: str | None) -> None:
     model = net()
     specs = {
         "h": {"layers": "0", "params": "bias", "kind": kind, "action": "record"} | ({"role": role} if role else {})
@@ -251,7 +251,7 @@ def test_a_parameter_that_is_set_to_none_is_named_as_the_cause(kind: str, role: 
     assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(3, 1, REMOVED)]
 
 
-def test_an_optimizers_state_of_a_parameter_set_to_none_is_missed() -> None:
+def test_missing_state_of_a_removed_parameter_is_reported() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     specs = {"h": {"layers": "0", "params": "bias", "kind": "state_dict_pre", "role": "state.momentum_buffer"}}
@@ -267,7 +267,7 @@ def test_an_optimizers_state_of_a_parameter_set_to_none_is_missed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter_grad", "step_post"])
-def test_kinds_at_the_optimizer_ask_for_it(kind: str) -> None:
+def test_optimizer_kinds_require_an_optimizer(kind: str) -> None:
     with pytest.raises(instrument.ConfigError, match=rf"hooks\.mine\.kind.*{kind}"):  # noqa: SIM117
         with instrument.attach(net(), {"mine": {"layers": "0", "kind": kind, "action": "record"}}):
             pass

@@ -1,4 +1,4 @@
-"""Kinds around saving and loading: what they see, what they change, and that live weights stay as they are."""
+"""Kinds around saving and loading: what they record and change, while live weights stay unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stats(probe: Probe, hook: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
-def test_every_entry_is_seen_with_its_value(kind: str) -> None:
+def test_every_state_dict_entry_is_recorded(kind: str) -> None:
     model, _ = make()
     hook = {"layers": "**", "kind": kind, "action": "record"}
     with instrument.attach(model, {"seen": hook}) as probe:
@@ -42,7 +42,7 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
     return {"s": {"layers": "0", "params": "weight", "kind": kind, "action": "scale", "factor": 2.0, **more}}
 
 
-def test_what_is_saved_is_changed_and_not_the_live_weights() -> None:
+def test_saved_state_is_changed_and_live_weights_are_not() -> None:
     model, _ = make()
     before = copy.deepcopy(model.state_dict())
     with instrument.attach(model, scaled("state_dict_post")) as probe:
@@ -54,7 +54,7 @@ def test_what_is_saved_is_changed_and_not_the_live_weights() -> None:
     assert [row["factor"] for row in probe.sink.records("effects")] == [2.0]
 
 
-def test_what_is_loaded_is_changed_and_not_what_the_caller_passed() -> None:
+def test_loaded_state_is_changed_and_the_argument_is_not() -> None:
     model, _ = make()
     state = copy.deepcopy(model.state_dict())
     with instrument.attach(model, scaled("load_state_dict_pre")) as probe:
@@ -65,7 +65,7 @@ def test_what_is_loaded_is_changed_and_not_what_the_caller_passed() -> None:
     assert passed["0.weight"] is state["0.weight"]
 
 
-def test_the_optimizers_state_is_seen_saved_and_loaded() -> None:
+def test_optimizer_state_is_recorded_when_saved_and_loaded() -> None:
     model, optimizer = make()
     live = optimizer.state[model[0].weight]["exp_avg"].clone()
     hooks = {
@@ -84,16 +84,16 @@ def test_the_optimizers_state_is_seen_saved_and_loaded() -> None:
     assert torch.equal(saved["state"][0]["exp_avg"], 2 * live)
 
 
-def test_a_state_dict_that_was_never_made_is_told() -> None:
+def test_missing_state_dict_call_is_reported() -> None:
     model, _ = make()
     with instrument.attach(model, scaled("state_dict_post")) as probe:
         probe.end_step()
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
-    assert row["cause"] == "no state dict was made while it was due"
+    assert row["cause"] == "no state dict was created while the hook was scheduled"
 
 
-def test_a_copy_of_the_model_saves_what_it_has() -> None:
+def test_copy_of_the_model_saves_its_own_weights() -> None:
     model, _ = make()
     with instrument.attach(model, scaled("state_dict_post")) as probe:
         other = copy.deepcopy(model)
@@ -101,7 +101,7 @@ def test_a_copy_of_the_model_saves_what_it_has() -> None:
         probe.end_step()
 
 
-def test_nothing_stays_behind() -> None:
+def test_state_dict_hooks_are_removed() -> None:
     model, optimizer = make()
     hooks = {
         kind: {"layers": "**", "kind": kind, "action": "record"} for kind in ("state_dict_post", "load_state_dict_pre")

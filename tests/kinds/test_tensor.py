@@ -1,4 +1,4 @@
-"""full_backward*, served by tensor hooks, against PyTorch's own module hooks on a copy that works out of place."""
+"""full_backward kinds, implemented by tensor hooks, compared with PyTorch's module hooks on an out-of-place copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECORDS = {
 
 
 class Residual(nn.Module):
-    """The module's input is used elsewhere too, and its output is added to in place."""
+    """A module whose input is also used elsewhere, and whose output is added to in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class OutOfPlaceResidual(Residual):
 
 
 class First(nn.Module):
-    """The first two columns: a view of a part of its input."""
+    """The first two columns: a view of a slice of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :2]
 
 
 class DenseLayer(nn.Module):
-    """In-place first, as in a DenseNet: norm, in-place ReLU, convolution; the input is concatenated to the output."""
+    """In-place operation first, as in a DenseNet; the input is concatenated to the output."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def small_vit() -> nn.Module:
     from torchvision.models import VisionTransformer
 
     model = VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=10)
-    nn.init.normal_(model.heads.head.weight)  # zeros as they come, and then so is every gradient before them
+    nn.init.normal_(model.heads.head.weight)  # initialised with zeros, which would make every gradient before it zero
     return model
 
 
@@ -110,7 +110,7 @@ def out_of_place(model: nn.Module) -> nn.Module:
 
 
 def plain_residual(model: nn.Module) -> nn.Module:
-    """The same weights without `+=`."""
+    """Return a copy with the same weights, without `+=`."""
     plain = copy.deepcopy(model)
     for name, module in model.named_children():
         if isinstance(module, Residual):
@@ -121,7 +121,7 @@ def plain_residual(model: nn.Module) -> nn.Module:
 
 
 class PlainBlock(nn.Module):
-    """torchvision's BasicBlock without `+=`, around the same children."""
+    """torchvision's BasicBlock without `+=`, with the same children."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -174,8 +174,8 @@ def call_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (output * torch.linspace(-1, 2, output.numel()).view_as(output)).sum()
 
 
-def by_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients]:
-    """What PyTorch's own full backward hooks see, by layer and call: grad_input, grad_output, and the pre hook's."""
+def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients]:
+    """Return what PyTorch's full backward hooks see, by layer and call: grad_input, grad_output, pre-hook."""
     seen: tuple[Gradients, Gradients, Gradients] = ({}, {}, {})
     calls: dict[str, int] = {}
 
@@ -187,7 +187,7 @@ def by_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, G
 
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            continue  # they would tear query, key and value apart where these are one tensor
+            continue  # they would split query, key and value where these are one tensor
         module.register_full_backward_pre_hook(lambda m, out, name=name: keep(seen[2], name, f"pre {name}", out))
         module.register_full_backward_hook(
             lambda m, into, out, name=name: (
@@ -202,8 +202,8 @@ def by_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, G
     return seen
 
 
-def by_us(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients, instrument.Probe]:
-    """The same from recorded tensors; calls are counted as PyTorch's hooks are run, the last one first."""
+def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients, instrument.Probe]:
+    """Return the same from recorded tensors; calls are counted in the order of PyTorch's hooks, last call first."""
     with instrument.attach(model, RECORDS) as probe:
         call_loss(model, batch).backward()
         probe.end_step()
@@ -219,24 +219,24 @@ def by_us(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradie
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_pytorchs_module_hooks_to_the_bit(name: str) -> None:
+def test_gradients_are_bit_identical_to_pytorch_module_hooks(name: str) -> None:
     torch.manual_seed(0)
     model, reference, shape = CASES[name]()
     batch = torch.randn(shape, requires_grad=True)
-    *theirs, _ = *by_pytorch(reference, batch), None
-    *ours, probe = by_us(model, batch.detach().clone().requires_grad_())
-    for role, mine, wanted in zip(RECORDS, ours, theirs, strict=True):
-        assert mine.keys() == wanted.keys(), role
+    *reference_gradients, _ = *gradients_from_pytorch(reference, batch), None
+    *recorded, probe = gradients_from_records(model, batch.detach().clone().requires_grad_())
+    for role, actual, wanted in zip(RECORDS, recorded, reference_gradients, strict=True):
+        assert actual.keys() == wanted.keys(), role
         for key, gradient in wanted.items():
-            assert torch.equal(mine[key], gradient), (role, key)
+            assert torch.equal(actual[key], gradient), (role, key)
     silent = [row["layer"] for row in probe.coverage() if row["fired"] != row["expected"]]
-    assert all(layer.endswith("out_proj") for layer in silent), "attention's projection is never called"
+    assert all(layer.endswith("out_proj") for layer in silent), "attention never calls its output projection"
     for (where, parameter), same in zip(model.named_parameters(), reference.parameters(), strict=True):
         if parameter.grad is not None:
             assert torch.equal(parameter.grad, same.grad), where
 
 
-def test_grad_input_is_the_modules_own_share_and_tensor_the_total() -> None:
+def test_grad_input_is_of_the_module_and_tensor_is_the_total() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,7 +262,7 @@ def test_grad_input_is_the_modules_own_share_and_tensor_the_total() -> None:
         assert torch.equal(seen["total", layer], batch.grad)
 
 
-def test_the_query_of_self_attention_has_the_gradient_of_all_three() -> None:
+def test_self_attention_query_has_the_gradient_of_all_inputs() -> None:
     attention, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(2, 3, 4, requires_grad=True)
     with instrument.attach(attention, {"h": RECORDS["grad_input"]}) as probe:
         attention(x, x, x)[0].square().sum().backward()
@@ -272,49 +272,49 @@ def test_the_query_of_self_attention_has_the_gradient_of_all_three() -> None:
     assert torch.equal(row["values"], x.grad)
 
 
-class Passing(nn.Module):
-    """Gives out what it was given, which is used beside it too."""
+class ReturnsInput(nn.Module):
+    """A module that returns its input, which is also used next to it."""
 
-    def __init__(self, off: nn.Module) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.linear, self.off = nn.Linear(64, 64), off
+        self.linear, self.inner = nn.Linear(64, 64), inner
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x)
         first = hidden * 0.3
-        same = self.off(hidden)
+        same = self.inner(hidden)
         return first + same.sin() + 3 * hidden + same.exp()
 
 
-OFF = pytest.mark.parametrize(
-    "off", [nn.Identity(), nn.Dropout(0.5, inplace=True).eval(), nn.Dropout().eval()], ids=str
+PASS_THROUGH = pytest.mark.parametrize(
+    "inner", [nn.Identity(), nn.Dropout(0.5, inplace=True).eval(), nn.Dropout().eval()], ids=str
 )
 
 
-@OFF
-def test_a_module_that_gives_out_its_input_is_looked_at_without_a_trace(off: nn.Module) -> None:
+@PASS_THROUGH
+def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) -> None:
     torch.manual_seed(0)
-    model = Passing(off)
+    model = ReturnsInput(inner)
     batch = torch.randn(32, 64)
-    bare = copy.deepcopy(model)
-    bare(batch).sum().backward()
+    baseline = copy.deepcopy(model)
+    baseline(batch).sum().backward()
     with instrument.attach(model, RECORDS) as probe:
         model(batch).sum().backward()
         probe.end_step()
-    for mine, wanted in zip(model.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(mine.grad, wanted.grad)
+    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
     rows = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
-    whole = rows["grad_output", "linear"]
+    full = rows["grad_output", "linear"]
     for hook in RECORDS:
-        assert torch.equal(rows[hook, "off"], whole), "one tensor has one gradient"
+        assert torch.equal(rows[hook, "inner"], full), "one tensor has one gradient"
 
 
-@OFF
+@PASS_THROUGH
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
-def test_a_module_that_gives_out_its_input_is_changed_by_itself(off: nn.Module, kind: str) -> None:
-    model = Passing(off)
+def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind: str) -> None:
+    model = ReturnsInput(inner)
     batch = torch.randn(2, 64)
-    with instrument.attach(model, {"h": {"layers": "off", "kind": kind, "action": "scale", "factor": 5.0}}) as probe:
+    with instrument.attach(model, {"h": {"layers": "inner", "kind": kind, "action": "scale", "factor": 5.0}}) as probe:
         model(batch).sum().backward()
         probe.end_step()
     hidden = model.linear(batch).detach().requires_grad_()
@@ -325,14 +325,14 @@ def test_a_module_that_gives_out_its_input_is_changed_by_itself(off: nn.Module, 
 @pytest.mark.parametrize(
     "view", [lambda x: x.view(2, 8), lambda x: x[:, :5], lambda x: x.t()], ids=["all", "part", "turned"]
 )
-def test_a_share_is_found_where_a_module_writes_to_a_view_that_it_was_given(view: Any) -> None:
+def test_grad_input_of_a_module_that_writes_to_a_view(view: Any) -> None:
     class Writing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 2.0
             x.mul_(3.0)
             return y.sum() + (x * x).sum()
 
-    class Around(nn.Module):
+    class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.writing = nn.Linear(4, 8), Writing()
@@ -342,10 +342,10 @@ def test_a_share_is_found_where_a_module_writes_to_a_view_that_it_was_given(view
             before = hidden * 0.5
             return self.writing(view(hidden)) + before.sum()
 
-    model = Around()
+    model = Outer()
     batch = torch.randn(2, 4)
-    bare = copy.deepcopy(model)
-    bare(batch).backward()
+    baseline = copy.deepcopy(model)
+    baseline(batch).backward()
     with instrument.attach(model, {"share": RECORDS["grad_input"]}) as probe:
         model(batch).backward()
         probe.end_step()
@@ -353,13 +353,13 @@ def test_a_share_is_found_where_a_module_writes_to_a_view_that_it_was_given(view
     (2 * given + (3 * given).square()).sum().backward()
     (values,) = [row["values"] for row in probe.sink.records("tensors") if row["layer"] == "writing"]
     assert torch.allclose(values, given.grad, rtol=1e-6)
-    for mine, wanted in zip(model.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(mine.grad, wanted.grad)
+    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
 @pytest.mark.parametrize("between", [nn.Identity, nn.Flatten, First], ids=["identity", "flatten", "part of a tensor"])
-def test_a_gradient_is_changed_where_a_view_is_written_to_in_place(kind: str, between: Any) -> None:
+def test_gradient_is_changed_where_a_view_is_written_in_place(kind: str, between: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=True))
     plain = out_of_place(copy.deepcopy(model))
     batch = torch.randn(3, 4)
@@ -378,20 +378,20 @@ class Last(nn.Module):
         return x[:, 2:]
 
 
-def test_a_view_that_had_its_gradient_is_not_seen_again_behind_it() -> None:
+def test_view_hook_fires_once_after_a_write_to_its_base() -> None:
     view, x = First(), torch.ones(2, 4, requires_grad=True)
     spec = {"layers": ".", "kind": "tensor", "action": "scale", "factor": 3.0}
     with instrument.attach(view, {"h": spec}) as probe:
-        whole = x * 1.0
-        used = view(whole) * 1.0
-        whole += 1.0  # the view's memory changes, after it was used
-        (used.sum() + whole[:, 2:].sum()).backward()
+        full = x * 1.0
+        used = view(full) * 1.0
+        full += 1.0  # the memory of the view changes after the view was used
+        (used.sum() + full[:, 2:].sum()).backward()
         probe.end_step()
     assert x.grad.tolist() == [[3.0, 3.0, 1.0, 1.0]] * 2
     assert len(probe.sink.rows["effects"]) == 1
 
 
-def test_the_part_behind_a_view_is_the_views_own_gradient() -> None:
+def test_grad_output_of_a_view_excludes_the_rest_of_the_tensor() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Last(), nn.ReLU(inplace=True))
     with instrument.attach(model, {"h": {**RECORDS["grad_output"], "layers": "1"}}) as probe:
         output = model(torch.randn(3, 4))
@@ -405,19 +405,19 @@ def test_the_part_behind_a_view_is_the_views_own_gradient() -> None:
 
 
 class Prompt(nn.Module):
-    """Passes a parameter to a module, and has one that gives back its parameter."""
+    """A model that passes a parameter to a module, and has a module that returns its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.prompt = nn.Parameter(torch.ones(3))
-        self.give = Give()
+        self.give = ReturnsParameter()
         self.head = nn.Linear(3, 1)
 
     def forward(self) -> Tensor:
         return self.head(self.prompt) + self.give().sum()
 
 
-class Give(nn.Module):
+class ReturnsParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
@@ -436,7 +436,7 @@ class Give(nn.Module):
     ],
     ids=str,
 )
-def test_a_parameter_that_goes_through_modules_is_hooked_anew_each_step(spec: dict[str, Any], of: str) -> None:
+def test_parameter_passed_through_modules_is_hooked_each_step(spec: dict[str, Any], of: str) -> None:
     model = Prompt()
     hook = {**spec, "action": "scale", "factor": 4.0, "stop": 3}
     wanted = 4 * model.head.weight.detach().view(-1) if of == "prompt" else torch.full((3,), 4.0)
@@ -452,7 +452,7 @@ def test_a_parameter_that_goes_through_modules_is_hooked_anew_each_step(spec: di
     assert not model.get_parameter(of)._backward_hooks
 
 
-def test_two_passes_in_one_step_do_not_share_the_hooks_on_a_leaf() -> None:
+def test_two_passes_in_one_step_do_not_share_leaf_hooks() -> None:
     model = Prompt()
     spec = {"layers": "head", "kind": "tensor", "role": "input", "action": "scale", "factor": 3.0}
     with instrument.attach(model, {"h": spec}) as probe:
@@ -463,7 +463,7 @@ def test_two_passes_in_one_step_do_not_share_the_hooks_on_a_leaf() -> None:
     assert [row["call"] for row in probe.sink.records("effects")] == [0, 1]
 
 
-# ------------------------------------------------------------------------------------------------ one tensor twice
+# ----------------------------------------------------------------------------------------- one tensor at two paths
 
 
 class Pair(nn.Module):
@@ -475,7 +475,7 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("path", [None, "0", "1"])
 @pytest.mark.parametrize(("kind", "role"), [("full_backward", "grad_input"), ("full_backward_pre", "grad_output")])
-def test_one_tensor_at_two_paths_stays_one_and_has_its_gradient_changed_once(
+def test_tensor_at_two_paths_has_its_gradient_changed_once(
     kind: str, role: str, path: str | None
 ) -> None:
     x = torch.ones(2, requires_grad=True)
@@ -505,7 +505,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_what_checkpointing_computes_again_is_not_written_again(reentrant: bool) -> None:
+def test_checkpoint_recomputation_is_not_recorded_again(reentrant: bool) -> None:
     records = {
         f"{kind}_{role}": {"layers": "block.*", "kind": kind, "role": role, "action": "record"}
         for kind, role in [
@@ -522,9 +522,9 @@ def test_what_checkpointing_computes_again_is_not_written_again(reentrant: bool)
     torch.manual_seed(0)
     model = Checkpointed(reentrant)
     batch = torch.randn(3, 4, requires_grad=True)
-    bare = copy.deepcopy(model)
+    baseline = copy.deepcopy(model)
     torch.manual_seed(1)
-    bare(batch).sum().backward()
+    baseline(batch).sum().backward()
     torch.manual_seed(1)
     with instrument.attach(model, records) as probe:
         for _ in range(2):
@@ -539,8 +539,8 @@ def test_what_checkpointing_computes_again_is_not_written_again(reentrant: bool)
     again = set(table[table.recompute].kind)
     assert again == ({"full_backward_pre", "full_backward", "tensor"} if reentrant else set())
     assert all(row["fired"] == row["expected"] == 2 and not row["cause"] for row in probe.coverage())
-    for mine, wanted in zip(model.parameters(), bare.parameters(), strict=True):
-        assert torch.equal(mine.grad, wanted.grad)
+    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
@@ -550,7 +550,7 @@ def test_what_checkpointing_computes_again_is_not_written_again(reentrant: bool)
     ids=["noise", "scale"],
 )
 @pytest.mark.parametrize("kind", ["forward", "full_backward"])
-def test_an_intervention_under_checkpointing_does_what_it_does_without(
+def test_intervention_under_checkpointing_equals_plain_training(
     kind: str, change: dict[str, Any], reentrant: bool
 ) -> None:
     torch.manual_seed(0)
@@ -566,15 +566,15 @@ def test_an_intervention_under_checkpointing_does_what_it_does_without(
         rows.append([(row["layer"], row["call"], row["norm_after"]) for row in probe.sink.records("effects")])
     assert len(rows[0]) == 1
     assert rows[0] == rows[1]
-    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, wanted.grad)
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
 
 
 # ------------------------------------------------------------------------------------------------ memory
 
 
 class Leaky(nn.Module):
-    """Every way in which a hook could come to hold the graph that holds it."""
+    """A model with every way in which a hook could keep alive the graph that holds it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -597,7 +597,7 @@ EVERY_GRADIENT = {
 
 
 @pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
-def test_a_graph_is_freed_at_once_though_gradient_hooks_were_on_it(backward: bool) -> None:
+def test_graph_with_gradient_hooks_is_freed_immediately(backward: bool) -> None:
     model = Leaky()
     seen: list[Any] = []
     layers = [model.body[0], model.body[1], model.body[4], model.view[0]]
@@ -618,7 +618,7 @@ def test_a_graph_is_freed_at_once_though_gradient_hooks_were_on_it(backward: boo
         probe.end_step()
 
 
-def test_memory_stays_flat_over_many_steps() -> None:
+def test_memory_stays_constant_over_many_steps() -> None:
     class Drop(instrument.MemorySink):
         def write(self, table: str, rows: Any) -> None:
             pass

@@ -1,4 +1,4 @@
-"""Trap: with gradient accumulation there are a micro-batch's gradient, a running sum, and what the optimizer will use."""
+"""Trap: gradient accumulation has a micro-batch gradient, a running sum, and the gradient that the optimizer uses."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def net() -> nn.Linear:
     return nn.Linear(3, 2)
 
 
-def train(specs: dict[str, object], tell: bool = True) -> tuple[instrument.Probe, nn.Linear]:
-    """One step of three micro-batches; the loop may leave out saying where one ends."""
+def train(specs: dict[str, object], announce: bool = True) -> tuple[instrument.Probe, nn.Linear]:
+    """Run one step of three micro-batches; `announce` says whether the loop calls `end_micro_step`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in batches():
             (model(batch).square().sum() / MICRO_BATCHES).backward()
-            if tell:
+            if announce:
                 probe.end_micro_step()
         optimizer.step()
         probe.end_step()
     return probe, model
 
 
-def own_gradients() -> list[Tensor]:
+def micro_batch_gradients() -> list[Tensor]:
     gradients = []
     for batch in batches():
         model = net()
@@ -46,13 +46,13 @@ def own_gradients() -> list[Tensor]:
     return gradients
 
 
-def test_each_kind_sees_what_its_name_says() -> None:
+def test_each_kind_records_its_gradient() -> None:
     kinds = ["parameter_grad_micro", "post_accumulate_grad", "parameter_grad", "forward", "full_backward_pre"]
     probe, _ = train(
         {kind: {**KEEP, "kind": kind} for kind in kinds[:3]} | {k: {**KEEP, "kind": k, "params": []} for k in kinds[3:]}
     )
     rows = {(row["hook"], row["micro_step"]): row["values"] for row in probe.sink.records("tensors")}
-    own = own_gradients()
+    own = micro_batch_gradients()
     sums = [own[0], own[0] + own[1], own[0] + own[1] + own[2]]
     assert sorted(rows) == sorted(
         [(kind, i) for kind in kinds if kind != "parameter_grad" for i in range(MICRO_BATCHES)]
@@ -64,10 +64,10 @@ def test_each_kind_sees_what_its_name_says() -> None:
     assert torch.equal(rows["parameter_grad", MICRO_BATCHES - 1], sums[-1])
 
 
-def test_a_clip_is_of_the_gradient_that_the_optimizer_will_use() -> None:
-    """As the textbook has it: once a step, of the accumulated gradient, and not of each micro-batch's."""
+def test_clip_applies_to_the_accumulated_gradient() -> None:
+    """Once per step, of the accumulated gradient, not of each micro-batch gradient."""
     bound = 0.25
-    _, mine = train({"clip": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": bound}})
+    _, trained = train({"clip": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": bound}})
     wanted = net()
     optimizer = torch.optim.SGD(wanted.parameters(), lr=0.1)
     for batch in batches():
@@ -75,27 +75,27 @@ def test_a_clip_is_of_the_gradient_that_the_optimizer_will_use() -> None:
     before = nn.utils.clip_grad_norm_(wanted.parameters(), bound)
     optimizer.step()
     assert before > bound
-    assert torch.equal(mine.weight, wanted.weight)
-    assert torch.equal(mine.bias, wanted.bias)
+    assert torch.equal(trained.weight, wanted.weight)
+    assert torch.equal(trained.bias, wanted.bias)
     _, each = train({"clip": {"layers": "**", "kind": "parameter_grad_micro", "action": "clip", "norm": bound}})
     assert not torch.equal(each.weight, wanted.weight)
 
 
-def test_a_loop_that_does_not_tell_its_micro_steps_loses_nothing() -> None:
+def test_loop_without_end_micro_step_loses_nothing() -> None:
     specs = {
         "micro": {**KEEP, "kind": "parameter_grad_micro"},
         "boundary": {**KEEP, "kind": "parameter_grad"},
         "seen": {"layers": ".", "kind": "forward", "action": "record"},
     }
-    probe, model = train(specs, tell=False)
-    told, same = train(specs)
+    probe, model = train(specs, announce=False)
+    announced, same = train(specs)
     assert torch.equal(model.weight, same.weight)
     for hook in ("micro", "boundary"):
-        mine, wanted = (
-            [row["values"] for row in each.sink.records("tensors") if row["hook"] == hook] for each in (probe, told)
+        trained, wanted = (
+            [row["values"] for row in each.sink.records("tensors") if row["hook"] == hook] for each in (probe, announced)
         )
-        assert len(mine) == len(wanted)
-        assert all(map(torch.equal, mine, wanted))
+        assert len(trained) == len(wanted)
+        assert all(map(torch.equal, trained, wanted))
     passes = [row["backward"] for row in probe.sink.records("tensors") if row["hook"] == "micro"]
     assert passes == list(range(MICRO_BATCHES))
     calls = probe.sink.frame("stats").call.tolist()
@@ -103,9 +103,9 @@ def test_a_loop_that_does_not_tell_its_micro_steps_loses_nothing() -> None:
     assert not probe.warnings
 
 
-def test_recording_leaves_the_accumulated_gradient_as_it_is() -> None:
+def test_recording_does_not_change_the_accumulated_gradient() -> None:
     kinds = ["parameter_grad_micro", "post_accumulate_grad", "parameter_grad", "full_backward", "tensor"]
-    _, mine = train({kind: {"layers": ".", "kind": kind, "action": "record"} for kind in kinds})
-    _, bare = train({})
-    assert torch.equal(mine.weight, bare.weight)
-    assert torch.equal(copy.copy(mine.weight.grad), bare.weight.grad)
+    _, trained = train({kind: {"layers": ".", "kind": kind, "action": "record"} for kind in kinds})
+    _, baseline = train({})
+    assert torch.equal(trained.weight, baseline.weight)
+    assert torch.equal(copy.copy(trained.weight.grad), baseline.weight.grad)

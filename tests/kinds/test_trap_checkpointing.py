@@ -1,6 +1,6 @@
 """Trap: activation checkpointing runs a forward pass again, inside the backward pass.
 
-Interventions have to do there what they did in the first pass, or the gradients are those of another function.
+Interventions have to repeat there what they did in the first pass, or the gradients belong to another function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import instrument
 from instrument.errors import HookError
 
-# PyTorch says so of a reentrant segment within another, which has no gradient on its first pass.
+# PyTorch warns of a nested reentrant segment, which has no gradient in its first pass.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 VARIANTS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 NOISE = {"action": "modify", "fn": "noise", "std": 0.5}
@@ -29,31 +29,31 @@ DROPOUT = {"action": "modify", "fn": "dropout", "p": 0.5}
 
 
 class Segments(nn.Module):
-    """One block, called in several segments, in one of them twice, inside another one, and outside of all."""
+    """One block, called in several segments, twice in one of them, inside another one, and outside of all."""
 
-    def __init__(self, way: Callable[..., Tensor]) -> None:
+    def __init__(self, runner: Callable[..., Tensor]) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
-        self.way = way
+        self.runner = runner
 
     def twice(self, x: Tensor) -> Tensor:
         return self.block(self.block(x))
 
     def nested(self, x: Tensor) -> Tensor:
-        return self.block(self.way(self.twice, self.block(x)))
+        return self.block(self.runner(self.twice, self.block(x)))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.way(self.block, x)
-        x = self.way(self.twice, x)
+        x = self.runner(self.block, x)
+        x = self.runner(self.twice, x)
         x = self.block(x)
-        x = self.way(self.nested, x)
-        return self.way(self.block, x)
+        x = self.runner(self.nested, x)
+        return self.runner(self.block, x)
 
 
 CALLS = 1 + 2 + 1 + 4 + 1
 
 
-def plainly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def call_directly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
@@ -62,7 +62,7 @@ def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
 
 
 def train(model: nn.Module, specs: dict[str, Any], batch: Tensor, backwards: int = 1) -> tuple[list[Tensor], list[Any]]:
-    """Two steps; the gradients of the parameters and the batch at each, and the effects of the first pass."""
+    """Run two steps; return the gradients of parameters and batch at each, and the effects of the first pass."""
     gradients = []
     leaf = batch.clone().requires_grad_()
     with instrument.attach(model, specs, seed=3) as probe:
@@ -81,11 +81,11 @@ def train(model: nn.Module, specs: dict[str, Any], batch: Tensor, backwards: int
     return gradients, effects
 
 
-def equal(mine: list[Tensor], wanted: list[Tensor], reentrant: bool = False) -> bool:
-    """To the bit; where a reentrant checkpoint sums a shared weight's gradient in another order, to float64's last digits."""
+def gradients_match(gradients: list[Tensor], expected: list[Tensor], reentrant: bool = False) -> bool:
+    """Bit-identical, or close in float64 where reentrant checkpointing sums a shared gradient in another order."""
     if not reentrant:
-        return len(mine) == len(wanted) and all(map(torch.equal, mine, wanted))
-    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(mine, wanted, strict=True))
+        return len(gradients) == len(expected) and all(map(torch.equal, gradients, expected))
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(gradients, expected, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -98,57 +98,57 @@ def double() -> Iterator[None]:
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
 @pytest.mark.parametrize("change", [NOISE, DROPOUT], ids=["noise", "dropout"])
-def test_a_module_in_several_segments_draws_in_each_what_it_drew_there_before(
+def test_segments_repeat_the_random_draws_of_their_first_pass(
     change: dict[str, Any], kind: str, reentrant: bool
 ) -> None:
     torch.manual_seed(0)
     model = Segments(checkpointed(reentrant))
     plain = copy.deepcopy(model)
-    plain.way = plainly
+    plain.runner = call_directly
     batch = torch.randn(4, 5)
     specs = {"draw": {"layers": ["block.0", "block"], "kind": kind, **change}}
-    mine, effects = train(model, specs, batch)
-    wanted, plain_effects = train(plain, specs, batch)
-    assert equal(mine, wanted, reentrant)
+    gradients, effects = train(model, specs, batch)
+    expected, plain_effects = train(plain, specs, batch)
+    assert gradients_match(gradients, expected, reentrant)
     assert effects == plain_effects
     assert len(effects) == 2 * 2 * CALLS
     assert {call for _, _, call, *_ in effects} == set(range(CALLS))
-    assert not equal(mine, train(copy.deepcopy(plain), {}, batch)[0])
+    assert not gradients_match(gradients, train(copy.deepcopy(plain), {}, batch)[0])
 
 
-def test_a_second_backward_pass_repeats_the_same_calls() -> None:
+def test_second_backward_pass_repeats_the_same_calls() -> None:
     torch.manual_seed(0)
     model = Segments(checkpointed(reentrant=False))
     plain = copy.deepcopy(model)
-    plain.way = plainly
+    plain.runner = call_directly
     batch = torch.randn(4, 5)
     specs = {"draw": {"layers": "block.0", "kind": "forward", **NOISE}}
-    mine, wanted = (train(each, specs, batch, backwards=2)[0] for each in (model, plain))
-    assert equal(mine, wanted)
+    gradients, expected = (train(each, specs, batch, backwards=2)[0] for each in (model, plain))
+    assert gradients_match(gradients, expected)
 
 
 @VARIANTS
-def test_checkpoint_sequential_with_one_activation_for_all_layers(reentrant: bool) -> None:
+def test_checkpoint_sequential_with_a_shared_activation(reentrant: bool) -> None:
     torch.manual_seed(0)
     shared = nn.Tanh()
     layers = [layer for _ in range(4) for layer in (nn.Linear(5, 5), shared)]
     body = nn.Sequential(*layers)
     batch = torch.randn(4, 5)
     specs = {"draw": {"layers": "1", "kind": "forward", **NOISE}}
-    wanted, plain_effects = train(copy.deepcopy(body), specs, batch)
+    expected, plain_effects = train(copy.deepcopy(body), specs, batch)
     body.forward = lambda x: checkpoint_sequential(layers, 3, x, use_reentrant=reentrant)
-    mine, effects = train(body, specs, batch)
-    assert equal(mine, wanted, reentrant)
+    gradients, effects = train(body, specs, batch)
+    assert gradients_match(gradients, expected, reentrant)
     assert effects == plain_effects
 
 
 @VARIANTS
-def test_a_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> None:
+def test_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> None:
     class Recursive(nn.Module):
-        def __init__(self, way: Callable[..., Tensor]) -> None:
+        def __init__(self, runner: Callable[..., Tensor]) -> None:
             super().__init__()
             self.linear = nn.Linear(5, 5)
-            self.way = way
+            self.runner = runner
             self.depth = 0
 
         def forward(self, x: Tensor) -> Tensor:
@@ -157,13 +157,13 @@ def test_a_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> Non
                 return x
             self.depth += 1
             try:
-                return self.way(self, x) * 2
+                return self.runner(self, x) * 2
             finally:
                 self.depth -= 1
 
     torch.manual_seed(0)
-    # Checkpointing repeats a function of its argument: the depth is the argument's here, not the module's.
-    plain = Recursive(plainly)
+    # Checkpointing repeats a function of its arguments: the depth is an argument here, not module state.
+    plain = Recursive(call_directly)
 
     def deeper(module: Recursive, x: Tensor) -> Tensor:
         depth = module.depth
@@ -178,21 +178,21 @@ def test_a_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> Non
         return checkpoint(at_depth, x, use_reentrant=reentrant)
 
     model = copy.deepcopy(plain)
-    model.way = deeper
+    model.runner = deeper
     batch = torch.randn(4, 5)
     specs = {"draw": {"layers": ".", "kind": "forward", **NOISE}}
-    mine, effects = train(model, specs, batch)
-    wanted, plain_effects = train(plain, specs, batch)
-    assert equal(mine, wanted, reentrant)
+    gradients, effects = train(model, specs, batch)
+    expected, plain_effects = train(plain, specs, batch)
+    assert gradients_match(gradients, expected, reentrant)
     assert effects == plain_effects
 
 
-# The name that transformers from 4.46 on has; the newest ones have another.
+# The method name since transformers 4.46; the newest versions have another one.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @VARIANTS
 @pytest.mark.parametrize("name", tiered(["GPT2LMHeadModel", "LlamaForCausalLM"], ["GPT2LMHeadModel"]))
-def test_the_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
-    """Records change no bit, and noise in every block is the noise of the model that keeps its activations."""
+def test_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
+    """Records are bit-identical, and noise in every block equals that of the model without checkpointing."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -223,15 +223,15 @@ def test_the_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
 
     kinds = ("forward_pre", "forward", "full_backward", "full_backward_pre", "tensor")
     records = {kind: {"layers": "**", "kind": kind, "action": "record"} for kind in kinds}
-    bare = gradients(model, {})
-    assert equal(gradients(model, records), bare)
+    baseline = gradients(model, {})
+    assert gradients_match(gradients(model, records), baseline)
     noise = {"draw": {"types": ["GPT2MLP", "LlamaMLP"], "kind": "forward", **NOISE}}
-    assert equal(gradients(model, noise), gradients(plain, noise), reentrant)
-    assert not equal(gradients(model, noise), bare)
+    assert gradients_match(gradients(model, noise), gradients(plain, noise), reentrant)
+    assert not gradients_match(gradients(model, noise), baseline)
 
 
-class Again(torch.autograd.Function):
-    """Checkpointing as some libraries write it themselves."""
+class CustomCheckpoint(torch.autograd.Function):
+    """A checkpoint implementation as some libraries write it."""
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
@@ -249,23 +249,23 @@ class Again(torch.autograd.Function):
         return None, x.grad
 
 
-def test_checkpointing_of_another_make_is_right_where_the_call_is_known_and_named_where_it_is_not() -> None:
+def test_custom_checkpoint_is_correct_or_reported() -> None:
     torch.manual_seed(0)
     block = nn.Linear(5, 5)
     model = nn.Sequential(block)
     plain = copy.deepcopy(model)
     batch = torch.randn(4, 5)
     specs = {"draw": {"layers": "0", "kind": "forward", **NOISE}}
-    wanted, _ = train(plain, specs, batch)
-    model.forward = lambda x: Again.apply(block, x)
-    assert equal(train(model, specs, batch)[0], wanted)
-    model.forward = lambda x: Again.apply(block, Again.apply(block, x))
+    expected, _ = train(plain, specs, batch)
+    model.forward = lambda x: CustomCheckpoint.apply(block, x)
+    assert gradients_match(train(model, specs, batch)[0], expected)
+    model.forward = lambda x: CustomCheckpoint.apply(block, CustomCheckpoint.apply(block, x))
     with pytest.raises(HookError, match=r"'draw' \(forward\) on layer '0' at step 0.*which of the calls"):
         train(model, specs, batch)
 
 
 @VARIANTS
-def test_records_write_each_call_once_and_recompute_says_which_pass(reentrant: bool) -> None:
+def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) -> None:
     model = Segments(checkpointed(reentrant))
     kinds = {"forward": False, "forward_pre": False, "full_backward": reentrant, "tensor": reentrant}
     specs = {kind: {"layers": "block.0", "kind": kind, "action": "record"} for kind in kinds}
@@ -283,7 +283,7 @@ def test_records_write_each_call_once_and_recompute_says_which_pass(reentrant: b
 
 
 @VARIANTS
-def test_pytorchs_own_backward_hooks_count_each_call_once_too(reentrant: bool) -> None:
+def test_module_hooks_count_each_checkpointed_call_once(reentrant: bool) -> None:
     model = Segments(checkpointed(reentrant))
     specs = {"own": {"layers": "block.0", "kind": "full_backward", "via": "module", "action": "record"}}
     with instrument.attach(model, specs) as probe:
@@ -296,8 +296,8 @@ def test_pytorchs_own_backward_hooks_count_each_call_once_too(reentrant: bool) -
     assert not probe.warnings
 
 
-def test_what_checkpointing_frees_is_freed_while_hooked() -> None:
-    """A broken-off repetition leaves calls that never return; nothing of its graph is kept for them."""
+def test_checkpointed_graph_is_freed_while_hooked() -> None:
+    """An aborted recomputation leaves calls that never return; nothing of their graph is kept."""
     specs = {
         "own": {"layers": "**", "kind": "full_backward", "action": "record"},
         "flow": {"layers": "**", "kind": "tensor", "action": "record"},
@@ -306,7 +306,7 @@ def test_what_checkpointing_frees_is_freed_while_hooked() -> None:
 
     class Sine(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            kept.append(weakref.ref(x))  # the graph saves it: it lives as long as the graph does
+            kept.append(weakref.ref(x))  # the graph saves it, so it lives as long as the graph
             return x.sin()
 
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Sine())
@@ -319,13 +319,13 @@ def test_what_checkpointing_frees_is_freed_while_hooked() -> None:
 
 
 class RandomSegments(nn.Module):
-    """Blocks with dropout, called in segments within segments, as a seed draws them."""
+    """Blocks with dropout, called in nested segments drawn from a seed."""
 
-    def __init__(self, seed: int, way: Callable[..., Tensor]) -> None:
+    def __init__(self, seed: int, runner: Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.seed = seed
-        self.way = way
+        self.runner = runner
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3)])
 
     def segment(self, drawn: random.Random, depth: int = 0) -> Callable[[Tensor], Tensor]:
@@ -336,7 +336,7 @@ class RandomSegments(nn.Module):
 
         def run(x: Tensor) -> Tensor:
             for step, again in zip(steps, repeated, strict=True):
-                x = self.way(step, x) if again else step(x)
+                x = self.runner(step, x) if again else step(x)
             return x
 
         return run
@@ -348,11 +348,11 @@ class RandomSegments(nn.Module):
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
 @pytest.mark.parametrize("seeds", portions(4, 12, 8))
-def test_any_nesting_of_segments(seeds: range, kind: str, reentrant: bool) -> None:
+def test_any_nesting_of_segments_equals_plain_training(seeds: range, kind: str, reentrant: bool) -> None:
     specs = {"draw": {"layers": ["blocks.*.0", "blocks.1"], "kind": kind, **NOISE}}
     for seed in seeds:
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
-        model, plain = RandomSegments(seed, checkpointed(reentrant)), RandomSegments(seed, plainly)
+        model, plain = RandomSegments(seed, checkpointed(reentrant)), RandomSegments(seed, call_directly)
         seen = []
         for each in (model, plain):
             leaf = batch.clone().requires_grad_()
@@ -363,7 +363,7 @@ def test_any_nesting_of_segments(seeds: range, kind: str, reentrant: bool) -> No
             gradients = [torch.zeros(()) if p.grad is None else p.grad for p in (*each.parameters(), leaf)]
             rows = {(row["layer"], row["call"], round(row["norm_after"], 9)) for row in probe.sink.records("effects")}
             seen.append((gradients, rows, probe.warnings))
-        (mine, effects, told), (wanted, plain_effects, plainly_told) = seen
-        assert equal(mine, wanted, reentrant), seed
+        (gradients, effects, records), (expected, plain_effects, plain_records) = seen
+        assert gradients_match(gradients, expected, reentrant), seed
         assert effects == plain_effects, seed
-        assert told == plainly_told, seed
+        assert records == plain_records, seed

@@ -1,7 +1,7 @@
-"""Trap: gradients of gradients: a penalty on a gradient, and `torch.autograd.grad` in the middle of a step.
+"""Trap: gradients of gradients: a gradient penalty, and `torch.autograd.grad` within a step.
 
-A hook on a gradient is then part of a function that is differentiated itself: looking at it must leave no trace in
-either pass, and a change must have the derivative that the changed function has.
+A gradient hook is then part of a differentiated function: recording must leave no trace in either pass, and a change
+must have the derivative of the changed function.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from places import GRADIENTS, records
+from hook_locations import GRADIENT_LOCATIONS, record_hooks
 from torch import Tensor, nn
 
 import instrument
 
 KEEP = {"action": "record", "stats": "none", "tensors": True}
-RECORDS: dict[str, Any] = records(GRADIENTS)
+RECORDS: dict[str, Any] = record_hooks(GRADIENT_LOCATIONS)
 RECORDS |= {
     "forward": {"layers": "**", "kind": "forward", **KEEP},
     "micro": {"layers": "**", "kind": "parameter_grad_micro", **KEEP},
@@ -38,7 +38,7 @@ def points() -> Tensor:
 
 
 def penalty(model: nn.Module, x: Tensor) -> Tensor:
-    """The gradient penalty of Gulrajani et al. 2017: how far the norm of the slope is from 1."""
+    """Return the gradient penalty of Gulrajani et al. 2017: the distance of the gradient norm from 1."""
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     return (slope.norm(dim=1) - 1).square().mean()
 
@@ -47,8 +47,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_no_two_rows_are_of_the_same_thing() -> None:
-    """A mean over rows that look alike, one from each pass, would be a wrong number."""
+def test_rows_of_both_passes_have_distinct_keys() -> None:
+    """A mean over rows with equal keys, one from each pass, would be a wrong number."""
     model = critic()
     with instrument.attach(model, RECORDS) as probe:
         penalty(model, points()).backward()
@@ -61,20 +61,20 @@ def test_no_two_rows_are_of_the_same_thing() -> None:
     assert table.duplicated(of[:-1]).any()
 
 
-def test_recording_leaves_no_trace_in_the_second_derivative() -> None:
-    bare = critic()
-    penalty(bare, points()).backward()
+def test_recording_does_not_change_the_second_derivative() -> None:
+    baseline = critic()
+    penalty(baseline, points()).backward()
     for hooks in (RECORDS, *({name: spec} for name, spec in RECORDS.items())):
         model = critic()
         with instrument.attach(model, hooks) as probe:
             penalty(model, points()).backward()
             probe.end_step()
-        mine, wanted = gradients(model), gradients(bare)
-        assert len(mine) == len(wanted) > 0
-        assert all(map(torch.equal, mine, wanted)), list(hooks)
+        actual, wanted = gradients(model), gradients(baseline)
+        assert len(actual) == len(wanted) > 0
+        assert all(map(torch.equal, actual, wanted)), list(hooks)
 
 
-def test_both_passes_are_seen_first_the_slope_and_then_the_gradient_of_it() -> None:
+def test_both_backward_passes_are_recorded_in_order() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     plain = copy.deepcopy(model)
     hidden = plain[0](points())
@@ -83,8 +83,8 @@ def test_both_passes_are_seen_first_the_slope_and_then_the_gradient_of_it() -> N
     with instrument.attach(model, {"flow": {"layers": "0", "kind": "tensor", **KEEP}}) as probe:
         x = points()
         out = model[0](x)
-        (mine,) = torch.autograd.grad(model[1](out).sum(), out, create_graph=True)
-        mine.square().sum().backward()
+        (actual,) = torch.autograd.grad(model[1](out).sum(), out, create_graph=True)
+        actual.square().sum().backward()
         probe.end_step()
     first, then = probe.sink.records("tensors")
     assert torch.equal(first["values"], slope.detach())
@@ -95,11 +95,11 @@ def test_both_passes_are_seen_first_the_slope_and_then_the_gradient_of_it() -> N
 
 @pytest.mark.parametrize("factor", [3.0, -0.5])
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
-def test_a_change_has_the_derivative_of_the_changed_function(kind: str, factor: float) -> None:
+def test_change_has_the_derivative_of_the_changed_function(kind: str, factor: float) -> None:
     """Scaling what flows through a layer scales it in both passes, as a function with that derivative does.
 
-    A hook of kind tensor is on the tensor itself, as `Tensor.register_hook` is: what comes back to it because tanh saved
-    its output passes the hook too.
+    A hook of kind tensor is on the tensor itself, like `Tensor.register_hook`: the gradient that returns because tanh
+    saved its output passes the hook too.
     """
 
     class Scaled(torch.autograd.Function):
@@ -128,24 +128,24 @@ def test_a_change_has_the_derivative_of_the_changed_function(kind: str, factor: 
     (slope,) = torch.autograd.grad(changed(wanted, x).sum(), x, create_graph=True)
     slope.square().sum().backward()
     with instrument.attach(model, {"h": {"layers": "1", "kind": kind, "action": "scale", "factor": factor}}) as probe:
-        (mine,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        mine.square().sum().backward()
+        (actual,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        actual.square().sum().backward()
         probe.end_step()
-    assert torch.equal(mine, slope)
+    assert torch.equal(actual, slope)
     for parameter, same in zip(model.parameters(), wanted.parameters(), strict=True):
         if same.grad is not None:
             assert torch.allclose(parameter.grad, same.grad, rtol=1e-12, atol=0)
-    bare = smooth()
-    (slope,) = torch.autograd.grad(bare(x).sum(), x, create_graph=True)
+    baseline = smooth()
+    (slope,) = torch.autograd.grad(baseline(x).sum(), x, create_graph=True)
     slope.square().sum().backward()
-    assert not torch.allclose(bare[0].weight.grad, model[0].weight.grad)
+    assert not torch.allclose(baseline[0].weight.grad, model[0].weight.grad)
 
 
-def test_autograd_grad_gives_what_it_gives_and_fills_no_parameter() -> None:
-    """It asks for some gradients only: hooks on the way are called, and those on parameters' sums are not."""
-    bare, model = critic(), critic()
+def test_autograd_grad_is_unchanged_and_fills_no_parameter() -> None:
+    """It requests some gradients only: hooks on the path are called, but not those on accumulated gradients."""
+    baseline, model = critic(), critic()
     x = points()
-    wanted = torch.autograd.grad(bare(x).sum(), [x, *bare.parameters()])
+    wanted = torch.autograd.grad(baseline(x).sum(), [x, *baseline.parameters()])
     with instrument.attach(model, RECORDS) as probe:
         given = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
         probe.end_step()
@@ -158,8 +158,8 @@ def test_autograd_grad_gives_what_it_gives_and_fills_no_parameter() -> None:
     assert any("post_accumulate_grad" in message for message in probe.warnings)
 
 
-def test_a_step_of_a_penalised_critic_trains_the_same_weights() -> None:
-    """The whole of it: scores, penalty, accumulation of both, and the optimizer's step, twice."""
+def test_penalised_critic_trains_the_same_weights() -> None:
+    """Two full steps: scores, penalty, accumulation of both, and the optimizer step."""
 
     def train(model: nn.Module, probe: Any = None) -> list[Tensor]:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -176,5 +176,5 @@ def test_a_step_of_a_penalised_critic_trains_the_same_weights() -> None:
     wanted = train(critic())
     model = critic()
     with instrument.attach(model, RECORDS) as probe:
-        mine = train(model, probe)
-    assert all(map(torch.equal, mine, wanted))
+        actual = train(model, probe)
+    assert all(map(torch.equal, actual, wanted))

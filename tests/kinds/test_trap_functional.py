@@ -1,4 +1,4 @@
-"""Trap: transforms of torch.func call a module with tensors that are no tensors to a hook."""
+"""Trap: torch.func transforms call a module with tensors that hooks cannot read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "vmap of grad"])
-def test_a_transform_gives_what_it_gives_without_hooks_and_coverage_names_it(transform: str) -> None:
+def test_transform_result_is_unchanged_and_reported_in_coverage(transform: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     batch = torch.randn(4, 3)
@@ -42,7 +42,7 @@ def test_a_transform_gives_what_it_gives_without_hooks_and_coverage_names_it(tra
     with instrument.attach(model, specs) as probe:
         assert torch.equal(call(), wanted)
         probe.end_step()
-        model(batch).sum().backward()  # as ever
+        model(batch).sum().backward()  # outside a transform hooks fire as usual
         probe.end_step()
     assert {(row["expected"], row["fired"], row["cause"]) for row in probe.coverage() if row["hook"] != "own"} == {
         (2, 1, TRANSFORMED)

@@ -1,8 +1,8 @@
-"""Trap: operations in place after or inside a hooked module: `ReLU(inplace=True)`, `out += identity`.
+"""Trap: in-place operations after or inside a hooked module: `ReLU(inplace=True)`, `out += identity`.
 
-PyTorch's own backward hooks fail there. Here every module of an architecture has hooks of every kind that sees
-gradients; the model trains as it does without them, and what they record is what they record on the same model with
-every operation in place taken out of it: all of that to the bit.
+PyTorch's backward hooks fail there. Here every module of an architecture has hooks of every gradient kind: training
+is bit-identical to training without hooks, and records are bit-identical to those of the same model without in-place
+operations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import CLASSES, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
-from places import CHANGES, GRADIENTS, records
+from hook_locations import GRADIENT_LOCATIONS, INTERVENTION_LOCATIONS, record_hooks
 from tiers import tiered
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,7 +25,7 @@ from instrument.capture.tables import TABLES
 from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_hooks
 
-HOOKS = records(GRADIENTS)
+HOOKS = record_hooks(GRADIENT_LOCATIONS)
 STEPS = 2
 ARCHITECTURES = {str(each): each for each in (*map(of_torchvision, TORCHVISION), *map(of_timm, TIMM))}
 QUICK = (
@@ -39,7 +39,7 @@ Digest = bytes
 
 
 class DigestSink:
-    """Keeps of each recorded tensor a digest of its bits: whole models' gradients do not fit in memory."""
+    """Keep a digest of each recorded tensor, since the gradients of full models do not fit in memory."""
 
     def __init__(self) -> None:
         self.digests: dict[tuple[Any, ...], Digest] = {}
@@ -50,10 +50,10 @@ class DigestSink:
     def keep(
         self, key: tuple[Any, ...], source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> bool:
-        told = dict(zip(TABLES["tensors"].names, key, strict=False))
-        place = tuple(told[name] for name in ("step", "hook", "layer", "path", "call"))
-        assert place not in self.digests
-        self.digests[place] = digest(tensor)
+        row = dict(zip(TABLES["tensors"].names, key, strict=False))
+        location = tuple(row[name] for name in ("step", "hook", "layer", "path", "call"))
+        assert location not in self.digests
+        self.digests[location] = digest(tensor)
         return True
 
     def end_step(self) -> None:
@@ -64,7 +64,7 @@ class DigestSink:
 
 
 class OutOfPlace(TorchFunctionMode):
-    """Whatever operation in place is about to be done to a tensor with a gradient is done beside it."""
+    """Replace every in-place operation on a tensor with a gradient by its out-of-place variant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,25 +75,25 @@ class OutOfPlace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
-            if kwargs.get("inplace"):  # of torch.nn.functional
+            if kwargs.get("inplace"):  # torch.nn.functional
                 self.replaced += 1
                 return func(*args, **{**kwargs, "inplace": False})
-            beside = _beside(func)
-            if beside is not None:
+            replacement = _out_of_place_variant(func)
+            if replacement is not None:
                 self.replaced += 1
-                return beside(*args, **kwargs)
+                return replacement(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _beside(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`relu` for `relu_`, `+` for `+=`; None for what is not in place."""
+def _out_of_place_variant(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return `relu` for `relu_` and `+` for `+=`; None for an operation that is not in place."""
     name = getattr(func, "__name__", "")
     if name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__"):
         return getattr(Tensor, f"__{name[3:]}", None)
     if not name.endswith("_") or name.endswith("__") or name in ("requires_grad_", "retain_grad_"):
         return None
-    places = (torch._C._nn, torch, torch._C._VariableFunctions, Tensor)
-    return next((getattr(place, name[:-1]) for place in places if hasattr(place, name[:-1])), None)
+    namespaces = (torch._C._nn, torch, torch._C._VariableFunctions, Tensor)
+    return next((getattr(location, name[:-1]) for location in namespaces if hasattr(location, name[:-1])), None)
 
 
 def digest(tensor: Tensor) -> Digest:
@@ -102,12 +102,12 @@ def digest(tensor: Tensor) -> Digest:
 
 
 def logits_of(output: Any) -> list[Tensor]:
-    """The outputs that a loss is formed of: auxiliary ones and distilled ones too."""
+    """Return the outputs that contribute to the loss, including auxiliary and distilled ones."""
     return [output] if isinstance(output, Tensor) else [part for part in output if isinstance(part, Tensor)]
 
 
 def train(model: nn.Module, images: Tensor, probe: Probe | None = None) -> list[Digest]:
-    """Two steps; digests of the losses, of all gradients at each, and of the weights and buffers at the end."""
+    """Run two steps; return digests of losses, of all gradients at each step, and of the final state dict."""
     targets = torch.arange(len(images)) % CLASSES
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     digests = []
@@ -134,42 +134,42 @@ def instrumented(
 
 
 def check(architecture: Architecture) -> tuple[int, int]:
-    """Train bare, hooked, and hooked with nothing in place.
+    """Train without hooks, with hooks, and with hooks but without in-place operations.
 
     Returns:
-        How many gradients were recorded, and how many operations in place were taken out.
+        How many gradients were recorded, and how many in-place operations were replaced.
     """
     model = architecture.make()
     start = copy.deepcopy(model.state_dict())
     images = architecture.images()
-    bare = train(model, images)
+    uninstrumented = train(model, images)
     model.load_state_dict(start)
     hooked, recorded = instrumented(model, images)
-    assert hooked == bare
-    assert len(recorded) > STEPS * len(GRADIENTS)
+    assert hooked == uninstrumented
+    assert len(recorded) > STEPS * len(GRADIENT_LOCATIONS)
     model.load_state_dict(start)
     in_place = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     for module in in_place:
         module.inplace = False
-    with OutOfPlace() as beside:
-        apart, wanted = instrumented(model, images)
-    assert apart == bare
+    with OutOfPlace() as replacement:
+        trained_out_of_place, wanted = instrumented(model, images)
+    assert trained_out_of_place == uninstrumented
     assert recorded.keys() == wanted.keys()
     different = [key for key, value in wanted.items() if recorded[key] != value]
     assert not different, different[:5]
-    return len(recorded), len(in_place) + beside.replaced
+    return len(recorded), len(in_place) + replacement.replaced
 
 
 @pytest.mark.parametrize("name", tiered(ARCHITECTURES, QUICK))
-def test_gradients_are_those_of_the_model_without_operations_in_place(name: str) -> None:
+def test_gradients_equal_those_without_in_place_operations(name: str) -> None:
     check(ARCHITECTURES[name])
 
 
-@pytest.mark.parametrize(("kind", "role"), CHANGES)
+@pytest.mark.parametrize(("kind", "role"), INTERVENTION_LOCATIONS)
 @pytest.mark.parametrize(
     "name", tiered(["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"], ["shufflenet_v2_x0_5"])
 )
-def test_changes_are_those_of_the_model_without_operations_in_place(name: str, kind: str, role: str) -> None:
+def test_changes_equal_those_without_in_place_operations(name: str, kind: str, role: str) -> None:
     architecture = of_torchvision(name)
     model, images = architecture.make(), architecture.images()
     start = copy.deepcopy(model.state_dict())
@@ -186,16 +186,16 @@ def test_changes_are_those_of_the_model_without_operations_in_place(name: str, k
     assert changed != train(model, images)
 
 
-def test_the_architectures_of_torchvision_are_all_that_it_has() -> None:
+def test_all_torchvision_architectures_are_listed() -> None:
     from torchvision import models
 
     assert models.list_models(module=models) == TORCHVISION
 
 
-def test_the_model_without_operations_in_place_has_none() -> None:
-    """What the architectures are held against is what it says: in the residual blocks of ResNet the sums too."""
+def test_out_of_place_mode_replaces_every_operation() -> None:
+    """Also the sums in the residual blocks of ResNet are replaced."""
     model, images = of_torchvision("resnet18").make(), torch.randn(2, 3, 64, 64)
-    with OutOfPlace() as beside:
+    with OutOfPlace() as replacement:
         train(model, images)
-    # relu after each block's first convolution, `out +=` and relu after it, and the stem's relu; in each of two steps
-    assert beside.replaced == STEPS * (1 + 8 * 3)
+    # relu after each block's first convolution, `out +=` and relu after it, and the stem's relu; at both steps.
+    assert replacement.replaced == STEPS * (1 + 8 * 3)

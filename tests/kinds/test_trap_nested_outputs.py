@@ -1,7 +1,7 @@
-"""Trap: modules that give more than a tensor: tuples, dicts, dataclasses, model outputs, None; and take only keywords.
+"""Trap: modules that return more than a tensor (tuples, dicts, dataclasses, None), or take only keyword arguments.
 
-What is recorded at each path is what plain PyTorch sees there, to the bit: values by hooks of its own, gradients by
-`retain_grad` on a copy of the model that has none of ours.
+What is recorded at each path is bit-identical to plain PyTorch: values from plain hooks, gradients from
+`retain_grad` on an uninstrumented copy of the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Parts = Iterator[tuple[str, Tensor]]
 
 @dataclass
 class Pair:
-    """A dataclass of one's own, with a nested value and nothing in it."""
+    """A custom dataclass with a nested value and an empty field."""
 
     mean: Tensor
     rest: dict[str, Any]
@@ -39,7 +39,7 @@ class Pair:
 
 
 class Mixed(nn.Module):
-    """Everything at once; its parts take keywords only."""
+    """A mix of nested values; its submodule takes only keyword arguments."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Mixed(nn.Module):
         return pair.mean + deep[0].sum(0), None, {"cos": deep[2][0] * 3}
 
 
-class Attending(nn.Module):
+class AttentionModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
@@ -71,8 +71,8 @@ class Attending(nn.Module):
         return self.attention(x, memory, value=memory * 2, need_weights=True)
 
 
-def text(name: str, **more: Any) -> Callable[[], nn.Module]:
-    """A tiny model of transformers, from its configuration alone."""
+def transformers_model(name: str, **more: Any) -> Callable[[], nn.Module]:
+    """Return a factory of a tiny transformers model, built from its configuration."""
 
     def make() -> nn.Module:
         import transformers
@@ -90,23 +90,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     "LSTM": (lambda: nn.LSTM(5, 6, 2, bidirectional=True), lambda: {"input": torch.randn(7, 2, 5)}),
     "GRU": (lambda: nn.GRU(5, 6), lambda: {"input": torch.randn(7, 2, 5), "hx": torch.randn(1, 2, 6)}),
     "LSTMCell": (lambda: nn.LSTMCell(5, 6), lambda: {"input": torch.randn(2, 5)}),
-    "MultiheadAttention": (Attending, lambda: {"x": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}),
+    "MultiheadAttention": (AttentionModel, lambda: {"x": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}),
     "dataclass": (Mixed, lambda: {"x": torch.randn(3, 4)}),
     "GPT-2": (
-        text("GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16),
+        transformers_model("GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16),
         lambda: {"input_ids": TOKENS, "labels": TOKENS, "output_hidden_states": True, "use_cache": False},
     ),
-    "Llama": (text("LlamaForCausalLM", **WIDE), lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}),
+    "Llama": (transformers_model("LlamaForCausalLM", **WIDE), lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}),
     "BERT": (
-        text("BertForSequenceClassification", attn_implementation="eager", **WIDE),
+        transformers_model("BertForSequenceClassification", attn_implementation="eager", **WIDE),
         lambda: {"input_ids": TOKENS, "labels": torch.tensor([0, 1]), "output_attentions": True},
     ),
     "T5": (
-        text("T5ForConditionalGeneration", d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+        transformers_model("T5ForConditionalGeneration", d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
         lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False},
     ),
 }
-PATHS = {  # some that have to be there: hook, layer, path
+PATHS = {  # some that have to exist: hook, layer, path
     "LSTM": [("output", "", "1.0"), ("output", "", "1.1"), ("grad_output", "", "1.1")],
     "GRU": [("output", "", "1"), ("input", "", "hx")],
     "LSTMCell": [("output", "", "0"), ("grad_output", "", "1")],
@@ -128,7 +128,7 @@ PATHS = {  # some that have to be there: hook, layer, path
 
 
 def parts(value: Any, path: str = "") -> Parts:
-    """The tensors of a value; written anew here, so that the product's own walk is held against another."""
+    """Yield the tensors of a value; an independent implementation of the traversal under test."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -145,24 +145,24 @@ def parts(value: Any, path: str = "") -> Parts:
 
 
 def step(model: nn.Module, given: dict[str, Any]) -> None:
-    """A forward and a backward pass from everything that comes out."""
+    """Run a forward pass, and a backward pass from all outputs."""
     torch.manual_seed(1)
     output = model(**given)
     sum(part.float().square().sum() for _, part in parts(output) if part.requires_grad).backward()
 
 
 def reference(model: nn.Module, given: dict[str, Any]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
-    """What plain hooks see, and the gradients that the very same tensors have afterwards."""
+    """Return what plain hooks see, and the gradients of the same tensors."""
     values: dict[Key, Tensor] = {}
     kept: dict[Key, Tensor] = {}
     calls: dict[str, int] = {}
 
     def keep(hook: str, name: str, value: Any, call: int) -> None:
-        met: set[int] = set()  # one tensor at two paths has one gradient, which stands at the first of them
+        visited: set[int] = set()  # one tensor at two paths has one gradient, recorded at the first path
         for path, part in parts(value):
             values[hook, name, path, call] = part.detach().clone()
-            if part.requires_grad and id(part) not in met:
-                met.add(id(part))
+            if part.requires_grad and id(part) not in visited:
+                visited.add(id(part))
                 part.retain_grad()
                 kept[f"grad_{hook}", name, path, call] = part
 
@@ -186,7 +186,7 @@ def reference(model: nn.Module, given: dict[str, Any]) -> tuple[dict[Key, Tensor
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_part_is_seen_with_its_gradient(name: str) -> None:
+def test_every_nested_tensor_is_recorded_with_its_gradient(name: str) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model = make().train()
@@ -202,7 +202,7 @@ def test_every_part_is_seen_with_its_gradient(name: str) -> None:
     assert seen.keys() == values.keys() | gradients.keys()
     for key, wanted in (values | gradients).items():
         assert torch.equal(seen[key], wanted), key
-    # A module's own output has one gradient, however it is asked for.
+    # The output of a module has one gradient, whichever kind records it.
     assert own.keys() == {("own_grad_output", *key[1:]) for key in gradients if key[0] == "grad_output"}
     assert all(torch.equal(value, gradients["grad_output", *key[1:]]) for key, value in own.items())
     for hook, layer, path in PATHS[name]:

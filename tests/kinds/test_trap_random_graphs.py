@@ -1,7 +1,7 @@
-"""Trap: what nobody thought of. Random networks of the operations that hooks stumble over, hooked everywhere.
+"""Trap: unforeseen combinations. Random networks of operations that are difficult for hooks, hooked at every point.
 
-Views, writes in place, chunks of which one is not used, inputs given out as they are, parameters given out, nested
-outputs, None, detached parts, modules called several times: recording must change no bit, and scaling by one no number.
+Views, in-place writes, unused chunks, returned inputs, returned parameters, nested outputs, None, detached tensors,
+modules called several times: recording must be bit-identical, and scaling by one must change no value.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from places import CHANGES, PLACES, records
+from hook_locations import INTERVENTION_LOCATIONS, LOCATIONS, record_hooks
 from tiers import portions
 from torch import Tensor, nn
 
 import instrument
 
 WIDTH, SAMPLES = 4, 3
-RECORDS = records(PLACES)
+RECORDS = record_hooks(LOCATIONS)
 
 
-def in_place(x: Tensor) -> bool:
-    """Whether PyTorch lets an operation write to it."""
+def allows_in_place(x: Tensor) -> bool:
+    """Return whether PyTorch allows in-place operations on the tensor."""
     return x.grad_fn is not None
 
 
-def wrote(x: Tensor) -> Tensor:
-    """A part of it, written to."""
+def write_to_slice(x: Tensor) -> Tensor:
+    """Return a copy of which a slice was written in place."""
     y = x * 1.0
     y[:, :2].mul_(0.5)
     return y
 
 
-def added(x: Tensor) -> Tensor:
+def add_in_place(x: Tensor) -> Tensor:
     y = x.sin()
     y += x
     return y
@@ -43,16 +43,16 @@ def added(x: Tensor) -> Tensor:
 OPERATIONS: dict[str, Callable[[Part, Tensor], Any]] = {
     "linear": lambda part, x: part.linear(x),
     "linear, and its input": lambda part, x: (part.linear(x), x),
-    "relu": lambda part, x: torch.relu_(x) if in_place(x) else torch.relu(x),
-    "times": lambda part, x: x.mul_(1.1) if in_place(x) else x * 1.1,
+    "relu": lambda part, x: torch.relu_(x) if allows_in_place(x) else torch.relu(x),
+    "times": lambda part, x: x.mul_(1.1) if allows_in_place(x) else x * 1.1,
     "identity": lambda part, x: x,
     "view": lambda part, x: x.view(-1).view(x.shape),
     "halves, joined": lambda part, x: torch.cat([half * 0.7 for half in x.chunk(2, -1)[::-1]], -1),
     "halves": lambda part, x: x.chunk(2, -1),
-    "part written": lambda part, x: wrote(x),
+    "part written": lambda part, x: write_to_slice(x),
     "dict": lambda part, x: {"a": x * 0.9, "b": [x, None]},
     "parameter": lambda part, x: part.own,
-    "added": lambda part, x: added(x),
+    "add_in_place": lambda part, x: add_in_place(x),
     "turned": lambda part, x: x.t().contiguous().t(),
     "detached": lambda part, x: (x.detach(), x * 0.8),
     "tanh": lambda part, x: torch.tanh(x),
@@ -73,7 +73,7 @@ class Part(nn.Module):
 
 
 class Network(nn.Module):
-    """Operations drawn at random, each on something that was computed before; some of them are called again."""
+    """Random operations, each on an earlier result; some modules are called again."""
 
     def __init__(self, seed: int, operations: list[str]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Network(nn.Module):
 
 
 def train(network: Network, hooks: dict[str, Any]) -> tuple[list[Tensor], instrument.Probe]:
-    """A step; the loss and all gradients, zeros where there is none."""
+    """Run a step; return the loss and all gradients, zeros where there is none."""
     batch = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(9))
     network.zero_grad()
     with instrument.attach(network, hooks) as probe:
@@ -113,8 +113,8 @@ def train(network: Network, hooks: dict[str, Any]) -> tuple[list[Tensor], instru
     return [loss.detach().clone(), *gradients], probe
 
 
-def bare(network: Network) -> list[Tensor] | None:
-    """None where PyTorch itself refuses: something was written to that the backward pass needs."""
+def train_uninstrumented(network: Network) -> list[Tensor] | None:
+    """Train without hooks; return None if PyTorch refuses because a tensor needed for backward was overwritten."""
     try:
         return train(network, {})[0]
     except RuntimeError:
@@ -122,46 +122,46 @@ def bare(network: Network) -> list[Tensor] | None:
 
 
 def check(seeds: range) -> tuple[int, int]:
-    """How many networks were compared, and how many rows they gave."""
+    """Return how many networks were compared, and how many rows they recorded."""
     compared = rows = 0
     for seed in seeds:
         network = Network(seed, list(OPERATIONS))
-        wanted = bare(network)
+        wanted = train_uninstrumented(network)
         if wanted is None:
             continue
-        mine, probe = train(network, RECORDS)
-        told = [part.operation for part in network.parts]
-        assert all(map(torch.equal, mine, wanted)), (seed, told)
+        actual, probe = train(network, RECORDS)
+        operations = [part.operation for part in network.parts]
+        assert all(map(torch.equal, actual, wanted)), (seed, operations)
         table = probe.sink.frame("tensors")
-        assert not table.duplicated(["hook", "layer", "path", "call", "backward"]).any(), (seed, told)
+        assert not table.duplicated(["hook", "layer", "path", "call", "backward"]).any(), (seed, operations)
         compared, rows = compared + 1, rows + len(table)
     return compared, rows
 
 
 def check_changes(seeds: range) -> int:
-    """How many networks were compared. A leaf given out is left out: what is a view of it, nothing may write to."""
+    """Return how many networks were compared; returned leaves are excluded (views of them are read-only)."""
     compared = 0
     for seed in seeds:
         network = Network(seed, [name for name in OPERATIONS if name != "parameter"])
-        wanted = bare(network)
+        wanted = train_uninstrumented(network)
         if wanted is None:
             continue
-        for kind, role in CHANGES:
+        for kind, role in INTERVENTION_LOCATIONS:
             once = {"layers": "**", "kind": kind, "role": role, "action": "scale", "factor": 1.0}
-            mine, _ = train(network, {"once": once})
-            for got, value in zip(mine, wanted, strict=True):
+            actual, _ = train(network, {"once": once})
+            for got, value in zip(actual, wanted, strict=True):
                 torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5, msg=f"seed {seed}, {kind} {role}")
         compared += 1
     return compared
 
 
 @pytest.mark.parametrize("seeds", portions(50, 4_000, 650))
-def test_recording_changes_no_bit_of_any_network(seeds: range) -> None:
+def test_recording_is_bit_identical_on_random_networks(seeds: range) -> None:
     compared, rows = check(seeds)
     assert compared > 0.7 * len(seeds)
     assert rows > 20 * compared
 
 
 @pytest.mark.parametrize("seeds", portions(40, 2_000, 380))
-def test_scaling_by_one_changes_no_number_of_any_network(seeds: range) -> None:
+def test_scaling_by_one_is_neutral_on_random_networks(seeds: range) -> None:
     assert check_changes(seeds) > 0.7 * len(seeds)

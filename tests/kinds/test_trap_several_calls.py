@@ -1,54 +1,54 @@
-"""Trap: one module, several calls in a step: one after the other, under two names, or each inside the one before."""
+"""Trap: one module, several calls in a step: in sequence, under two names, or recursively."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from places import PLACES, records
+from hook_locations import LOCATIONS, record_hooks
 from torch import Tensor, nn
 
 import instrument
 
 
 class Nested(nn.Module):
-    """Calls itself, `depth` times; keeps what goes in and comes out, in the order in which the calls begin."""
+    """A module that calls itself `depth` times, and keeps inputs and outputs by call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.went_in: list[Tensor] = []
-        self.came_out: dict[int, Tensor] = {}
+        self.call_inputs: list[Tensor] = []
+        self.call_outputs: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-        call = len(self.went_in)
+        call = len(self.call_inputs)
         x.retain_grad()
-        self.went_in.append(x)
+        self.call_inputs.append(x)
         out = self.linear(x).tanh()
         if depth:
             out = self(out, depth - 1) * 1.5
         out.retain_grad()
-        self.came_out[call] = out
+        self.call_outputs[call] = out
         return out
 
 
-def test_a_module_that_calls_itself_has_rows_of_every_call() -> None:
+def test_recursive_module_has_rows_of_every_call() -> None:
     torch.manual_seed(0)
     model = Nested()
-    with instrument.attach(model, records(PLACES, ".")) as probe:
+    with instrument.attach(model, record_hooks(LOCATIONS, ".")) as probe:
         model(torch.randn(2, 3, requires_grad=True)).square().sum().backward()
         probe.end_step()
     rows = {(row["hook"], row["call"]): row["values"] for row in probe.sink.records("tensors")}
     wanted = {}
-    for call, given in enumerate(model.went_in):
-        result = model.came_out[call]
+    for call, call_input in enumerate(model.call_inputs):
+        result = model.call_outputs[call]
         wanted |= {
-            ("forward_pre_input", call): given,
+            ("forward_pre_input", call): call_input,
             ("forward_output", call): result,
             ("full_backward_pre_grad_output", call): result.grad,
             ("full_backward_grad_output", call): result.grad,
             ("tensor_output", call): result.grad,
-            ("full_backward_grad_input", call): given.grad,
-            ("tensor_input", call): given.grad,
+            ("full_backward_grad_input", call): call_input.grad,
+            ("tensor_input", call): call_input.grad,
         }
     assert rows.keys() == wanted.keys()
     assert len(rows) == 7 * 4
@@ -58,34 +58,34 @@ def test_a_module_that_calls_itself_has_rows_of_every_call() -> None:
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre", "tensor"])
-def test_an_intervention_on_a_module_that_calls_itself_acts_on_every_call(kind: str) -> None:
+def test_intervention_on_a_recursive_module_applies_to_every_call(kind: str) -> None:
     torch.manual_seed(0)
     model = Nested()
     batch = torch.randn(2, 3, requires_grad=True)
     specs = {"double": {"layers": ".", "kind": kind, "action": "scale", "factor": 2.0}}
-    bare = torch.autograd.grad(model(batch).sum(), batch)[0]
+    baseline = torch.autograd.grad(model(batch).sum(), batch)[0]
     with instrument.attach(model, specs) as probe:
         model(batch).sum().backward()
         probe.end_step()
-    assert torch.equal(batch.grad, bare * 2.0**4)
+    assert torch.equal(batch.grad, baseline * 2.0**4)
     assert sorted(row["call"] for row in probe.sink.records("effects")) == [0, 1, 2, 3]
 
 
-def test_a_module_under_two_names_is_hooked_once_and_its_calls_are_numbered() -> None:
+def test_module_with_two_names_is_hooked_once() -> None:
     shared = nn.Linear(3, 3)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    with instrument.attach(model, records(PLACES, "2")) as probe:
+    with instrument.attach(model, record_hooks(LOCATIONS, "2")) as probe:
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
         probe.end_step()
     table = probe.sink.frame("tensors")
     assert (table.groupby(["hook", "call"]).size() == 1).all()
-    assert table.groupby("hook").call.apply(sorted).tolist() == [[0, 1]] * len(PLACES)
+    assert table.groupby("hook").call.apply(sorted).tolist() == [[0, 1]] * len(LOCATIONS)
     assert set(table.layer) == {"0"}  # the first of its names; `layers` has both
     (row,) = [row for row in probe.sink.records("layers") if row["layer"] == "0"]
     assert list(row["aliases"]) == ["2"]
 
 
-def test_tied_weights_are_one_parameter_that_answers_to_all_of_its_names() -> None:
+def test_tied_weights_match_all_their_names() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
     model[2].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -99,8 +99,8 @@ def test_tied_weights_are_one_parameter_that_answers_to_all_of_its_names() -> No
         optimizer=optimizer,
     ) as probe:
         model(torch.randn(2, 3)).sum().backward()
-        whole = model[0].weight.grad.clone()
+        gradient = model[0].weight.grad.clone()
         optimizer.step()
         probe.end_step()
-    assert torch.equal(model[0].weight.grad, whole * 0.5)
+    assert torch.equal(model[0].weight.grad, gradient * 0.5)
     assert probe.sink.frame("stats").groupby("hook").size().to_dict() == dict.fromkeys(specs, 1)

@@ -1,4 +1,4 @@
-"""Trap: a parameter that trains later, or no longer: it is unfrozen or frozen, added to the optimizer or taken away, or lazy."""
+"""Trap: parameters that are frozen, unfrozen, lazy, or added to or removed from the optimizer during training."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import ConfigError, InstrumentWarning, Probe
-from instrument.integrations.attach import read_specs
 from instrument.kinds.reasons import FROZEN, NOT_OPTIMIZED
 from instrument.plan.sites import make_plan, refuse_frozen
+from instrument.spec.spec_file import read_specs
 
 GRADIENTS = ("parameter_grad_micro", "post_accumulate_grad", "parameter_grad")
-AROUND = (
+OPTIMIZER_ROLES = (
     ("step_pre", "param_grad"),
     ("step_pre", "param"),
     ("step_post", "update"),
@@ -32,16 +32,16 @@ HOOKS = {
         "action": "record",
         "tensors": True,
     }
-    for kind, role in [*((kind, "param_grad") for kind in GRADIENTS), *AROUND]
+    for kind, role in [*((kind, "param_grad") for kind in GRADIENTS), *OPTIMIZER_ROLES]
 }
-ALWAYS = {"step_pre__param", "step_post__update"}  # what is there of a frozen parameter too
+FROZEN_TOO = {"step_pre__param", "step_post__update"}  # also recorded for a frozen parameter
 
-Ledger = dict[str, tuple[int, int, str]]
+Coverage = dict[str, tuple[int, int, str]]
 Change = Callable[[nn.Sequential, torch.optim.Optimizer], None]
 
 
 def make(*, frozen: bool = True) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """Two layers; the first one is frozen, and the optimizer holds the second one alone."""
+    """Return a model of two layers with the first one frozen, and an optimizer of the second layer only."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     if frozen:
@@ -53,7 +53,7 @@ def make(*, frozen: bool = True) -> tuple[nn.Sequential, torch.optim.Optimizer]:
 def step(
     model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], None] = lambda: None
 ) -> Tensor | None:
-    """A step; gives the gradient of the first layer that the optimizer has used."""
+    """Run a step; return the gradient of the first layer that the optimizer used."""
     optimizer.zero_grad()
     model.zero_grad()
     loss = model(torch.randn(4, 3)).square().sum()
@@ -64,7 +64,7 @@ def step(
     return None if gradient is None else gradient.clone()
 
 
-def ledger(probe: Probe, layer: str = "0") -> Ledger:
+def coverage_of(probe: Probe, layer: str = "0") -> Coverage:
     rows = probe.coverage()
     return {row["hook"]: (row["expected"], row["fired"], row["cause"]) for row in rows if row["layer"] == layer}
 
@@ -75,7 +75,7 @@ def unfreeze(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_hooks_fire_from_the_first_gradient_of_an_unfrozen_parameter(at: int) -> None:
+def test_hooks_fire_from_the_first_gradient_after_unfreezing(at: int) -> None:
     model, optimizer = make()
     gradients = []
     with warnings.catch_warnings():
@@ -86,14 +86,14 @@ def test_hooks_fire_from_the_first_gradient_of_an_unfrozen_parameter(at: int) ->
                     unfreeze(model, optimizer)
                 gradients.append(step(model, optimizer))
                 probe.end_step()
-    assert ledger(probe) == {name: (4, 4, "") if name in ALWAYS else (4 - at, 4 - at, "") for name in HOOKS}
+    assert coverage_of(probe) == {name: (4, 4, "") if name in FROZEN_TOO else (4 - at, 4 - at, "") for name in HOOKS}
     seen = [row for row in probe.sink.records("tensors") if row["layer"] == "0" and row["role"] == "param_grad"]
     assert len(seen) == 4 * (4 - at)
     assert all(torch.equal(row["values"], gradients[row["step"]]) for row in seen)
     assert not model[0].weight._backward_hooks
 
 
-def test_a_parameter_can_be_added_to_one_of_several_optimizers() -> None:
+def test_parameter_can_be_added_to_one_of_several_optimizers() -> None:
     model, first = make()
     second = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
     with instrument.attach(model, HOOKS, optimizer=[first, second]) as probe:
@@ -103,19 +103,19 @@ def test_a_parameter_can_be_added_to_one_of_several_optimizers() -> None:
             step(model, first)
             second.step()
             probe.end_step()
-    assert ledger(probe) == {name: (3, 3, "") if name in ALWAYS else (2, 2, "") for name in HOOKS}
+    assert coverage_of(probe) == {name: (3, 3, "") if name in FROZEN_TOO else (2, 2, "") for name in HOOKS}
     seen = [row for row in probe.sink.records("tensors") if row["layer"] == "0"]
     assert {row["step"] for row in seen if row["kind"] == "parameter_grad"} == {1, 2}
 
 
-def test_hooks_of_a_parameter_unfrozen_after_the_forward_pass() -> None:
+def test_parameter_unfrozen_after_the_forward_pass_is_hooked_next() -> None:
     model, optimizer = make()
     with instrument.attach(model, {"h": {"layers": "**", "kind": "post_accumulate_grad", "action": "record"}}) as probe:
-        step(model, optimizer, lambda: unfreeze(model, optimizer))  # it is too late for this graph
+        step(model, optimizer, lambda: unfreeze(model, optimizer))  # too late for this graph
         probe.end_step()
         step(model, optimizer)
         probe.end_step()
-    assert ledger(probe) == {"h": (1, 1, "")}
+    assert coverage_of(probe) == {"h": (1, 1, "")}
 
 
 def test_hooks_on_frozen_parameters_only_wait_for_unfreezing() -> None:
@@ -129,44 +129,44 @@ def test_hooks_on_frozen_parameters_only_wait_for_unfreezing() -> None:
             probe.end_step()
     assert gradient is not None
     assert gradient.norm() <= 0.01
-    assert ledger(probe) == {"tame": (2, 2, "")}
+    assert coverage_of(probe) == {"tame": (2, 2, "")}
 
 
-def test_a_run_refuses_hooks_on_frozen_parameters_only() -> None:
+def test_run_refuses_hooks_on_frozen_parameters_only() -> None:
     model, _ = make()
     plan = make_plan(read_specs({"h": {**HOOKS["step_pre__param_grad"], "layers": "0"}}), model)
-    with pytest.raises(ConfigError, match=r"hooks\.h\.layers: kind step_pre needs gradients"):
+    with pytest.raises(ConfigError, match=r"hooks\.h\.layers: kind step_pre requires gradients"):
         refuse_frozen(plan)
 
 
-def test_a_parameter_that_stays_frozen_is_reported() -> None:
+def test_parameter_that_stays_frozen_is_reported() -> None:
     model, optimizer = make()
-    with pytest.warns(InstrumentWarning) as told, instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
+    with pytest.warns(InstrumentWarning) as warned, instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
         for _ in range(2):
             step(model, optimizer)
             probe.end_step()
-    assert ledger(probe) == {name: (2, 2, "") if name in ALWAYS else (0, 0, FROZEN) for name in HOOKS}
-    assert len(told) == len(HOOKS) - len(ALWAYS)
-    assert ledger(probe, "1") == dict.fromkeys(HOOKS, (2, 2, ""))
+    assert coverage_of(probe) == {name: (2, 2, "") if name in FROZEN_TOO else (0, 0, FROZEN) for name in HOOKS}
+    assert len(warned) == len(HOOKS) - len(FROZEN_TOO)
+    assert coverage_of(probe, "1") == dict.fromkeys(HOOKS, (2, 2, ""))
 
 
-def frozen_again(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+def freeze_again(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     model[0].requires_grad_(False)
 
 
-def removed(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+def remove_parameters(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     first = {id(parameter) for parameter in model[0].parameters()}
     group = optimizer.param_groups[0]
     group["params"] = [parameter for parameter in group["params"] if id(parameter) not in first]
 
 
-def regrouped(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+def replace_group(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": list(model[1].parameters())}]
 
 
 @pytest.mark.parametrize(
     ("change", "counted"),
-    [(frozen_again, set(GRADIENTS)), (removed, {"parameter_grad"}), (regrouped, {"parameter_grad"})],
+    [(freeze_again, set(GRADIENTS)), (remove_parameters, {"parameter_grad"}), (replace_group, {"parameter_grad"})],
 )
 def test_hooks_are_not_expected_once_a_parameter_stops_training(change: Change, counted: set[str]) -> None:
     model, optimizer = make(frozen=False)
@@ -180,10 +180,10 @@ def test_hooks_are_not_expected_once_a_parameter_stops_training(change: Change, 
                 step(model, optimizer)
                 probe.end_step()
     fired = {name: 2 if spec["kind"] in counted else 3 for name, spec in hooks.items()}
-    assert ledger(probe) == {name: (count, count, "") for name, count in fired.items()}
+    assert coverage_of(probe) == {name: (count, count, "") for name, count in fired.items()}
 
 
-def test_time_frozen_does_not_hide_the_cause_of_a_miss() -> None:
+def test_frozen_steps_do_not_hide_the_cause_of_a_miss() -> None:
     model, optimizer = make()
     unused = nn.Linear(3, 3).requires_grad_(False)
     model.register_module("unused", unused)
@@ -196,19 +196,19 @@ def test_time_frozen_does_not_hide_the_cause_of_a_miss() -> None:
             unused.requires_grad_(number >= 3)
             step(model, optimizer)
             probe.end_step()
-    expected, fired, cause = ledger(probe, "unused")["h"]
+    expected, fired, cause = coverage_of(probe, "unused")["h"]
     assert (expected, fired) == (1, 0)
     assert "the parameter had no gradient" in cause
 
 
-def test_a_parameter_outside_the_optimizer_is_reported() -> None:
+def test_parameter_outside_the_optimizer_is_reported() -> None:
     model, optimizer = make()
     model[0].requires_grad_(True)
     with pytest.warns(InstrumentWarning), instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
         step(model, optimizer)
         probe.end_step()
-    assert ledger(probe)["parameter_grad__param_grad"] == (0, 0, NOT_OPTIMIZED)
-    assert ledger(probe)["step_post__state_momentum_buffer"] == (0, 0, NOT_OPTIMIZED)
+    assert coverage_of(probe)["parameter_grad__param_grad"] == (0, 0, NOT_OPTIMIZED)
+    assert coverage_of(probe)["step_post__state_momentum_buffer"] == (0, 0, NOT_OPTIMIZED)
 
 
 def lazy() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -258,19 +258,19 @@ def test_lazy_modules_train_as_without_hooks() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-def test_a_lazy_module_that_never_runs_is_reported() -> None:
+def test_lazy_module_that_never_runs_is_reported() -> None:
     model = nn.Sequential(nn.Linear(3, 1))
-    model[0].register_module("spare", nn.LazyLinear(2))  # which a linear layer does not call
+    model[0].register_module("spare", nn.LazyLinear(2))  # not called by a linear layer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     saved: dict[str, Any] = {"saved": {"layers": "**", "kind": "state_dict_pre", "action": "record"}}
     with pytest.warns(InstrumentWarning), instrument.attach(model, HOOKS | saved, optimizer=optimizer) as probe:
         step(model, optimizer)
         model.state_dict()
         probe.end_step()
-    causes = {name: cause for name, (_, fired, cause) in ledger(probe, "0.spare").items() if not fired}
+    causes = {name: cause for name, (_, fired, cause) in coverage_of(probe, "0.spare").items() if not fired}
     assert causes.keys() == HOOKS.keys() | {"saved"}
-    told = {causes["saved"], causes["step_pre__param"], causes["step_post__update"]}
-    assert len(told) == 1
-    assert "it is a parameter or a buffer of a lazy module, which no forward pass has run" in told.pop()
+    warned = {causes["saved"], causes["step_pre__param"], causes["step_post__update"]}
+    assert len(warned) == 1
+    assert "it is a parameter or a buffer of a lazy module that has not run a forward pass" in warned.pop()
     (row,) = [row for row in probe.sink.records("layers") if row["layer"] == "0.spare"]
     assert (row["parameters"], row["trainable"]) == (None, None)

@@ -1,4 +1,4 @@
-"""Tensors without values to read do not end a run: coverage says what they are. All others are recorded."""
+"""Tensors without readable values do not stop a run: coverage reports the cause, and all others are recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERYTHING = {"stats": "all", "quantiles": True, "histogram": 4, "tensors": True
 
 
 class WithoutStorage(Tensor):
-    """As libraries make tensors that are stored in some other form."""
+    """A tensor subclass without storage, as libraries use for other storage formats."""
 
     inner: Tensor
 
@@ -34,11 +34,11 @@ class WithoutStorage(Tensor):
 
 
 class WithStorage(Tensor):
-    """A class of somebody else's whose elements are where a plain tensor's are."""
+    """A foreign tensor subclass with ordinary storage."""
 
 
-class Gives(nn.Module):
-    """A module whose output is what it was made with."""
+class ReturnsValue(nn.Module):
+    """A module that returns the value it was created with."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ READABLE: dict[str, Callable[[], Tensor]] = {
 
 
 def recorded(value: Any, **fields: Any) -> Probe:
-    module = Gives(value)
+    module = ReturnsValue(value)
     hook = {"layers": ".", "kind": "forward", "action": "record", **EVERYTHING, **fields}
     with instrument.attach(module, {"h": hook}) as probe:
         module(torch.zeros(1))
@@ -94,18 +94,18 @@ def recorded(value: Any, **fields: Any) -> Probe:
 
 @pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning", "ignore:.*deprecated")
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_tensor_without_values_is_a_row_of_coverage(kind: str) -> None:
-    make, told = UNREADABLE[kind]
+def test_unreadable_tensor_is_reported_in_coverage(kind: str) -> None:
+    make, cause = UNREADABLE[kind]
     probe = recorded((make(), plain()), path="0")
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
-    assert re.search(told, row["cause"])
+    assert re.search(cause, row["cause"])
     assert not probe.sink.records("stats")
 
 
 @pytest.mark.parametrize("kind", READABLE)
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:Sparse .* is in beta")
-def test_every_layout_with_values_is_recorded(kind: str) -> None:
+def test_every_readable_layout_is_recorded(kind: str) -> None:
     probe = recorded(READABLE[kind]())
     (stats,), (tensor,) = probe.sink.records("stats"), probe.sink.records("tensors")
     parts = 2 if kind in ("nested", "jagged") else 1
@@ -117,7 +117,7 @@ def test_every_layout_with_values_is_recorded(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
 @pytest.mark.parametrize("action", [{"action": "record"}, {"action": "clip", "value": 1.0}], ids=["record", "clip"])
-def test_a_model_on_the_meta_device_is_trained_on(action: dict[str, Any]) -> None:
+def test_training_on_the_meta_device_continues(action: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kinds = (

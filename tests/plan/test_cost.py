@@ -1,4 +1,4 @@
-"""When specs are due in a run of some length."""
+"""Number of scheduled steps in a run of a given length."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from instrument.training.data import Batches
     steps=st.integers(1, 30),
     every=st.integers(1, 4),
 )
-def test_micro_steps_are_those_of_the_batches(
+def test_micro_steps_match_those_of_the_batches(
     samples: int, batch_size: int, accumulate: int, steps: int, every: int
 ) -> None:
     dataset: Any = torch.utils.data.TensorDataset(torch.zeros(samples))
     batches = Batches(dataset, TrainConfig(steps=steps, batch_size=batch_size, accumulate=accumulate), seed=0)
-    length = Length(steps, accumulate, batches.in_epoch, Evaluations(steps, 0), 0)
+    length = Length(steps, accumulate, batches.micro_batches_per_epoch, Evaluations(steps, 0), 0)
     groups = [len(group) for _, group in batches]
     due = range(0, steps, every)
     wanted = sum(groups[step] for step in due)

@@ -1,4 +1,4 @@
-"""Fields that name dimensions, indices and dtypes, checked against the tensors that a hook will see."""
+"""Fields that name dimensions, indices and dtypes, checked against the tensors that a hook receives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import ConfigError
-from instrument.errors import Mistake
+from instrument.errors import Problem
 from instrument.plan.dimension_checks import refuse_misfits
-from instrument.plan.shape_inference import try_forward
+from instrument.plan.shape_inference import infer_shapes
 from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_hooks
 
@@ -48,36 +48,36 @@ PATCH = {"action": "modify", "fn": "patch", "run": "nowhere"}
 WEIGHT = {"kind": "parameter_grad", "params": "weight"}
 
 
-def problem(layers: str, fields: dict[str, Any]) -> Mistake | None:
-    """What is wrong with a spec in a trial forward pass of the network."""
+def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
+    """Return the problem of a spec, checked against a dry run of the network."""
     model = Net()
     plan = make_plan(parse_hooks({"h": {"layers": layers, "kind": "forward", **fields}}), model)
-    trial = try_forward(model, lambda: model(BATCH), training=True)
+    inferred = infer_shapes(model, lambda: model(BATCH), training=True)
     try:
-        refuse_misfits(plan, {"train": trial})
+        refuse_misfits(plan, {"train": inferred})
     except ConfigError as error:
-        (found,) = error.mistakes
+        (found,) = error.problems
         return found
     return None
 
 
 @pytest.mark.parametrize(
-    ("layers", "fields", "field", "told", "allowed"),
+    ("layers", "fields", "field", "message", "allowed"),
     [
         ("fc", {**DEAD, "unit_dim": 99}, "unit_dim", "dimension 99 does not exist in the output of 'fc'", "-2 to 1"),
         ("fc", {**DEAD, "unit_dim": -99}, "unit_dim", "dimension -99 does not exist", "-2 to 1"),
         (".", {**DEAD, "unit_dim": 0}, "unit_dim", "output of '.', which has shape []", "a scalar has no dimensions"),
         (".", {**DEAD, "kind": "loss", "unit_dim": 0}, "unit_dim", "the loss", "a scalar has no dimensions"),
         ("fc", {**DEAD, **WEIGHT, "params": "bias", "unit_dim": 1}, "unit_dim", "param_grad of 'fc.bias'", "-1 to 0"),
-        ("fc", {**KEEP, "slice": "2"}, "slice", "2 is out of range for dimension 0", "-2 to 1 there"),
+        ("fc", {**KEEP, "slice": "2"}, "slice", "2 is out of range for dimension 0", "-2 to 1"),
         ("fc", {**KEEP, "slice": "0:3"}, "slice", "0:3 is out of range for dimension 0", "samples: N"),
-        ("fc", {**KEEP, "slice": ":, -6:"}, "slice", "-6: is out of range for dimension 1", "-5 to 5 there"),
+        ("fc", {**KEEP, "slice": ":, -6:"}, "slice", "-6: is out of range for dimension 1", "-5 to 5"),
         ("fc", {**KEEP, "slice": ":, 3:3"}, "slice", "3:3 selects nothing along dimension 1", "a start before"),
-        ("fc", {**KEEP, "slice": "0, 0, 0"}, "slice", "3 dimensions are sliced", "at most 2 parts"),
-        ("fc", {**KEEP, "samples": 1, "slice": "1"}, "slice", "1 is out of range for dimension 0", "-1 to 0 there"),
-        (".", {**KEEP, "slice": "0:1"}, "slice", "1 dimensions are sliced", "a scalar has no parts"),
-        ("fc", {**KEEP, **WEIGHT, "slice": "5"}, "slice", "param_grad of 'fc.weight'", "-5 to 4 there"),
-        ("wave", {**KEEP, "dtype": "float32"}, "dtype", "float32 has no imaginary part", "complex64 is kept as it is"),
+        ("fc", {**KEEP, "slice": "0, 0, 0"}, "slice", "the slice has 3 dimensions", "at most 2 parts"),
+        ("fc", {**KEEP, "samples": 1, "slice": "1"}, "slice", "1 is out of range for dimension 0", "-1 to 0"),
+        (".", {**KEEP, "slice": "0:1"}, "slice", "the slice has 1 dimensions", "a scalar cannot be sliced"),
+        ("fc", {**KEEP, **WEIGHT, "slice": "5"}, "slice", "param_grad of 'fc.weight'", "-5 to 4"),
+        ("wave", {**KEEP, "dtype": "float32"}, "dtype", "float32 cannot represent the complex values", "complex64 is not converted"),
         ("fc", {**SCALE, "factor": [1, 2, 3]}, "factor", "3 factors do not fit dimension 1 of the output", "5 factors"),
         ("fc", {**SCALE, "factor": [1, 2], "dim": 3}, "dim", "dimension 3 of 2 factors does not exist", "-2 to 1"),
         (".", {**SCALE, "factor": [1.0]}, "dim", "dimension 1 of 1 factors does not exist", "one number as 'factor'"),
@@ -88,21 +88,21 @@ def problem(layers: str, fields: dict[str, Any]) -> Mistake | None:
         ("fc", {**SCALE, "kind": "state_dict_post", "factor": [1, 2]}, "factor", "entry of 'fc.weight'", "48 factors"),
         ("fc", {**MEAN, "dim": 55}, "dim", "dimension 55 does not exist", "-2 to 1"),
         ("fc", {**MEAN, "dim": [0, -3]}, "dim", "dimension -3 does not exist", "-2 to 1"),
-        ("fc", {**MEAN, "dim": [1, -1]}, "dim", "one dimension is named twice", "-2 to 1"),
-        ("fc", {**PATCH, "slice": ":, 5"}, "slice", "5 is out of range for dimension 1", "-5 to 4 there"),
+        ("fc", {**MEAN, "dim": [1, -1]}, "dim", "the same dimension is given twice", "-2 to 1"),
+        ("fc", {**PATCH, "slice": ":, 5"}, "slice", "5 is out of range for dimension 1", "-5 to 4"),
         ("conv|fc", {**MEAN, "dim": 3}, "dim", "the output of 'fc', which has shape [2, 5]", "-2 to 1"),
         ("rnn", {**SCALE, "factor": [1]}, "factor", "output of 'rnn' at path '1', which has shape [1, 2, 6]", "2 factors"),
     ],
 )  # fmt: skip
 def test_field_that_does_not_fit_is_refused(
-    layers: str, fields: dict[str, Any], field: str, told: str, allowed: str
+    layers: str, fields: dict[str, Any], field: str, message: str, allowed: str
 ) -> None:
     found = problem(layers if "|" not in layers else f"re:{layers}", fields)
     assert found is not None
     assert found.where == f"hooks.h.{field}"
-    assert told in found.problem
+    assert message in found.message
     assert allowed in str(found.allowed)
-    assert found.written is not None
+    assert found.given is not None
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
     specs = {name: {"layers": "0", "kind": "parameter_grad", **MEAN, "dim": 7} for name in ("a", "b")}
     with pytest.raises(ConfigError) as caught:
         refuse_misfits(make_plan(parse_hooks(specs), model), {})
-    assert [found.where for found in caught.value.mistakes] == ["hooks.a.dim", "hooks.b.dim"]
+    assert [found.where for found in caught.value.problems] == ["hooks.a.dim", "hooks.b.dim"]
 
 
-# ------------------------------------------------------------------------------------------------ without a trial
+# ---------------------------------------------------------------------------------------- without shape inference
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
         ({**SCALE, "kind": "full_backward", "factor": [1, 2, 3]}, "hooks.h.factor"),
     ],
 )
-def test_attach_refuses_what_does_not_fit_at_the_first_call(fields: dict[str, Any], where: str) -> None:
+def test_attach_refuses_a_misfit_at_the_first_call(fields: dict[str, Any], where: str) -> None:
     model = nn.Sequential(nn.Linear(4, 5))
     specs = {"h": {"layers": "0", "kind": "forward", **fields}}
     with pytest.raises(ConfigError, match=where), instrument.attach(model, specs):
@@ -158,7 +158,7 @@ def test_attach_refuses_what_does_not_fit_at_the_first_call(fields: dict[str, An
     assert not model[0]._forward_hooks
 
 
-def test_attach_refuses_parameters_that_do_not_fit_before_any_call() -> None:
+def test_attach_refuses_a_parameter_misfit_before_any_call() -> None:
     model = nn.Sequential(nn.Linear(4, 5))
     specs = {"h": {"layers": "0", "kind": "parameter_grad", **SCALE, "factor": [1, 2, 3]}}
     entered = []
@@ -170,13 +170,13 @@ def test_attach_refuses_parameters_that_do_not_fit_before_any_call() -> None:
     assert not entered
 
 
-def test_attach_leaves_parameters_without_a_shape_to_their_first_gradient() -> None:
+def test_attach_defers_the_check_of_lazy_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(5))
     refuse_misfits(make_plan(parse_hooks({"h": {"layers": "0", **WEIGHT, **SCALE, "factor": [1]}}), model), {})
 
 
-def test_later_tensors_may_be_smaller() -> None:
-    """The last batch of an epoch is: what its first tensor allowed is cut there as NumPy cuts it."""
+def test_slice_of_a_smaller_later_tensor_is_clamped() -> None:
+    """The last batch of an epoch may be smaller: a slice valid for the first tensor is clamped as in NumPy."""
     model = nn.Identity()
     with instrument.attach(model, {"h": {"layers": ".", "kind": "forward", **KEEP, "slice": "0:4"}}) as probe:
         for samples in (4, 2):

@@ -1,4 +1,4 @@
-"""The plan as it is shown, for a small model: every module, every spec, and why something is not matched."""
+"""The printed plan of a small model: every module, every spec, and why something is not matched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instrument.plan.cost import Cost, Forecast, Length, firings_of
 from instrument.plan.display import describe_action, plan_notes, plan_view
-from instrument.plan.shape_inference import Trial, try_forward
+from instrument.plan.shape_inference import InferredCalls, infer_shapes
 from instrument.plan.sites import HookPlan, make_plan
 from instrument.spec.parse import parse_hooks
 from instrument.spec.schedule import Evaluations
@@ -34,15 +34,15 @@ class Small(nn.Module):
         return self.frozen(self.head(self.encoder(images))) * self.scale[0]
 
 
-def planned(**hooks: dict[str, Any]) -> tuple[HookPlan, dict[str, Trial]]:
+def planned(**hooks: dict[str, Any]) -> tuple[HookPlan, dict[str, InferredCalls]]:
     model = Small()
     plan = make_plan(parse_hooks(hooks), model)
-    trial = try_forward(model, lambda: model(torch.zeros(2, 1, 4, 4)), training=True)
-    return plan, {"train": trial, "eval": trial}
+    inferred = infer_shapes(model, lambda: model(torch.zeros(2, 1, 4, 4)), training=True)
+    return plan, {"train": inferred, "eval": inferred}
 
 
 def shown(steps: int = 20, width: int = 160, **hooks: dict[str, Any]) -> list[str]:
-    plan, trials = planned(**hooks)
+    plan, inferred_by_phase = planned(**hooks)
     length = Length(steps, 1, steps, Evaluations(steps, 0), 1)
     due = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     cost = {
@@ -50,7 +50,7 @@ def shown(steps: int = 20, width: int = 160, **hooks: dict[str, Any]) -> list[st
     }
     forecast = Forecast(cost, 0.02, 0.021)
     console = Console(file=io.StringIO(), width=width)
-    console.print(plan_view(plan, trials, forecast, steps, Path("runs/mine/now")))
+    console.print(plan_view(plan, inferred_by_phase, forecast, steps, Path("runs/mine/now")))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -68,7 +68,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_module_stands_with_its_type_parameters_names_and_specs() -> None:
+def test_tree_line_shows_type_parameters_aliases_and_specs() -> None:
     lines = shown(**SPECS)
     assert lines[0].strip() == ". Small  5 parameters  all"
     assert line_with(lines, "encoder") == "encoder Sequential  all"
@@ -82,8 +82,8 @@ def test_every_module_stands_with_its_type_parameters_names_and_specs() -> None:
     assert sum(line.startswith(("├", "│", "└", "    ")) for line in lines) == len(list(Small().modules())) - 1
 
 
-def test_specs_at_one_place_stand_in_the_order_in_which_they_act() -> None:
-    legend = "a → b: at the same tensor, b sees what a returned"
+def test_tree_shows_specs_in_execution_order() -> None:
+    legend = "a → b: both hooks use the same tensor; b receives the result of a"
     first = {"layers": "head", "kind": "forward", "action": "scale", "factor": 2.0}
     other = {"layers": "head", "kind": "full_backward", "action": "record"}
     lines = shown(double=first, other=other, seen={**LOOK, "layers": "head"})
@@ -94,7 +94,7 @@ def test_specs_at_one_place_stand_in_the_order_in_which_they_act() -> None:
     assert legend not in shown(other=other, double=first)
 
 
-def test_the_tree_is_as_deep_as_the_model() -> None:
+def test_tree_indentation_follows_the_model() -> None:
     lines = shown(**SPECS)
     columns = {
         name: next(line for line in lines if name in line).index(name)
@@ -103,13 +103,13 @@ def test_the_tree_is_as_deep_as_the_model() -> None:
     assert columns["encoder"] == columns["head"] < columns["0 Seq"] < columns["0 Conv"]
 
 
-def test_every_spec_stands_with_what_it_does_when_and_what_it_writes() -> None:
+def test_plan_row_shows_action_schedule_and_output() -> None:
     lines = shown(steps=20, **SPECS)
     assert "3 hooks in 20 steps" in [line.strip() for line in lines]
     header = next(line for line in lines if line.startswith("hook "))
     assert header.split() == ["hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes", "time"]
     rows = {line.split()[0]: line.split() for line in lines[lines.index(header) + 1 :] if line}
-    # "all" is due in 4 of 20 steps, at 9 modules; 1 ms more in each of them is 1% of the run
+    # "all" fires in 4 of 20 steps, at 9 modules; 1 ms more in each of them is 1% of the run.
     assert rows["all"][1:] == [
         *["forward", "record", "stats", "9", "every", "5", "steps", "2", "8", "16.8", "kB", "+1.0%"]
     ]
@@ -119,50 +119,50 @@ def test_every_spec_stands_with_what_it_does_when_and_what_it_writes() -> None:
     assert rows["tame"][1:] == [
         *["parameter_grad", "clip", "norm", "0.5", "2", "every", "step", "2", "40", "84", "kB", "+5.0%"]
     ]
-    assert rows["in"] == [*["in", "all", "13", "6", "52", "109", "kB", "+5.0%"]]
+    assert rows["total"] == [*["total", "13", "6", "52", "109", "kB", "+5.0%"]]
     assert lines[lines.index(header) + 5].strip() == (
-        "a step takes 20 ms here, and with these hooks 21 ms on average: 5.0% more"
+        "mean time per step on this machine: 20 ms without hooks, 21 ms with hooks (+5.0%)"
     )
 
 
-def test_a_spec_that_is_never_due_says_so() -> None:
+def test_spec_that_is_never_scheduled_is_marked() -> None:
     (line,) = [line for line in shown(steps=3, late={**LOOK, "layers": "**", "start": 5}) if line.startswith("late")]
     assert "never: every step of [5, end)" in line
     assert line.split()[-4:] == ["0", "0", "B", "+0.0%"]
 
 
-def test_a_plan_without_hooks_shows_the_modules_alone() -> None:
+def test_plan_without_hooks_shows_only_modules() -> None:
     lines = shown()
     assert line_with(lines, "head") == "head Linear  27 parameters  also again"
     assert "0 hooks in 20 steps" in [line.strip() for line in lines]
-    assert not any("in all" in line for line in lines)
+    assert not any("total" in line for line in lines)
 
 
-def test_what_will_be_written_stands_with_the_hooks_that_write_it() -> None:
+def test_plan_lists_output_tables_with_their_hooks() -> None:
     lines = [line.strip() for line in shown(more={**LOOK, "layers": "head", "stats": "none", "histogram": 4}, **SPECS)]
-    start = lines.index("Will be written to a folder like runs/mine/now")
+    start = lines.index("Output tables in a folder such as runs/mine/now")
     assert [line.split() for line in lines[start + 1 : start + 5]] == [
         ["stats/", "all,", "maps"],
         ["distributions/", "more"],
         ["tensors/", "maps"],
         ["effects/", "tame"],
     ]
-    assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json in any case"
+    assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json are always written"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
-def test_no_name_and_no_number_is_cut_whatever_the_width(width: int) -> None:
+def test_names_and_numbers_are_never_truncated(width: int) -> None:
     lines = shown(width=width, **SPECS)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
-    for whole in ("all", "maps", "tame", "16.8 kB", "+1.0%", "109 kB", "hook", "bytes"):
-        assert whole in text
+    for text_part in ("all", "maps", "tame", "16.8 kB", "+1.0%", "109 kB", "hook", "bytes"):
+        assert text_part in text
     words = ("kind", "rows/step") if width == 160 else ("forward: record", "parameter_grad:") if width == 80 else ()
     assert all(word in text for word in words)
     assert "…" not in text
 
 
-def test_what_looks_like_markup_in_a_slice_or_name_is_printed_as_it_is() -> None:
+def test_brackets_are_not_parsed_as_markup() -> None:
     lines = shown(window={**LOOK, "layers": "**", "start": 1, "stop": 4})
     assert any("every step of [1, 4)" in line for line in lines)
 
@@ -170,31 +170,31 @@ def test_what_looks_like_markup_in_a_slice_or_name_is_printed_as_it_is() -> None
 # ------------------------------------------------------------------------------------------------ notes
 
 HIDDEN = (
-    "spare[0] (Linear) is kept in a plain Python list or dict, which PyTorch cannot see: its parameters are not trained, "
+    "spare[0] (Linear) is in a plain Python list or dict, where PyTorch does not find it: its parameters are not trained, "
     "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
 )
 
 
 def notes(**spec: Any) -> list[str]:
-    plan, trials = planned(mine={"action": "record", **spec})
-    found = list(plan_notes(plan, trials))
+    plan, inferred_by_phase = planned(mine={"action": "record", **spec})
+    found = list(plan_notes(plan, inferred_by_phase))
     assert found.pop() == HIDDEN
     return found
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "messages"),
     [
         ({"layers": "head", "kind": "forward"}, []),
         ({"layers": "encoder.**", "kind": "forward"}, []),
         (
             {"layers": "encoder.*", "kind": "forward"},
-            ["mine: 'encoder.*' stops where 'encoder.*.**' would go on: encoder.0.0, encoder.0.1"],
+            ["mine: 'encoder.*' does not match submodules; 'encoder.*.**' would also match encoder.0.0, encoder.0.1"],
         ),
-        ({"layers": ["head", "unused"], "kind": "forward"}, ["mine: not called in a trial forward pass: unused"]),
+        ({"layers": ["head", "unused"], "kind": "forward"}, ["mine: not called during shape inference: unused"]),
         (
             {"layers": ["head", "frozen.**"], "exclude": "frozen", "kind": "parameter_grad"},
-            ["mine: taken away by exclude: frozen"],
+            ["mine: excluded by 'exclude': frozen"],
         ),
         (
             {"layers": "encoder.**", "types": "ReLU", "kind": "forward"},
@@ -203,11 +203,11 @@ def notes(**spec: Any) -> list[str]:
         ({"layers": "encoder.**", "kind": "parameter_grad"}, []),
         (
             {"layers": ["encoder.0", "head"], "kind": "parameter_grad", "params": "bias"},
-            ["mine: no parameter of its own: encoder.0"],
+            ["mine: contains no parameters directly: encoder.0"],
         ),
         (
             {"layers": ["encoder.0", "head"], "kind": "parameter_grad"},
-            ["mine: no parameter of its own: encoder.0"],
+            ["mine: contains no parameters directly: encoder.0"],
         ),
         (
             {"layers": "**", "kind": "parameter_grad", "params": "bias"},
@@ -217,19 +217,19 @@ def notes(**spec: Any) -> list[str]:
         ),
     ],
 )
-def test_what_a_user_may_expect_and_is_not_matched_is_noted_with_the_reason(
-    spec: dict[str, Any], told: list[str]
+def test_unmatched_modules_are_noted_with_the_reason(
+    spec: dict[str, Any], messages: list[str]
 ) -> None:
-    assert notes(**spec) == told
+    assert notes(**spec) == messages
 
 
-def test_the_notes_stand_below_the_plan() -> None:
+def test_notes_follow_the_plan() -> None:
     lines = [line.strip() for line in shown(mine={**LOOK, "layers": "unused"})]
-    below = " ".join(lines[lines.index("Not matched, or not to be seen:") + 1 :])
-    assert below == f"mine: not called in a trial forward pass: unused {HIDDEN}"
+    below = " ".join(lines[lines.index("Not matched or not recorded:") + 1 :])
+    assert below == f"mine: not called during shape inference: unused {HIDDEN}"
 
 
-# ------------------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------ descriptions of actions
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,6 @@ def test_the_notes_stand_below_the_plan() -> None:
         ),
     ],
 )
-def test_an_action_in_a_few_words(spec: dict[str, Any], words: str) -> None:
+def test_action_is_described_briefly(spec: dict[str, Any], words: str) -> None:
     (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
     assert describe_action(parsed) == words

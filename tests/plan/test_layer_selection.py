@@ -1,4 +1,4 @@
-"""Which layers a selection means; an empty answer is the user's mistake."""
+"""Layers that a selection matches; an empty match is an error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from instrument.errors import ConfigError, Mistake
-from instrument.plan.layer_selection import select_layers, some
+from instrument.errors import ConfigError, Problem
+from instrument.plan.layer_selection import select_layers, shorten
 from instrument.plan.modules import Layers
 from instrument.spec.fields import Selection
 
@@ -32,10 +32,10 @@ def chosen(**fields: Any) -> list[str]:
     return [layer.label for layer in select_layers(Selection(**fields), Layers.of(model()), "hooks.mine")]
 
 
-def mistake(**fields: Any) -> Mistake:
+def problem_of(**fields: Any) -> Problem:
     with pytest.raises(ConfigError) as caught:
         chosen(**fields)
-    (found,) = caught.value.mistakes
+    (found,) = caught.value.problems
     return found
 
 
@@ -59,7 +59,7 @@ def mistake(**fields: Any) -> Mistake:
         ({"types": ["ReLU", "GELU"]}, ["encoder.0.2", "encoder.1.2"]),
     ],
 )
-def test_a_selection_gives_its_layers_once_in_the_models_order(fields: dict[str, Any], names: list[str]) -> None:
+def test_selection_lists_layers_once_in_model_order(fields: dict[str, Any], names: list[str]) -> None:
     assert chosen(**fields) == names
 
 
@@ -74,27 +74,27 @@ def test_a_selection_gives_its_layers_once_in_the_models_order(fields: dict[str,
         ({"types": "Conv2D"}, "hooks.mine.types", "none of the 12 modules", "Conv2d"),
         ({"types": "Liner"}, "hooks.mine.types", "none of the 12 modules", "Linear"),
         ({"layers": "decoder.*", "types": "Conv2d"}, "hooks.mine.types", "none of the 2 modules", ""),
-        ({"layers": "encoder.*", "exclude": "encoder.**"}, "hooks.mine.exclude", "takes all 2 modules away", ""),
+        ({"layers": "encoder.*", "exclude": "encoder.**"}, "hooks.mine.exclude", "excludes all 2 modules", ""),
     ],
 )
-def test_what_selects_nothing_is_told_with_the_nearest(
+def test_empty_selection_is_reported_with_the_nearest(
     fields: dict[str, Any], where: str, problem: str, near: str
 ) -> None:
-    found = mistake(**fields)
+    found = problem_of(**fields)
     assert found.where == where
-    assert found.problem.startswith(problem)
-    assert list(found.nearest[:1]) == [near] if near else True
-    assert str(found.written).strip("[]'") in str(fields)
+    assert found.message.startswith(problem)
+    assert list(found.similar[:1]) == [near] if near else True
+    assert str(found.given).strip("[]'") in str(fields)
 
 
-def test_an_empty_match_shows_names_that_there_are() -> None:
-    found = mistake(layers="nowhere")
+def test_empty_match_lists_existing_names() -> None:
+    found = problem_of(layers="nowhere")
     assert "encoder.0.0" in found.allowed
     assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed
 
 
 @pytest.mark.parametrize(
-    ("count", "told"), [(0, ""), (2, "n0, n1"), (3, "n0, n1, n2"), (4, "n0, n1, n2, ... (4 in all)")]
+    ("count", "text"), [(0, ""), (2, "n0, n1"), (3, "n0, n1, n2"), (4, "n0, n1, n2, ... (4 in all)")]
 )
-def test_a_long_list_is_cut_and_counted(count: int, told: str) -> None:
-    assert some([f"n{i}" for i in range(count)], most=3) == told
+def test_long_list_is_truncated_with_a_count(count: int, text: str) -> None:
+    assert shorten([f"n{i}" for i in range(count)], limit=3) == text

@@ -1,4 +1,4 @@
-"""The modules of a model, each once, with all the names that they answer to."""
+"""The modules of a model: each once, with all its names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tied(nn.Module):
 
 
 class Keeper(nn.Module):
-    """A user's own attribute called `module`, which is no wrapper's."""
+    """A model with its own attribute called `module`, which is not a wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ def layer_of(model: nn.Module, name: str) -> Layer:
 
 
 @pytest.mark.parametrize("model", [Block(), Shared(), Tied(), nn.TransformerEncoderLayer(4, 2), nn.LSTM(4, 4)])
-def test_every_module_stands_once_in_the_order_of_named_modules(model: nn.Module) -> None:
+def test_layers_are_in_the_order_of_named_modules(model: nn.Module) -> None:
     assert [(layer.name, layer.module) for layer in Layers.of(model)] == list(model.named_modules())
 
 
-def test_a_shared_module_answers_to_all_of_its_names() -> None:
+def test_shared_module_has_all_its_names() -> None:
     model = Shared()
     block, fc = layer_of(model, "first"), layer_of(model, "first.fc")
     assert block.names == ("first", "again", "list.0")
@@ -95,25 +95,25 @@ def test_a_shared_module_answers_to_all_of_its_names() -> None:
     ("name", "depth", "type_name", "label"),
     [("", 0, "Shared", "."), ("first", 1, "Block", "first"), ("first.fc", 2, "Linear", "first.fc")],
 )
-def test_a_layer_knows_its_place(name: str, depth: int, type_name: str, label: str) -> None:
+def test_layer_has_depth_type_and_label(name: str, depth: int, type_name: str, label: str) -> None:
     layer = layer_of(Shared(), name)
     assert (layer.depth, layer.type, layer.label) == (depth, type_name, label)
 
 
-def test_own_parameters_are_those_of_the_very_module() -> None:
+def test_own_parameters_exclude_those_of_children() -> None:
     model = Tied()
     assert [name for name, _ in layer_of(model, "").own_parameters()] == ["scale"]
     assert [name for name, _ in layer_of(model, "head").own_parameters()] == ["weight"]  # its bias is None
 
 
-def test_tied_parameters_answer_to_all_of_their_names() -> None:
+def test_tied_parameters_have_all_their_names() -> None:
     model = Tied()
     found = Layers.of(model).parameter_names
     assert found[id(model.embed.weight)] == ("embed.weight", "head.weight")
     assert found[id(model.scale)] == ("scale",)
 
 
-def test_parameters_of_a_shared_module_answer_under_each_of_its_names() -> None:
+def test_parameters_of_a_shared_module_have_all_their_names() -> None:
     model = Shared()
     assert Layers.of(model).parameter_names[id(model.first.fc.bias)] == (
         "first.fc.bias",
@@ -122,7 +122,7 @@ def test_parameters_of_a_shared_module_answer_under_each_of_its_names() -> None:
     )
 
 
-def test_one_parameter_under_two_own_names() -> None:
+def test_parameter_registered_twice_has_both_names() -> None:
     model = nn.Linear(3, 3)
     model.register_parameter("twin", model.weight)
     assert Layers.of(model).parameter_names[id(model.weight)] == ("weight", "twin")
@@ -138,7 +138,7 @@ def wrappers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("wrapper", wrappers(Block()))
-def test_a_wrappers_segment_does_not_count(wrapper: str) -> None:
+def test_wrapper_segment_is_dropped_from_names(wrapper: str) -> None:
     model = Block()
     layers = list(Layers.of(wrappers(model)[wrapper]))
     assert [layer.name for layer in layers] == ["", "fc", "act"]
@@ -147,7 +147,7 @@ def test_a_wrappers_segment_does_not_count(wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", wrappers(Block()))
-def test_a_wrapper_inside_a_model_gives_way_to_what_it_wraps(wrapper: str) -> None:
+def test_inner_wrapper_is_replaced_by_the_wrapped_module(wrapper: str) -> None:
     inner = Block()
     model = nn.Sequential(nn.Linear(4, 4), wrappers(inner)[wrapper])
     assert names(model) == ["", "0", "1", "1.fc", "1.act"]
@@ -155,19 +155,19 @@ def test_a_wrapper_inside_a_model_gives_way_to_what_it_wraps(wrapper: str) -> No
     assert Layers.of(model).parameter_names[id(inner.fc.weight)] == ("1.fc.weight",)
 
 
-def test_ones_own_attribute_called_module_keeps_its_name() -> None:
+def test_custom_attribute_called_module_keeps_its_name() -> None:
     assert names(Keeper()) == ["", "module", "module.fc", "module.act"]
     assert names(nn.DataParallel(Keeper())) == ["", "module", "module.fc", "module.act"]
 
 
-def test_a_class_of_ones_own_derived_from_a_wrapper_is_one() -> None:
+def test_subclass_of_a_wrapper_is_a_wrapper() -> None:
     class MyParallel(nn.DataParallel):  # type: ignore[type-arg]
         pass
 
     assert names(MyParallel(Block())) == ["", "fc", "act"]
 
 
-def test_a_module_that_holds_itself_ends_the_walk() -> None:
+def test_cyclic_module_ends_the_traversal() -> None:
     model = Block()
     model.fc._modules["parent"] = model
     found = Layers.of(model)
@@ -175,13 +175,13 @@ def test_a_module_that_holds_itself_ends_the_walk() -> None:
     assert layer_of(model, "").aliases == ("fc.parent",)
 
 
-def test_the_layer_of_a_module() -> None:
+def test_by_module_finds_the_layer() -> None:
     model = Shared()
     layers = Layers.of(model)
     assert layers.by_module[id(model.again)].name == "first"
 
 
-def test_modules_in_plain_lists_and_dicts_are_found_out() -> None:
+def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
     model = Hider()
     hidden = Layers.of(model).hidden()
     assert [(name, type(module).__name__) for name, module in hidden] == [
@@ -195,7 +195,7 @@ def test_modules_in_plain_lists_and_dicts_are_found_out() -> None:
 
 
 @pytest.mark.parametrize("model", [Block(), Shared(), Keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])
-def test_nothing_is_hidden_in_an_ordinary_model(model: nn.Module) -> None:
+def test_ordinary_model_has_no_hidden_modules(model: nn.Module) -> None:
     assert Layers.of(model).hidden() == []
 
 
@@ -214,6 +214,6 @@ def test_nothing_is_hidden_in_an_ordinary_model(model: nn.Module) -> None:
         (nn.Conv2d(1, 1, 1), "torch.nn.Conv2d", True),
     ],
 )
-def test_a_type_is_named_short_or_in_full_and_subclasses_count(module: nn.Module, type_name: str, is_one: Any) -> None:
+def test_type_matches_by_short_or_full_name_and_subclass(module: nn.Module, type_name: str, is_one: Any) -> None:
     (layer,) = Layers.of(module)
     assert layer.is_a(type_name) is is_one

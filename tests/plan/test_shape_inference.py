@@ -1,4 +1,4 @@
-"""A trial forward pass: what it sees, what it says of a batch that does not fit, and that it leaves no trace."""
+"""Shape inference: what it records, its errors for a batch that does not fit, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from instrument.errors import ConfigError, Mistake
-from instrument.plan.shape_inference import Calls, TensorInfo, materialise, try_forward
+from instrument.errors import ConfigError, Problem
+from instrument.plan.shape_inference import Calls, TensorInfo, materialise, infer_shapes
 
 
 class Noisy(nn.Module):
-    """Everything that a forward pass can leave a trace in: batch norm, dropout, three random states, a buffer."""
+    """Everything that a forward pass can change: batch norm, dropout, three random states, a buffer."""
 
     count: Tensor
 
@@ -32,12 +32,12 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += random.random() + np.random.rand() + torch.rand(())
-        self.last = x.detach()  # another tensor, of another shape, in the buffer's place
+        self.last = x.detach()  # a tensor of another shape replaces the buffer
         return self.frozen(self.drop(self.norm(x)))
 
 
 class Pair(nn.Module):
-    """Takes and gives nested values, and calls one module twice."""
+    """A model with nested inputs and outputs that calls one module twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Pair(nn.Module):
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
-    """Whatever a trial could have changed."""
+    """Return everything that shape inference could have changed."""
     return {
         **{name: value.clone() for name, value in model.state_dict().items()},
         "buffers": [id(buffer) for buffer in model.buffers()],
@@ -71,7 +71,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
-def test_a_trial_leaves_no_trace(training: bool, mode: bool) -> None:
+def test_shape_inference_leaves_no_trace(training: bool, mode: bool) -> None:
     model = Noisy().train(mode)
     model.frozen.eval()
     before = traces(model)
@@ -81,33 +81,33 @@ def test_a_trial_leaves_no_trace(training: bool, mode: bool) -> None:
         seen.append(model.training)
         model(torch.randn(8, 4, requires_grad=True))
 
-    try_forward(model, forward, training=training)
+    infer_shapes(model, forward, training=training)
     assert seen == [training]
     assert_same(traces(model), before)
 
 
-def test_a_trial_that_fails_leaves_no_trace_either() -> None:
+def test_failed_shape_inference_leaves_no_trace() -> None:
     model = Noisy()
     before = traces(model)
     with pytest.raises(ConfigError):
-        try_forward(model, lambda: model(torch.randn(8, 4)) @ torch.randn(7, 7), training=True)
+        infer_shapes(model, lambda: model(torch.randn(8, 4)) @ torch.randn(7, 7), training=True)
     assert_same(traces(model), before)
 
 
-def test_a_trial_works_where_gradients_are_off_and_keeps_them_off() -> None:
+def test_shape_inference_works_under_no_grad() -> None:
     model = nn.Linear(4, 4)
     with torch.no_grad():
-        trial = try_forward(model, lambda: model(torch.ones(1, 4)), training=True)
+        inferred = infer_shapes(model, lambda: model(torch.ones(1, 4)), training=True)
         assert not torch.is_grad_enabled()
-    assert trial[id(model)].outputs[0][0].requires_grad
+    assert inferred[id(model)].outputs[0][0].requires_grad
 
 
-def test_a_trial_sees_every_tensor_of_every_call() -> None:
+def test_shape_inference_records_every_tensor_of_every_call() -> None:
     model = Pair()
     x, mask = torch.zeros(3, 4), torch.zeros(3, dtype=torch.bool)
-    trial = try_forward(model, lambda: model(x, mask=mask), training=True)
+    inferred = infer_shapes(model, lambda: model(x, mask=mask), training=True)
     seen = TensorInfo("0", (3, 4), torch.float32, False)
-    assert trial == {
+    assert inferred == {
         id(model): Calls(
             inputs=[[seen, TensorInfo("mask", (3,), torch.bool, False)]],
             outputs=[
@@ -129,14 +129,14 @@ def test_a_trial_sees_every_tensor_of_every_call() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_trial_sees_nested_tensors_as_padded_to_one_block(layout: torch.layout) -> None:
+def test_shape_inference_pads_nested_tensors(layout: torch.layout) -> None:
     model = nn.Linear(3, 2)
     nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layout=layout)
-    (calls,) = try_forward(model, lambda: model(nested), training=True).values()
+    (calls,) = infer_shapes(model, lambda: model(nested), training=True).values()
     assert ([calls.inputs[0][0].shape], [calls.outputs[0][0].shape]) == ([(2, 5, 3)], [(2, 5, 2)])
 
 
-def test_a_model_that_turns_inference_mode_on_can_be_tried() -> None:
+def test_shape_inference_supports_inference_mode() -> None:
     class Inferring(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -147,67 +147,67 @@ def test_a_model_that_turns_inference_mode_on_can_be_tried() -> None:
                 return self.fc(x)
 
     model = Inferring()
-    trial = try_forward(model, lambda: model(torch.zeros(1, 2)), training=True)
-    assert not trial[id(model.fc)].outputs[0][0].requires_grad
+    inferred = infer_shapes(model, lambda: model(torch.zeros(1, 2)), training=True)
+    assert not inferred[id(model.fc)].outputs[0][0].requires_grad
 
 
-def test_a_module_that_does_not_run_is_not_in_the_trial() -> None:
+def test_module_that_does_not_run_is_absent() -> None:
     model = Noisy()
-    trial = try_forward(model, lambda: model(torch.zeros(8, 4)), training=True)
-    assert id(model.unused) not in trial
-    assert id(model.drop) in trial
+    inferred = infer_shapes(model, lambda: model(torch.zeros(8, 4)), training=True)
+    assert id(model.unused) not in inferred
+    assert id(model.drop) in inferred
 
 
-# ------------------------------------------------------------------------------------------------ what does not fit
+# ------------------------------------------------------------------------------------------ batches that do not fit
 
 
-def misfit(model: nn.Module, forward: Callable[[], Any]) -> Mistake:
+def misfit_problem(model: nn.Module, forward: Callable[[], Any]) -> Problem:
     with pytest.raises(ConfigError) as caught:
-        try_forward(model, forward, training=True)
-    (mistake,) = caught.value.mistakes
-    return mistake
+        infer_shapes(model, forward, training=True)
+    (problem,) = caught.value.problems
+    return problem
 
 
-def test_a_batch_that_does_not_fit_names_the_first_layer_and_both_shapes() -> None:
+def test_misfit_names_the_first_layer_and_both_shapes() -> None:
     model = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(784, 8)), nn.ReLU(), nn.Linear(9, 10))
-    mistake = misfit(model, lambda: model(torch.zeros(5, 1, 8, 8)))
-    assert mistake.where == "data, model"
-    assert "layer '0.1' was given [5, 64]" in mistake.problem
-    assert "Linear with weight [8, 784], bias [8]" in mistake.allowed
-    assert "RuntimeError" in str(mistake.written)
-    mistake = misfit(model, lambda: model(torch.zeros(5, 1, 28, 28)))
-    assert "layer '2' was given [5, 8]" in mistake.problem
-    assert "weight [10, 9]" in mistake.allowed
+    problem = misfit_problem(model, lambda: model(torch.zeros(5, 1, 8, 8)))
+    assert problem.where == "data, model"
+    assert "layer '0.1' was given [5, 64]" in problem.message
+    assert "Linear with weight [8, 784], bias [8]" in problem.allowed
+    assert "RuntimeError" in str(problem.given)
+    problem = misfit_problem(model, lambda: model(torch.zeros(5, 1, 28, 28)))
+    assert "layer '2' was given [5, 8]" in problem.message
+    assert "weight [10, 9]" in problem.allowed
 
 
-def test_a_layer_without_parameters_that_fails_is_shown_as_it_is_built() -> None:
-    mistake = misfit(nn.MaxPool2d(4), lambda: nn.MaxPool2d(4)(torch.zeros(1, 1, 2, 2)))
-    assert mistake.where == "task"
+def test_misfit_of_a_layer_without_parameters_shows_its_repr() -> None:
+    problem = misfit_problem(nn.MaxPool2d(4), lambda: nn.MaxPool2d(4)(torch.zeros(1, 1, 2, 2)))
+    assert problem.where == "task"
     pool = nn.Sequential(nn.MaxPool2d(4))
-    mistake = misfit(pool, lambda: pool(torch.zeros(1, 1, 2, 2)))
-    assert "layer '0' was given [1, 1, 2, 2]" in mistake.problem
-    assert "MaxPool2d(kernel_size=4" in mistake.allowed
+    problem = misfit_problem(pool, lambda: pool(torch.zeros(1, 1, 2, 2)))
+    assert "layer '0' was given [1, 1, 2, 2]" in problem.message
+    assert "MaxPool2d(kernel_size=4" in problem.allowed
 
 
-def test_an_error_in_a_users_own_forward_is_told_with_its_line() -> None:
+def test_error_in_a_custom_forward_names_its_line() -> None:
     class Mine(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.reshape(3, 7)
 
-    mistake = misfit(model := Mine(), lambda: model(torch.zeros(2, 2)))
-    assert "layer '.' was given [2, 2]" in mistake.problem
-    assert "test_shape_inference.py:" in mistake.problem
-    assert ", forward)" in mistake.problem
+    problem = misfit_problem(model := Mine(), lambda: model(torch.zeros(2, 2)))
+    assert "layer '.' was given [2, 2]" in problem.message
+    assert "test_shape_inference.py:" in problem.message
+    assert ", forward)" in problem.message
 
 
-def test_a_loss_that_cannot_be_formed_is_the_tasks_and_not_a_layers() -> None:
+def test_loss_error_is_attributed_to_the_task() -> None:
     model = nn.Linear(4, 3)
-    mistake = misfit(model, lambda: F.cross_entropy(model(torch.zeros(2, 4)), torch.tensor([0, 7])))
-    assert mistake.where == "task"
-    assert "the loss cannot be formed" in mistake.problem
+    problem = misfit_problem(model, lambda: F.cross_entropy(model(torch.zeros(2, 4)), torch.tensor([0, 7])))
+    assert problem.where == "task"
+    assert "cannot compute the loss" in problem.message
 
 
-def test_a_failure_that_the_model_catches_itself_is_not_blamed_later() -> None:
+def test_error_caught_by_the_model_is_not_blamed_later() -> None:
     class Careful(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -221,16 +221,16 @@ def test_a_failure_that_the_model_catches_itself_is_not_blamed_later() -> None:
                 return self.plain(x)
 
     model = Careful()
-    mistake = misfit(model, lambda: model(torch.zeros(2, 4)) + torch.zeros(7))
-    assert mistake.where == "task"
-    trial = try_forward(model, lambda: model(torch.zeros(2, 4)), training=True)
-    assert [len(trial[id(module)].outputs) for module in (model, model.fussy, model.plain)] == [1, 0, 1]
+    problem = misfit_problem(model, lambda: model(torch.zeros(2, 4)) + torch.zeros(7))
+    assert problem.where == "task"
+    inferred = infer_shapes(model, lambda: model(torch.zeros(2, 4)), training=True)
+    assert [len(inferred[id(module)].outputs) for module in (model, model.fussy, model.plain)] == [1, 0, 1]
 
 
 # ------------------------------------------------------------------------------------------------ lazy modules
 
 
-def test_lazy_modules_get_their_shapes_and_the_random_state_is_kept() -> None:
+def test_lazy_modules_are_materialised_without_random_draws() -> None:
     model = nn.Sequential(nn.LazyConv2d(2, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5))
     state, mode = torch.get_rng_state(), [module.training for module in model.modules()]
     materialise(model, lambda: model(torch.zeros(2, 1, 6, 6)))
@@ -249,7 +249,7 @@ def test_lazy_modules_get_their_shapes_and_the_random_state_is_kept() -> None:
     assert model[1].running_mean.abs().sum() == 0
 
 
-def test_a_model_that_is_not_lazy_is_not_run() -> None:
+def test_model_that_is_not_lazy_does_not_run() -> None:
     runs: list[str] = []
     materialise(nn.Linear(2, 2), lambda: runs.append("not lazy"))
     assert not runs
@@ -258,7 +258,7 @@ def test_a_model_that_is_not_lazy_is_not_run() -> None:
     assert runs == ["lazy"]
 
 
-def test_a_batch_that_a_lazy_model_cannot_take_is_told() -> None:
+def test_batch_that_does_not_fit_a_lazy_model_is_reported() -> None:
     model = nn.Sequential(nn.LazyLinear(5), nn.Linear(4, 2))
     with pytest.raises(ConfigError, match=r"layer '1' was given \[2, 5\]"):
         materialise(model, lambda: model(torch.zeros(2, 3)))

@@ -1,4 +1,4 @@
-"""The plan: each spec held against a model, as the sites where it will act."""
+"""The plan: each spec matched with a model, as the sites where it acts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instrument.errors import ConfigError, Mistake
+from instrument.errors import ConfigError, Problem
 from instrument.plan.sites import HookPlan, make_plan, refuse_frozen
 from instrument.spec.parse import parse_hooks
 
@@ -36,14 +36,14 @@ def labels(model: nn.Module, **spec: Any) -> list[str]:
     return [site.label for site in plan_of(model, mine=spec).sites]
 
 
-def mistakes(model: nn.Module, **hooks: dict[str, Any]) -> tuple[Mistake, ...]:
+def problems_of(model: nn.Module, **hooks: dict[str, Any]) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as caught:
         refuse_frozen(plan_of(model, **hooks))
-    return caught.value.mistakes
+    return caught.value.problems
 
 
-def mistake(model: nn.Module, **spec: Any) -> Mistake:
-    (found,) = mistakes(model, mine=spec)
+def problem_of(model: nn.Module, **spec: Any) -> Problem:
+    (found,) = problems_of(model, mine=spec)
     return found
 
 
@@ -72,30 +72,30 @@ def mistake(model: nn.Module, **spec: Any) -> Mistake:
         ({"layers": "**", "exclude": "head", "kind": "parameter_grad", "params": "bias"}, ["norm.bias"]),
     ],
 )
-def test_a_spec_has_one_site_at_each_module_or_parameter(spec: dict[str, Any], found: list[str]) -> None:
+def test_spec_has_one_site_per_module_or_parameter(spec: dict[str, Any], found: list[str]) -> None:
     assert labels(Tied(), **spec) == found
 
 
-def test_a_site_at_a_parameter_holds_it() -> None:
+def test_parameter_site_refers_to_its_parameter() -> None:
     model = Tied()
     (site,) = plan_of(model, mine={"layers": "head", "kind": "parameter_grad", "params": "bias"}).sites
     assert (site.parameter, site.own_name, site.layer.name, site.note) == (model.head.bias, "bias", "head", "")
 
 
-def test_tied_parameters_are_hooked_once_whichever_name_is_meant() -> None:
+def test_tied_parameters_are_hooked_once() -> None:
     model = Tied()
     for layers in ("embed", "head", "again", "**", ["embed", "head"]):
         sites = plan_of(model, mine={"layers": layers, "kind": "parameter_grad", "params": "weight"}).sites
         assert [site for site in sites if site.parameter is model.head.weight] == [sites[0]]
 
 
-def test_a_tied_parameter_answers_to_the_own_name_that_it_has_elsewhere() -> None:
+def test_tied_parameter_matches_its_name_in_another_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Module())
     model[1].register_parameter("kernel", model[0].weight)
     assert labels(model, layers="0", kind="parameter_grad", params="kernel") == ["0.weight"]
 
 
-def test_specs_stay_in_the_order_written_and_sites_in_the_models() -> None:
+def test_specs_keep_written_order_and_sites_model_order() -> None:
     plan = plan_of(
         Tied(),
         second={"layers": "head", "kind": "forward"},
@@ -113,7 +113,7 @@ def test_specs_stay_in_the_order_written_and_sites_in_the_models() -> None:
     assert [site.spec.name for site in plan.at(head)] == ["second", "first"]
 
 
-def test_a_plan_touches_nothing() -> None:
+def test_plan_does_not_change_the_model() -> None:
     model = Tied()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -130,7 +130,7 @@ def test_a_plan_touches_nothing() -> None:
     ("spec", "where", "problem", "near"),
     [
         ({"layers": "hed", "kind": "forward"}, "layers", "this pattern matches no module", "head"),
-        ({"layers": ".", "kind": "parameter_grad"}, "layers", "has a parameter of its own", "**"),
+        ({"layers": ".", "kind": "parameter_grad"}, "layers", "directly contains a parameter", "**"),
         (
             {"layers": "**", "kind": "parameter_grad", "params": "wieght"},
             "params",
@@ -149,25 +149,25 @@ def test_a_plan_touches_nothing() -> None:
             "this pattern matches no buffer",
             "running_mean",
         ),
-        ({"layers": "head", "kind": "step_post", "role": "buffer"}, "layers", "has a buffer of its own", ""),
+        ({"layers": "head", "kind": "step_post", "role": "buffer"}, "layers", "directly contains a buffer", ""),
         ({"layers": "**", "types": "Lienar", "kind": "forward"}, "types", "none of the 4 modules", "Linear"),
     ],
 )
-def test_an_empty_match_is_told_with_the_nearest(spec: dict[str, Any], where: str, problem: str, near: str) -> None:
-    found = mistake(Tied(), **spec)
+def test_empty_match_is_reported_with_the_nearest(spec: dict[str, Any], where: str, problem: str, near: str) -> None:
+    found = problem_of(Tied(), **spec)
     assert found.where == f"hooks.mine.{where}"
-    assert problem in found.problem
-    assert list(found.nearest[:1]) == ([near] if near else [])
+    assert problem in found.message
+    assert list(found.similar[:1]) == ([near] if near else [])
 
 
-def test_the_nearest_to_a_container_without_parameters_is_what_lies_below_it() -> None:
+def test_container_without_parameters_suggests_its_children() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
-    found = mistake(model, layers="0", kind="parameter_grad")
-    assert list(found.nearest) == ["0.**"]
+    found = problem_of(model, layers="0", kind="parameter_grad")
+    assert list(found.similar) == ["0.**"]
 
 
-def test_all_empty_matches_are_told_at_once() -> None:
-    found = mistakes(
+def test_all_empty_matches_are_reported_at_once() -> None:
+    found = problems_of(
         Tied(),
         a={"layers": "hed", "kind": "forward"},
         b={"layers": "**", "kind": "forward"},
@@ -189,24 +189,24 @@ def test_all_empty_matches_are_told_at_once() -> None:
         ("step_post", "state.exp_avg"),
     ],
 )
-def test_a_parameter_kind_on_frozen_parameters_alone_is_refused(kind: str, role: str | None) -> None:
+def test_parameter_kind_on_frozen_parameters_is_refused(kind: str, role: str | None) -> None:
     model = Tied()
     model.norm.requires_grad_(False)
-    found = mistake(model, layers="norm", kind=kind, role=role)
+    found = problem_of(model, layers="norm", kind=kind, role=role)
     assert found.where == "hooks.mine.layers"
-    assert "is frozen" in found.problem
-    assert found.written == "norm"
+    assert "is frozen" in found.message
+    assert found.given == "norm"
     assert "norm.weight, norm.bias" in found.allowed
 
 
 @pytest.mark.parametrize(("layers", "written"), [(["head", "norm"], "norm"), (["norm.**", "head"], "norm.**")])
-def test_each_pattern_has_to_find_something_that_trains(layers: list[str], written: str) -> None:
+def test_each_pattern_has_to_match_a_trainable_parameter(layers: list[str], written: str) -> None:
     model = Tied()
     model.norm.requires_grad_(False)
-    assert mistake(model, layers=layers, kind="parameter_grad").written == written
+    assert problem_of(model, layers=layers, kind="parameter_grad").given == written
 
 
-def test_frozen_parameters_among_others_are_noted() -> None:
+def test_frozen_parameters_among_trainable_ones_are_noted() -> None:
     model = Tied()
     model.norm.requires_grad_(False)
     notes = {site.label: site.note for site in plan_of(model, mine={"layers": "**", "kind": "parameter_grad"}).sites}
@@ -219,19 +219,19 @@ def test_frozen_parameters_among_others_are_noted() -> None:
 
 
 @pytest.mark.parametrize(("kind", "role"), [("step_post", "param"), ("step_post", "buffer"), ("forward", None)])
-def test_what_needs_no_gradient_can_be_seen_in_frozen_modules(kind: str, role: str | None) -> None:
+def test_kind_without_gradients_is_allowed_on_frozen_modules(kind: str, role: str | None) -> None:
     model = Tied().requires_grad_(False)
     assert plan_of(model, mine={"layers": "norm", "kind": kind, "role": role}).sites
 
 
-def test_a_frozen_parameter_is_no_obstacle_where_params_leaves_it_out() -> None:
+def test_params_may_exclude_the_frozen_parameter() -> None:
     model = Tied()
     model.norm.weight.requires_grad_(False)
     assert labels(model, layers="norm", kind="parameter_grad", params="bias") == ["norm.bias"]
-    assert "is frozen" in mistake(model, layers="norm", kind="parameter_grad", params="weight").problem
+    assert "is frozen" in problem_of(model, layers="norm", kind="parameter_grad", params="weight").message
 
 
-class Holding(nn.Module):
+class Containers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(2, 2)])
@@ -242,18 +242,18 @@ class Holding(nn.Module):
         return self.named["one"](self.blocks[0](inputs)) * self.scales[0]
 
 
-def test_what_only_holds_others_is_no_site_of_kinds_that_wait_for_a_call() -> None:
+def test_container_is_no_site_of_forward_kinds() -> None:
     hook = {"layers": "**", "kind": "forward", "action": "record"}
-    plan = make_plan(parse_hooks({"seen": hook}), Holding())
+    plan = make_plan(parse_hooks({"seen": hook}), Containers())
     assert [site.label for site in plan.sites] == [".", "blocks.0", "named.one"]
-    parameters = make_plan(parse_hooks({"seen": {**hook, "kind": "parameter_grad"}}), Holding())
+    parameters = make_plan(parse_hooks({"seen": {**hook, "kind": "parameter_grad"}}), Containers())
     assert "scales.0" in [site.label for site in parameters.sites]
 
 
-def test_a_pattern_that_means_nothing_but_holders_is_told_what_to_write() -> None:
+def test_pattern_of_containers_only_suggests_their_children() -> None:
     with pytest.raises(ConfigError) as caught:
-        make_plan(parse_hooks({"seen": {"layers": "blocks", "kind": "forward", "action": "record"}}), Holding())
-    (mistake,) = caught.value.mistakes
-    assert mistake.where == "hooks.seen.layers"
-    assert "only hold others" in mistake.problem
-    assert list(mistake.nearest) == ["blocks.*"]
+        make_plan(parse_hooks({"seen": {"layers": "blocks", "kind": "forward", "action": "record"}}), Containers())
+    (problem,) = caught.value.problems
+    assert problem.where == "hooks.seen.layers"
+    assert "are containers" in problem.message
+    assert list(problem.similar) == ["blocks.*"]

@@ -1,4 +1,4 @@
-"""The tree of modules: each once, and blocks that are alike shown once."""
+"""The module tree: each module once, and runs of equal blocks collapsed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tree(model: nn.Module, **hooks: dict[str, Any]) -> list[str]:
     return [line.strip(" │├└─") for line in console.file.getvalue().splitlines()]
 
 
-def test_blocks_that_are_alike_are_shown_once() -> None:
+def test_equal_blocks_are_collapsed() -> None:
     assert tree(nn.Sequential(*(block() for _ in range(60))), seen=ALL) == [
         ". Sequential  seen",
         "0 Sequential  seen",
@@ -46,7 +46,7 @@ def test_blocks_that_are_alike_are_shown_once() -> None:
         {"layers": "2", "kind": "forward", "action": "record"},
     ],
 )
-def test_a_block_that_a_hook_treats_otherwise_is_shown_by_itself(different: dict[str, Any]) -> None:
+def test_block_with_different_hooks_is_not_collapsed(different: dict[str, Any]) -> None:
     lines = tree(nn.Sequential(*(block() for _ in range(5))), other=different)
     assert [line for line in lines if "like" in line] == ["1 Sequential  like 0", "4 Sequential  like 3"]
     assert any(line.startswith("2 Sequential") for line in lines)
@@ -63,13 +63,13 @@ def test_a_block_that_a_hook_treats_otherwise_is_shown_by_itself(different: dict
     ],
     ids=["other sizes", "three lines", "other types", "two lines"],
 )
-def test_what_is_not_alike_or_not_worth_it_is_shown_in_full(model: nn.Module) -> None:
+def test_unequal_or_short_blocks_are_shown_in_full(model: nn.Module) -> None:
     lines = tree(model)
     assert len(lines) == len(list(model.modules()))
     assert not any("like" in line for line in lines)
 
 
-def test_a_block_that_stands_at_two_places_is_shown_with_both_names() -> None:
+def test_block_with_two_names_shows_both() -> None:
     shared = block()
     lines = tree(nn.Sequential(shared, shared, block(), block()))
     assert lines[1] == "0 Sequential  also 1"

@@ -1,4 +1,4 @@
-"""A picture shows itself, saves as PNG and SVG, leaves pyplot alone, and asks for matplotlib in words."""
+"""Figures: imports of matplotlib, PNG and SVG output, text, scales, step labels and legends."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import legend_of, overlaps, stats_of
+from figures import legend_of, overlaps, stats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiered
 
 import instrument
-from instrument.plot.canvas import LONGEST, colours, explain, is_wide, name_steps, new_figure, plain, scale
+from instrument.plot.canvas import LONGEST, add_legend, colours, label_steps, needs_log_scale, new_figure, plain, scale
 
 
-def test_the_front_brings_the_pictures_and_matplotlib_comes_with_the_first() -> None:
+def test_matplotlib_is_imported_with_the_first_figure() -> None:
     code = (
         "import sys, instrument; f = instrument.plot.heatmap; assert 'matplotlib' not in sys.modules;"
         "import instrument.plot.heatmap, instrument.plot.style; assert instrument.plot.heatmap is f;"
@@ -38,7 +38,7 @@ def test_pyplot_is_not_imported(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["instrument.plot.picture"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -46,7 +46,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
         instrument.plot.heatmap(stats_of({"a": [1.0]}))
 
 
-def test_a_figure_is_saved_as_png_and_svg_and_shows_itself(tmp_path: Path) -> None:
+def test_figure_is_saved_as_png_and_svg(tmp_path: Path) -> None:
     figure = instrument.plot.heatmap(stats_of({"<script>$a$": [1.0, 2.0]}))
     figure.savefig(tmp_path / "one.png")
     figure.savefig(tmp_path / "one.svg")
@@ -56,13 +56,13 @@ def test_a_figure_is_saved_as_png_and_svg_and_shows_itself(tmp_path: Path) -> No
     assert ET.parse(tmp_path / "one.svg").getroot().tag.endswith("svg")
 
 
-def test_every_picture_is_listed() -> None:
+def test_plot_functions_are_listed() -> None:
     assert instrument.plot.__all__ == ["compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
     assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)
 
 
 @given(st.text(alphabet="ab$_\\. ", max_size=100))
-def test_a_text_is_drawn_as_it_is_written_and_no_longer_than_there_is_room(text: str) -> None:
+def test_text_is_drawn_literally_and_shortened(text: str) -> None:
     figure = new_figure(1.0, 1.0)
     drawn = figure.text(0.0, 0.0, plain(text))
     shown, is_formula = drawn._preprocess_math(drawn.get_text())  # type: ignore[attr-defined]
@@ -83,24 +83,24 @@ def test_a_text_is_drawn_as_it_is_written_and_no_longer_than_there_is_room(text:
         ([1e-300, 1e300], True),
     ],
 )
-def test_a_scale_is_wide_from_a_hundred_on(values: list[float], wide: bool) -> None:
-    assert is_wide(np.array([*values, np.nan])) is wide
+def test_scale_is_wide_from_a_ratio_of_100(values: list[float], wide: bool) -> None:
+    assert needs_log_scale(np.array([*values, np.nan])) is wide
     assert ("norm" in colours(np.array([*values, np.inf]))) is wide
 
 
-def test_a_scale_of_nothing_is_a_scale() -> None:
-    assert not is_wide(np.full(3, np.nan))
+def test_scale_without_finite_values_has_defaults() -> None:
+    assert not needs_log_scale(np.full(3, np.nan))
     assert colours(np.full(3, np.nan)) == {"cmap": "viridis", "vmin": 0.0, "vmax": 1.0}
 
 
 @pytest.mark.parametrize("examples", tiered([25, 100], [25]))
-def test_steps_are_named_at_even_distances(examples: int) -> None:
+def test_step_labels_have_even_distances(examples: int) -> None:
     settings(max_examples=examples)(given(st.integers(1, 300), st.integers(1, 10**9))(check_steps))()
 
 
 def check_steps(count: int, every: int) -> None:
     axes = new_figure(4.0, 2.0).subplots()
-    name_steps(axes, [step * every for step in range(count)], 4.0)
+    label_steps(axes, [step * every for step in range(count)], 4.0)
     gaps = np.diff(axes.get_xticks())
     assert (gaps == gaps[:1]).all()
     named = [int(label.get_text().replace(",", "")) for label in axes.get_xticklabels()]
@@ -108,7 +108,7 @@ def check_steps(count: int, every: int) -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.15, 7.0), (1.0, 1.2), (3.0, 3.0), (1e-9, 1e9)])
-def test_a_logarithmic_axis_has_numbers_whatever_it_spans(low: float, high: float) -> None:
+def test_logarithmic_axis_has_labels_for_any_range(low: float, high: float) -> None:
     figure = new_figure(4.0, 2.0)
     axes = figure.subplots()
     axes.plot([low, high], [0, 1])
@@ -120,10 +120,10 @@ def test_a_logarithmic_axis_has_numbers_whatever_it_spans(low: float, high: floa
     assert overlaps(figure) == []
 
 
-def test_a_legend_has_each_meaning_once() -> None:
+def test_legend_has_each_label_once() -> None:
     figure = new_figure(4.0, 2.0)
     for axes in figure.subplots(1, 2):
         axes.plot([0], label="same")
     figure.axes[1].plot([0], label="own")
-    explain(figure)
+    add_legend(figure)
     assert legend_of(figure) == ["same", "own"]

@@ -1,4 +1,4 @@
-"""A heat map has the numbers of the table, layers in forward order, and says what its colours cannot."""
+"""Heat maps: values, order of layers, color scales, labels and errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import legend_of, make_run, mesh_of, names_on, overlaps, stats_of
+from figures import axis_labels, legend_of, make_run, mesh_of, overlaps, stats_of
 from matplotlib.colors import LogNorm
 from tiers import tiered
 
@@ -15,7 +15,7 @@ import instrument
 from instrument import InstrumentError
 from instrument.plot import heatmap
 
-PLACES = ["0.weight", "0.bias", "3.weight", "3.bias"]
+PARAMETERS = ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
 @pytest.fixture(scope="module")
@@ -23,31 +23,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return make_run(tmp_path_factory.mktemp("heatmap") / "run")
 
 
-def test_cells_are_the_numbers_of_the_table(run: instrument.Run) -> None:
+def test_cells_equal_the_table(run: instrument.Run) -> None:
     axes = heatmap(run, hook="grads").axes[0]
     table = run.stats.query("hook == 'grads'").assign(place=lambda rows: rows.layer + "." + rows.path)
-    wanted = table.pivot_table(index="place", columns="step", values="l2").loc[PLACES]
-    np.testing.assert_array_equal(mesh_of(axes).get_array(), wanted.to_numpy())
-    assert names_on(axes) == PLACES
+    expected = table.pivot_table(index="place", columns="step", values="l2").loc[PARAMETERS]
+    np.testing.assert_array_equal(mesh_of(axes).get_array(), expected.to_numpy())
+    assert axis_labels(axes) == PARAMETERS
     assert axes.get_title() == "l2 of grads: parameter_grad param_grad"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "parameter, in forward order")
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3"]
 
 
-def test_outputs_have_their_std_and_are_in_the_order_in_which_they_come(run: instrument.Run) -> None:
+def test_outputs_show_std_in_forward_order(run: instrument.Run) -> None:
     axes = heatmap(run, hook="acts").axes[0]
     assert axes.get_title().startswith("std of acts")
-    assert names_on(axes) == ["0", "1", "2", "3", "."]
+    assert axis_labels(axes) == ["0", "1", "2", "3", "."]
 
 
-def test_a_frame_gives_the_same_picture(run: instrument.Run) -> None:
+def test_frame_gives_the_same_figure(run: instrument.Run) -> None:
     one, two = heatmap(run, "mean", hook="acts"), heatmap(run.stats, "mean", hook="acts")
     np.testing.assert_array_equal(mesh_of(one.axes[0]).get_array(), mesh_of(two.axes[0]).get_array())
-    assert names_on(one.axes[0]) == names_on(two.axes[0])
+    assert axis_labels(one.axes[0]) == axis_labels(two.axes[0])
     assert one._repr_png_() == two._repr_png_()  # type: ignore[attr-defined]
 
 
-def test_signed_values_have_zero_in_the_middle_and_magnitudes_begin_at_it() -> None:
+def test_color_scale_of_signed_values_is_centered_at_zero() -> None:
     signed = mesh_of(heatmap(stats_of({"a": [-1.0, 3.0]})).axes[0])
     assert (signed.get_cmap().name, signed.get_clim()) == ("RdBu_r", (-3.0, 3.0))
     magnitude = mesh_of(heatmap(stats_of({"a": [1.0, 3.0]})).axes[0])
@@ -55,13 +55,13 @@ def test_signed_values_have_zero_in_the_middle_and_magnitudes_begin_at_it() -> N
 
 
 @pytest.mark.parametrize(("values", "is_log"), [([1.0, 99.0], False), ([1.0, 100.0], True), ([0.0, 100.0], False)])
-def test_the_scale_is_logarithmic_where_it_needs_to_be(values: list[float], is_log: bool) -> None:
+def test_wide_color_scale_is_logarithmic(values: list[float], is_log: bool) -> None:
     mesh = mesh_of(heatmap(stats_of({"a": values})).axes[0])
     assert isinstance(mesh.norm, LogNorm) is is_log
     assert mesh.get_clim()[1] == values[1]
 
 
-def test_the_scale_is_shown_with_its_unit() -> None:
+def test_color_bar_has_a_label_and_ticks() -> None:
     frame = stats_of({"a": [0.5, 0.25]}).rename(columns={"l2": "zero_fraction"})
     figure = heatmap(frame)
     bar = figure.axes[1]
@@ -69,27 +69,27 @@ def test_the_scale_is_shown_with_its_unit() -> None:
     assert len([label for label in bar.get_yticklabels() if label.get_text()]) >= 3
 
 
-def test_cells_without_a_value_and_cells_that_are_not_finite_are_explained(tmp_path: Path) -> None:
-    figure = heatmap(make_run(tmp_path / "r", spoilt=True), hook="acts")
+def test_missing_and_non_finite_cells_are_in_the_legend(tmp_path: Path) -> None:
+    figure = heatmap(make_run(tmp_path / "r", with_nan=True), hook="acts")
     array = mesh_of(figure.axes[0]).get_array()
     assert np.ma.getmaskarray(array)[:, 2:].all()
     assert not np.ma.getmaskarray(array)[:, :2].any()
     (marks,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
     assert {(x, y) for x, y in zip(*marks.get_data(), strict=True)} >= {(2.5, 0.5), (3.5, 4.5)}
     assert min(marks.get_xdata()) == 2.5
-    assert legend_of(figure) == ["no value: not recorded, or not finite", "has NaN or infinite elements"]
+    assert legend_of(figure) == ["no value: not recorded or not finite", "has NaN or infinite elements"]
     assert legend_of(heatmap(stats_of({"a": [1.0]}))) == []
 
 
-def test_more_steps_than_columns_are_grouped_and_the_axis_says_so() -> None:
+def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:
     axes = heatmap(stats_of({"a": [float(step) for step in range(100)]}), most_steps=10).axes[0]
     np.testing.assert_allclose(mesh_of(axes).get_array()[0], np.arange(100).reshape(10, 10).mean(1))
     assert axes.get_xlabel() == "step (groups of up to 10: mean)"
     assert axes.get_xticklabels()[1].get_text() == "10"
-    assert axes.get_xticks()[1] == 1.0  # where the group begins
+    assert axes.get_xticks()[1] == 1.0  # first step of the group
 
 
-def test_several_values_in_a_step_are_told() -> None:
+def test_mean_of_several_values_in_a_step_is_noted() -> None:
     frame = stats_of({"a": [1.0, 3.0]}).assign(step=0)
     axes = heatmap(frame).axes[0]
     assert mesh_of(axes).get_array().tolist() == [[2.0]]
@@ -97,11 +97,11 @@ def test_several_values_in_a_step_are_told() -> None:
 
 
 @pytest.mark.parametrize("count", tiered([60, 250, 500], [60, 250]))
-def test_labels_do_not_touch_and_long_names_are_shortened_without_becoming_alike(count: int) -> None:
+def test_labels_do_not_overlap_and_short_names_stay_unique(count: int) -> None:
     names = [f"encoder.block.{i}.attention.self.query.projection.of.a.very.long.name.{i}" for i in range(count)]
     figure = heatmap(stats_of({name: [1.0] * 40 for name in names}).assign(step=lambda rows: rows.step * 12345))
     assert overlaps(figure) == []
-    shown = names_on(figure.axes[0])
+    shown = axis_labels(figure.axes[0])
     assert shown[0].startswith("0.")
     assert shown[0].endswith("nam.0.weight")
     assert len(set(shown)) == len(shown)
@@ -109,50 +109,50 @@ def test_labels_do_not_touch_and_long_names_are_shortened_without_becoming_alike
     assert (len(shown) == count) == (count <= 240)
 
 
-def test_a_name_is_drawn_as_it_is_written() -> None:
+def test_names_with_special_characters_are_drawn_as_text() -> None:
     figure = heatmap(stats_of({"a$x$": [1.0], "_b": [2.0], "<script>": [3.0]}))
-    assert [name.strip() for name in names_on(figure.axes[0])] == [r"a\$x\$.weight", "_b.weight", "<script>.weight"]
+    assert [name.strip() for name in axis_labels(figure.axes[0])] == [r"a\$x\$.weight", "_b.weight", "<script>.weight"]
     figure._repr_png_()  # type: ignore[attr-defined]
 
 
-def test_one_step_is_enough_and_so_is_nothing_finite() -> None:
+def test_single_step_and_non_finite_rows_are_drawn() -> None:
     assert mesh_of(heatmap(stats_of({"a": [2.0]})).axes[0]).get_array().tolist() == [[2.0]]
     frame = stats_of({"a": [math.nan, 1.0], "b": [math.nan, math.nan]})
     assert np.ma.getmaskarray(mesh_of(heatmap(frame).axes[0]).get_array()).tolist() == [[True, False], [True, True]]
 
 
-def test_what_fits_nothing_or_several_is_an_error_that_names_what_there_is(run: instrument.Run) -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)several series fit phase='train'.*hook='acts'.*hook='updates'"):
+def test_ambiguous_or_missing_series_is_an_error_with_options(run: instrument.Run) -> None:
+    with pytest.raises(InstrumentError, match=r"(?s)several series match phase='train'.*hook='acts'.*hook='updates'"):
         heatmap(run)
-    with pytest.raises(InstrumentError, match=r"(?s)statistic: .*'l3'.*nearest  l2"):
+    with pytest.raises(InstrumentError, match=r"(?s)statistic: .*'l3'.*similar  l2"):
         heatmap(run, "l3")
-    with pytest.raises(InstrumentError, match=r"(?s)hook: .*'grad'.*allowed  acts, grads, updates.*nearest  grads"):
+    with pytest.raises(InstrumentError, match=r"(?s)hook: .*'grad'.*allowed  acts, grads, updates.*similar  grads"):
         heatmap(run, hook="grad")
     with pytest.raises(InstrumentError, match=r"(?s)phase: .*'eval'.*allowed  train"):
         heatmap(run, phase="eval")
     with pytest.raises(InstrumentError, match="the stats table has no rows"):
         heatmap(run.stats.iloc[:0])
-    with pytest.raises(InstrumentError, match="lacks the column kind, path"):
+    with pytest.raises(InstrumentError, match="lacks the columns needed for this plot: kind, path"):
         heatmap(run.stats.drop(columns=["kind", "path"]))
     assert heatmap(run, "update_ratio").axes[0].get_title() == "update_ratio of updates: step_post update"
 
 
-def test_a_picture_of_several_runs_is_refused(tmp_path: Path) -> None:
+def test_heat_map_of_several_runs_is_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_run(tmp_path / name, hooks={"grads": {"kind": "parameter_grad"}}, steps=1)
     both = instrument.load(tmp_path)
     for source in (both, both.stats):
-        with pytest.raises(InstrumentError, match=r"here are 2 \(one, two\)"):
+        with pytest.raises(InstrumentError, match=r"2 were given \(one, two\)"):
             heatmap(source)
-    assert names_on(heatmap(both.stats.query("run == 'two'")).axes[0]) == PLACES
+    assert axis_labels(heatmap(both.stats.query("run == 'two'")).axes[0]) == PARAMETERS
 
 
-def test_a_fraction_is_shown_from_0_to_1(run: instrument.Run) -> None:
+def test_fraction_has_a_scale_from_0_to_1(run: instrument.Run) -> None:
     figure = heatmap(run.stats.assign(zero_fraction=0.25), "zero_fraction", hook="acts")
     assert mesh_of(figure.axes[0]).get_clim() == (0.0, 1.0)
 
 
-def test_a_zero_does_not_hide_what_vanishes(run: instrument.Run) -> None:
+def test_zeros_are_marked_on_a_logarithmic_scale(run: instrument.Run) -> None:
     figure = heatmap(stats_of({"a": [1.0, 1e-3, 0.0]}))
     colours, zeros = figure.axes[0].collections[:2]
     assert isinstance(colours.norm, LogNorm)

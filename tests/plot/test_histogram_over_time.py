@@ -1,4 +1,4 @@
-"""Each step's histogram with its own bins, in shares; quantiles over it, or as bands; what cannot be shown."""
+"""Histograms over time: bins and fractions of each step, quantiles, empty steps and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from drawn import legend_of, make_run
+from figures import legend_of, make_run
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def edges(mesh: QuadMesh) -> list[float]:
 
 
 def distributions(*cells: dict[str, Any]) -> pd.DataFrame:
-    """A distributions table of one place: a row a step."""
+    """Return a `distributions` table of one layer with a row per step."""
     same = {
         "hook": "h",
         "kind": "forward",
@@ -50,7 +50,7 @@ def distributions(*cells: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame([{**same, "step": step, **empty, **cell} for step, cell in enumerate(cells)])
 
 
-def test_every_column_has_the_bins_and_the_shares_of_its_step(run: instrument.Run) -> None:
+def test_columns_have_the_bins_and_fractions_of_their_step(run: instrument.Run) -> None:
     axes = histogram_over_time(run, "0").axes[0]
     rows = run.distributions.query("layer == '0'")
     assert len(columns(axes)) == len(rows) == 4
@@ -61,14 +61,14 @@ def test_every_column_has_the_bins_and_the_shares_of_its_step(run: instrument.Ru
         assert mesh.get_coordinates()[0, :, 0].tolist() == [at, at + 1]
     assert len({mesh.get_clim() for mesh in columns(axes)}) == 1
     assert axes.get_title() == "0 (acts: forward output)"
-    assert axes.figure.axes[1].get_ylabel() == "share of the step's finite elements"
+    assert axes.figure.axes[1].get_ylabel() == "fraction of the step's finite elements"
 
 
-def test_quantiles_are_lines_over_the_histograms(run: instrument.Run) -> None:
+def test_quantiles_are_lines_over_histograms(run: instrument.Run) -> None:
     figure = histogram_over_time(run, "0")
     drawn = [patch.get_data().values for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]
-    wanted = np.stack(run.distributions.query("layer == '0'")["quantiles"].to_numpy())
-    np.testing.assert_array_equal(sorted(map(tuple, drawn)), sorted(map(tuple, wanted.T)))
+    expected = np.stack(run.distributions.query("layer == '0'")["quantiles"].to_numpy())
+    np.testing.assert_array_equal(sorted(map(tuple, drawn)), sorted(map(tuple, expected.T)))
     assert legend_of(figure) == ["0.25 to 0.75 quantile", "median"]
 
 
@@ -82,12 +82,12 @@ def test_quantiles_without_histograms_are_bands() -> None:
     assert len(figure.axes) == 1
 
 
-def test_a_frame_gives_the_same_picture(run: instrument.Run) -> None:
+def test_frame_gives_the_same_figure(run: instrument.Run) -> None:
     one, two = histogram_over_time(run, "3"), histogram_over_time(run.distributions, "3")
     assert [edges(mesh) for mesh in columns(one.axes[0])] == [edges(mesh) for mesh in columns(two.axes[0])]
 
 
-def test_bins_without_an_element_stay_blank_and_shares_over_a_wide_range_are_logarithmic() -> None:
+def test_empty_bins_are_blank_and_wide_scales_logarithmic() -> None:
     frame = distributions(
         {"low": 0.0, "high": 3.0, "counts": [990, 0, 10]}, {"low": 0.0, "high": 2.0, "counts": [1, 0, 1]}
     )
@@ -98,14 +98,14 @@ def test_bins_without_an_element_stay_blank_and_shares_over_a_wide_range_are_log
     assert columns(histogram_over_time(frame, "a").axes[0])[0].get_clim() == pytest.approx((0.001, 0.999))
 
 
-def test_a_step_with_nothing_finite_is_hatched(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r", spoilt=True)
+def test_step_without_finite_elements_is_hatched(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", with_nan=True)
     figure = histogram_over_time(run, "3")
     assert len(columns(figure.axes[0])) == 2
-    assert "nothing finite" in legend_of(figure)
+    assert "no finite elements" in legend_of(figure)
 
 
-def test_equal_elements_are_one_thin_line() -> None:
+def test_equal_elements_are_a_thin_line() -> None:
     frame = distributions({"low": 2.0, "high": 2.0, "counts": [7, 0]}, {"low": 0.0, "high": 4.0, "counts": [3, 4]})
     mesh = columns(histogram_over_time(frame, "a").axes[0])[0]
     assert np.ma.filled(mesh.get_array(), 0.0)[:, 0].tolist() == [1.0, 0.0]
@@ -113,7 +113,7 @@ def test_equal_elements_are_one_thin_line() -> None:
 
 
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(1, 50), st.floats(0, 1e9))
-def test_edges_ascend_around_what_they_hold(low: float, width: float, bins: int, span: float) -> None:
+def test_edges_increase_and_contain_the_range(low: float, width: float, bins: int, span: float) -> None:
     found = edges_of(low, low + width, bins, span)
     assert len(found) == bins + 1
     assert (np.diff(found) >= 0).all()
@@ -121,14 +121,14 @@ def test_edges_ascend_around_what_they_hold(low: float, width: float, bins: int,
     assert found[0] <= low <= low + width <= found[-1] or low + width == low
 
 
-def test_more_steps_than_columns_are_chosen_and_calls_after_the_first_left_out() -> None:
+def test_many_steps_are_sampled_and_only_the_first_call_is_shown() -> None:
     frame = distributions(*({"low": 0.0, "high": 1.0 + step, "counts": [1, 2]} for step in range(100)))
     axes = histogram_over_time(pd.concat([frame, frame]), "a", most_steps=10).axes[0]
     assert [edges(mesh)[-1] for mesh in columns(axes)] == [1.0 + 11 * i for i in range(10)]
     assert axes.get_xlabel() == "step (10 of 100 recorded)"
 
 
-def test_what_was_not_recorded_is_an_error_that_names_what_was(run: instrument.Run) -> None:
+def test_missing_histograms_are_an_error_with_options(run: instrument.Run) -> None:
     with pytest.raises(InstrumentError, match=r"(?s)layer: .*'encoder'.*allowed  0, 1, 2, 3, \."):
         histogram_over_time(run, "encoder")
     with pytest.raises(InstrumentError, match="the distributions table has no rows"):

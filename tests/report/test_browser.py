@@ -1,4 +1,4 @@
-"""The report in a real browser: no error, no request, drop-downs and clicks do what they say, and names can be read."""
+"""The report in a real browser: no errors, no requests, working controls and readable names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, deep, new_page, train
+from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
 from tiers import tiered
 from torch import nn
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 WIDE, PHONE = 1400, 400
 
 
-class Shown:
-    """A page in the browser, and everything that it complained of or asked for."""
+class OpenReport:
+    """A page in the browser, with its errors and requests."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self.requests: list[str] = []
-        page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda message: self.errors.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
-        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+        page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
 
     def open(self, file: Path) -> None:
         """Open a page from disk and wait until it is drawn."""
@@ -45,14 +45,14 @@ class Shown:
         self.chosen: list[tuple[str, str]] = self._chosen()
 
     def check(self) -> None:
-        """Nothing has gone wrong, and nothing was asked for."""
-        assert self.complaints == []
+        """Assert that there were no errors and no requests."""
+        assert self.errors == []
         assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.address]
 
     def restore(self) -> None:
-        """Every drop-down as it was when the page was opened."""
+        """Reset all drop-downs to their state after opening."""
         for select, value in self.chosen:
-            if dict(self._chosen())[select] != value:  # asked each time: the one before may have changed it already
+            if dict(self._chosen())[select] != value:  # read again: an earlier selection may have changed it
                 self.page.select_option(f"#{select}", value=value)
         assert self._chosen() == self.chosen
 
@@ -61,7 +61,7 @@ class Shown:
         return [(select, value) for select, value in chosen]
 
     def plot(self, chart: str) -> list[dict[str, Any]]:
-        """The traces of a chart, as the browser has them."""
+        """Return the traces of a chart from the browser."""
         traces: list[dict[str, Any]] = self.page.evaluate(
             "id => document.getElementById(id).data.map(({type, name, x, y, z, customdata, zmin, zmax, visible}) =>"
             " ({type, name, x, y, z, customdata, zmin, zmax, visible}))",
@@ -70,11 +70,11 @@ class Shown:
         return traces
 
     def choose(self, select: str, choice: str) -> None:
-        """Choose an entry of a drop-down by its words."""
+        """Select an entry of a drop-down by its label."""
         self.page.select_option(f"#{select}", label=choice)
 
     def choices(self, select: str) -> list[str]:
-        """The entries of a drop-down."""
+        """Return the labels of the entries of a drop-down."""
         return self.page.locator(f"#{select} option").all_text_contents()
 
 
@@ -82,138 +82,138 @@ Open = Callable[..., Any]
 
 
 @contextmanager
-def opened(
+def open_report(
     browser: Browser, folder: Path, reported: instrument.Run | Path, *, width: int = WIDE, dark: bool = False
-) -> Iterator[Shown]:
-    """A report, opened from disk; when it is left, nothing may have gone wrong, and nothing may have been asked for."""
+) -> Iterator[OpenReport]:
+    """Open a report from disk; assert at the end that there were no errors and no requests."""
     page = new_page(browser, viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
-    shown = Shown(page)
+    report = OpenReport(page)
     try:
-        shown.open(make(reported).save(folder / "report.html"))
-        yield shown
-        shown.check()
+        report.open(make(reported).save(folder / "report.html"))
+        yield report
+        report.check()
     finally:
         page.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser, tmp_path: Path) -> Open:
-    """Opens a report."""
-    return partial(opened, browser, tmp_path)
+    """Function that opens a report."""
+    return partial(open_report, browser, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def whole_page(
+def full_report_page(
     browser: Browser, tmp_path_factory: pytest.TempPathFactory, reported_run: instrument.Run
-) -> Iterator[Shown]:
-    with opened(browser, tmp_path_factory.mktemp("whole"), reported_run) as shown:
-        yield shown
+) -> Iterator[OpenReport]:
+    with open_report(browser, tmp_path_factory.mktemp("whole"), reported_run) as report:
+        yield report
 
 
 @pytest.fixture
-def whole(whole_page: Shown) -> Iterator[Shown]:
-    """The report of a run with something of everything, which is opened once: its drop-downs are as at the beginning."""
-    whole_page.restore()
-    yield whole_page
-    whole_page.check()
+def full_report(full_report_page: OpenReport) -> Iterator[OpenReport]:
+    """Report of a run with all kinds of records. It is opened once; its drop-downs are reset for each test."""
+    full_report_page.restore()
+    yield full_report_page
+    full_report_page.check()
 
 
-def test_the_heat_map_shows_the_table_and_drop_downs_change_it(whole: Shown, reported_run: instrument.Run) -> None:
+def test_heat_map_shows_the_table_and_follows_the_drop_downs(full_report: OpenReport, reported_run: instrument.Run) -> None:
     stats = reported_run.stats
-    assert whole.choices("heatmap-series") == [
+    assert full_report.choices("heatmap-series") == [
         "acts: forward output",
         "flow: full_backward grad_output",
         "gradients: parameter_grad param_grad",
         "updates: step_post update",
     ]
-    (trace,) = whole.plot("heatmap-chart")
+    (trace,) = full_report.plot("heatmap-chart")
     assert trace["y"] == ["0", "1", "2", "3", "."]
     std = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["std"]
     assert trace["customdata"][1] == pytest.approx(std.tolist(), rel=1e-5)
     assert trace["z"][1] == pytest.approx(std.tolist(), rel=1e-5)
-    whole.choose("heatmap-statistic", "max")
-    (trace,) = whole.plot("heatmap-chart")
+    full_report.choose("heatmap-statistic", "max")
+    (trace,) = full_report.plot("heatmap-chart")
     largest = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["max"]
     assert trace["customdata"][1] == pytest.approx(largest.tolist(), rel=1e-5)
-    whole.choose("heatmap-series", "gradients: parameter_grad param_grad")
-    (trace,) = whole.plot("heatmap-chart")
+    full_report.choose("heatmap-series", "gradients: parameter_grad param_grad")
+    (trace,) = full_report.plot("heatmap-chart")
     assert trace["y"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
     largest = stats.query("hook == 'gradients' and layer == '3' and path == 'bias'").sort_values("step")["max"]
     assert trace["customdata"][3] == pytest.approx(largest.tolist(), rel=1e-5)
-    whole.choose("heatmap-scale", "log")
-    (trace,) = whole.plot("heatmap-chart")
+    full_report.choose("heatmap-scale", "log")
+    (trace,) = full_report.plot("heatmap-chart")
     assert trace["z"][3] != trace["customdata"][3]
 
 
-def test_a_click_opens_the_layer(whole: Shown, reported_run: instrument.Run) -> None:
-    assert whole.page.text_content("#layer-title") == "0, Conv2d"
-    whole.page.locator("#heatmap-chart").scroll_into_view_if_needed()
-    box = whole.page.locator("#heatmap-chart .nsewdrag").bounding_box()
+def test_click_on_the_heat_map_opens_the_layer(full_report: OpenReport, reported_run: instrument.Run) -> None:
+    assert full_report.page.text_content("#layer-title") == "0, Conv2d"
+    full_report.page.locator("#heatmap-chart").scroll_into_view_if_needed()
+    box = full_report.page.locator("#heatmap-chart .nsewdrag").bounding_box()
     assert box is not None
-    whole.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.7)
-    whole.page.wait_for_function("document.getElementById('layer-title').textContent === '3, Linear'")
-    (curve,) = [trace for trace in whole.plot("layer-curves") if trace["visible"] is True]
-    wanted = reported_run.stats.query("hook == 'acts' and layer == '3'").sort_values("step")["std"]
+    full_report.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.7)
+    full_report.page.wait_for_function("document.getElementById('layer-title').textContent === '3, Linear'")
+    (curve,) = [trace for trace in full_report.plot("layer-curves") if trace["visible"] is True]
+    expected = reported_run.stats.query("hook == 'acts' and layer == '3'").sort_values("step")["std"]
     assert curve["name"] == "std"
-    assert curve["y"] == pytest.approx(wanted.tolist(), rel=1e-5)
-    bands = {trace["name"] for trace in whole.plot("layer-range") if trace["name"]}
+    assert curve["y"] == pytest.approx(expected.tolist(), rel=1e-5)
+    bands = {trace["name"] for trace in full_report.plot("layer-range") if trace["name"]}
     assert bands == {"1 to 99%", "5 to 95%", "25 to 75%", "median"}
-    columns = whole.plot("layer-histogram")
+    columns = full_report.plot("layer-histogram")
     rows = reported_run.distributions.query("layer == '3'").sort_values("step")
     assert [[cell[0] for [cell] in column["customdata"]] for column in columns] == [c.tolist() for c in rows["counts"]]
     assert [(column["y"][0], column["y"][-1]) for column in columns] == [
         pytest.approx(ends, rel=1e-4) for ends in zip(rows["low"], rows["high"], strict=True)
     ]
-    whole.page.locator("#heatmap-chart .ytick", has_text="0").first.click()
-    assert whole.page.text_content("#layer-title") == "0, Conv2d"
-    whole.choose("layer-place", "1")
-    assert whole.page.text_content("#layer-title") == "1, ReLU"
+    full_report.page.locator("#heatmap-chart .ytick", has_text="0").first.click()
+    assert full_report.page.text_content("#layer-title") == "0, Conv2d"
+    full_report.choose("layer-place", "1")
+    assert full_report.page.text_content("#layer-title") == "1, ReLU"
 
 
-def test_the_other_charts_show_their_tables(whole: Shown, reported_run: instrument.Run) -> None:
+def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: instrument.Run) -> None:
     stats = reported_run.stats
-    loss = next(trace for trace in whole.plot("training-chart") if trace["name"] == "training")
+    loss = next(trace for trace in full_report.plot("training-chart") if trace["name"] == "training")
     assert loss["y"] == pytest.approx(reported_run.metrics["loss"].tolist(), rel=1e-5)
-    lanes = [trace["name"] for trace in whole.plot("training-chart")]
+    lanes = [trace["name"] for trace in full_report.plot("training-chart")]
     assert lanes == ["training", "tame"]
-    _, first, last = whole.plot("flow-chart")
+    _, first, last = full_report.plot("flow-chart")
     norms = stats[stats["hook"] == "gradients"].groupby("step")["l2"].apply(list)
     assert (first["x"], last["x"]) == (pytest.approx(norms[0], rel=1e-5), pytest.approx(norms[5], rel=1e-5))
-    _, first, last = whole.plot("updates-chart")
+    _, first, last = full_report.plot("updates-chart")
     ratios = stats[stats["hook"] == "updates"].groupby("step")["update_ratio"].apply(list)
     assert last["x"] == pytest.approx(ratios[5], rel=1e-5)
-    assert whole.choices("units-choice")[0] == "dead_fraction of acts: forward output"
-    (units,) = whole.plot("units-chart")
+    assert full_report.choices("units-choice")[0] == "dead_fraction of acts: forward output"
+    (units,) = full_report.plot("units-chart")
     assert (units["zmin"], units["zmax"]) == (0, 1)
     dead = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["dead_fraction"]
     assert units["z"][units["y"].index("1")] == pytest.approx(dead.tolist(), rel=1e-5)
-    before, after, changed = whole.plot("effects-chart")
+    before, after, changed = full_report.plot("effects-chart")
     effects = reported_run.effects.query("layer == '0' and path == 'weight'").sort_values("step")
     assert before["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
     assert after["y"] == pytest.approx(effects["norm_after"].tolist(), rel=1e-5)
     assert changed["y"] == pytest.approx(effects["changed_fraction"].tolist(), rel=1e-5)
-    whole.choose("effects-place", "3.bias")
+    full_report.choose("effects-place", "3.bias")
     effects = reported_run.effects.query("layer == '3' and path == 'bias'").sort_values("step")
-    assert whole.plot("effects-chart")[0]["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
+    assert full_report.plot("effects-chart")[0]["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
 
 
-def test_maps_stand_beside_the_image_that_they_are_of(whole: Shown, reported_run: instrument.Run) -> None:
+def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_run: instrument.Run) -> None:
     tensors = reported_run.tensors(hook="maps", step=5)["values"].iloc[0]
-    assert whole.choices("maps-what") == ["feature maps", "filters"]
-    kinds = whole.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].map(at => at.data[0].type)")
+    assert full_report.choices("maps-what") == ["feature maps", "filters"]
+    kinds = full_report.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].map(at => at.data[0].type)")
     assert kinds == ["image", "heatmap"] * 6
-    mosaic = whole.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0].z")
+    mosaic = full_report.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0].z")
     assert [row[:6] for row in mosaic[:6]] == [pytest.approx(row, rel=1e-5) for row in tensors[0, 0].tolist()]
-    limits = whole.page.evaluate(
+    limits = full_report.page.evaluate(
         "(({zmin, zmax}) => [zmin, zmax])([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"
     )
     assert limits[0] == -limits[1] < 0
-    whole.choose("maps-what", "filters")
-    assert whole.page.locator("#maps-charts .chart").count() == 6
+    full_report.choose("maps-what", "filters")
+    assert full_report.page.locator("#maps-charts .chart").count() == 6
 
 
-def test_a_killed_run_is_drawn_and_values_that_are_not_finite_are_marked(open_page: Open, tmp_path: Path) -> None:
-    copy = as_if_killed(tmp_path / "r", tmp_path / "killed")
+def test_killed_run_is_drawn_and_non_finite_values_are_marked(open_page: Open, tmp_path: Path) -> None:
+    copy = copy_unfinished(tmp_path / "r", tmp_path / "killed")
 
     def poison(step: int, model: nn.Module) -> None:
         copy(step, model)
@@ -222,21 +222,21 @@ def test_a_killed_run_is_drawn_and_values_that_are_not_finite_are_marked(open_pa
                 model[3].bias[0] = math.nan
 
     train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=poison)
-    with open_page(tmp_path / "killed") as shown:
-        cells, crosses = shown.plot("heatmap-chart")
+    with open_page(tmp_path / "killed") as report:
+        cells, crosses = report.plot("heatmap-chart")
         assert len(cells["x"]) == 3
-        assert "has no ledger" in shown.page.inner_text("#coverage")
+        assert "has no coverage table" in report.page.inner_text("#coverage")
         assert set(zip(crosses["y"], crosses["x"], strict=True)) >= {("3", "1"), (".", "1")}
         assert ("0", "1") not in set(zip(crosses["y"], crosses["x"], strict=True))
-        assert "loss not finite" in [trace["name"] for trace in shown.plot("training-chart")]
+        assert "loss not finite" in [trace["name"] for trace in report.plot("training-chart")]
 
 
 @pytest.mark.parametrize("width", tiered([WIDE, PHONE], [WIDE]))
-def test_a_run_of_60_layers_has_names_that_do_not_overlap(open_page: Open, tmp_path: Path, width: int) -> None:
+def test_names_of_60_layers_do_not_overlap(open_page: Open, tmp_path: Path, width: int) -> None:
     run = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=5)
-    with open_page(run, width=width) as shown:
+    with open_page(run, width=width) as report:
         for chart in ("heatmap-chart", "flow-chart", "updates-chart", "units-chart"):
-            boxes = shown.page.evaluate(
+            boxes = report.page.evaluate(
                 "id => [...document.querySelectorAll(`#${id} .ytick text`)].map(text => {"
                 " const box = text.getBoundingClientRect(); return [box.top, box.bottom]; })",
                 chart,
@@ -244,30 +244,30 @@ def test_a_run_of_60_layers_has_names_that_do_not_overlap(open_page: Open, tmp_p
             assert len(boxes) >= 20
             ordered = sorted(boxes)
             assert all(above[1] <= below[0] + 2 for above, below in pairwise(ordered)), chart
-        assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert report.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_it_is_readable_on_a_phone_and_in_the_dark(open_page: Open, reported_run: instrument.Run) -> None:
-    with open_page(reported_run, width=PHONE, dark=True) as shown:
-        check_readable(shown)
+def test_report_is_readable_on_a_phone_in_dark_mode(open_page: Open, reported_run: instrument.Run) -> None:
+    with open_page(reported_run, width=PHONE, dark=True) as report:
+        check_readable(report)
 
 
-def check_readable(shown: Shown) -> None:
-    """A page on a phone and in the dark is; it is light afterwards."""
-    assert shown.page.evaluate("document.documentElement.scrollWidth") <= PHONE
-    text, back = shown.page.evaluate(
+def check_readable(report: OpenReport) -> None:
+    """Assert that a page on a phone in dark mode is readable, then switch it to light mode."""
+    assert report.page.evaluate("document.documentElement.scrollWidth") <= PHONE
+    text, back = report.page.evaluate(
         "(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.body))"
     )
-    assert _contrast(text, back) >= 7.0  # WCAG's AAA
-    drawn = shown.page.evaluate("document.getElementById('training-chart').layout.font.color")
-    shown.page.emulate_media(color_scheme="light")
-    shown.page.wait_for_function(
+    assert _contrast(text, back) >= 7.0  # level AAA of WCAG
+    drawn = report.page.evaluate("document.getElementById('training-chart').layout.font.color")
+    report.page.emulate_media(color_scheme="light")
+    report.page.wait_for_function(
         "before => document.getElementById('training-chart').layout.font.color !== before", arg=drawn
     )
 
 
 def _contrast(*colours: str) -> float:
-    """The contrast ratio of two colours, as WCAG 2 defines it."""
+    """Return the contrast ratio of two colors as defined by WCAG 2."""
     light = []
     for colour in colours:
         parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
@@ -276,27 +276,27 @@ def _contrast(*colours: str) -> float:
     return (max(light) + 0.05) / (min(light) + 0.05)
 
 
-def test_names_with_markup_are_text_and_a_run_of_one_step_is_drawn(open_page: Open, tmp_path: Path) -> None:
+def test_names_with_markup_are_shown_as_text(open_page: Open, tmp_path: Path) -> None:
     name = "<script>alert(1)</script>"
     model = nn.Sequential()
     model.add_module(name, nn.Linear(4, 4))
     model.add_module("<b>bold</b>&amp;", nn.ReLU())
-    with open_page(train(tmp_path / "r", model, {**EVERYTHING, "spread": SPREAD}, steps=1)) as shown:
-        assert shown.plot("heatmap-chart")[0]["x"] == ["0"]
-        assert shown.page.text_content("#layer-title") == f"{name}, Linear"
-        ticks = shown.page.locator("#heatmap-chart .ytick text").all_text_contents()
+    with open_page(train(tmp_path / "r", model, {**EVERYTHING, "spread": SPREAD}, steps=1)) as report:
+        assert report.plot("heatmap-chart")[0]["x"] == ["0"]
+        assert report.page.text_content("#layer-title") == f"{name}, Linear"
+        ticks = report.page.locator("#heatmap-chart .ytick text").all_text_contents()
         assert ticks == [name, "<b>bold</b>&amp;", "."]
-        assert name in shown.page.inner_text("#model")
+        assert name in report.page.inner_text("#model")
 
 
-def test_what_was_not_recorded_is_left_out(open_page: Open, tmp_path: Path) -> None:
+def test_sections_without_records_are_hidden(open_page: Open, tmp_path: Path) -> None:
     hooks = {"h": {"layers": "0", "kind": "forward", "action": "record"}}
-    with open_page(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))) as shown:
-        hidden = shown.page.evaluate(
+    with open_page(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))) as report:
+        hidden = report.page.evaluate(
             "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
         )
         assert hidden == ["flow", "maps", "interventions"]
-        links = shown.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
+        links = report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
         assert links == [
             "#findings",
             "#training",
@@ -306,50 +306,50 @@ def test_what_was_not_recorded_is_left_out(open_page: Open, tmp_path: Path) -> N
             "#events",
             "#model",
         ]
-        assert "With histogram: true" in shown.page.inner_text("#layer-histogram-note")
-    with open_page(train(tmp_path / "none", convolutional(), hooks, steps=0, shape=(3, 8, 8))) as shown:
-        assert "Conv2d" in shown.page.inner_text("#model")
+        assert "Set histogram: true" in report.page.inner_text("#layer-histogram-note")
+    with open_page(train(tmp_path / "none", convolutional(), hooks, steps=0, shape=(3, 8, 8))) as report:
+        assert "Conv2d" in report.page.inner_text("#model")
 
 
-def test_the_configuration_can_be_copied(whole: Shown) -> None:
-    whole.page.click("#configuration summary")
-    whole.page.click("#copy")
-    whole.page.wait_for_function("document.getElementById('copy').textContent === 'Copied'")
-    whole.page.evaluate("document.body.append(Object.assign(document.createElement('textarea'), {id: 'paste'}))")
-    whole.page.focus("#paste")
-    whole.page.keyboard.press("Control+V")
-    assert whole.page.input_value("#paste").strip() == whole.page.text_content("#config").strip()
-    assert "tame" in whole.page.input_value("#paste")
+def test_configuration_can_be_copied(full_report: OpenReport) -> None:
+    full_report.page.click("#configuration summary")
+    full_report.page.click("#copy")
+    full_report.page.wait_for_function("document.getElementById('copy').textContent === 'Copied'")
+    full_report.page.evaluate("document.body.append(Object.assign(document.createElement('textarea'), {id: 'paste'}))")
+    full_report.page.focus("#paste")
+    full_report.page.keyboard.press("Control+V")
+    assert full_report.page.input_value("#paste").strip() == full_report.page.text_content("#config").strip()
+    assert "tame" in full_report.page.input_value("#paste")
 
 
-def test_a_sweep_is_readable_on_a_phone_and_shows_any_number_against_any_override(
+def test_sweep_report_plots_numbers_against_overrides(
     open_page: Open, reported_sweep: instrument.Run
 ) -> None:
     done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
     losses = [reported_sweep.infos[i]["metrics"]["loss"] for i in done]
-    with open_page(reported_sweep, width=PHONE, dark=True) as shown:
-        check_readable(shown)
-        assert shown.choices("against-x") == ["hooks.tame", "hooks.odd", "seed"]
-        points = [y for trace in shown.plot("against-chart") if trace["x"] for y in trace["y"]]
+    with open_page(reported_sweep, width=PHONE, dark=True) as report:
+        check_readable(report)
+        assert report.choices("against-x") == ["hooks.tame", "hooks.odd", "seed"]
+        points = [y for trace in report.plot("against-chart") if trace["x"] for y in trace["y"]]
         assert all(any(y == pytest.approx(loss, rel=1e-5) for y in points) for loss in losses)
-        assert "4 of 8 runs are left out" in shown.page.inner_text("#against-note")
-        shown.choose("against-x", "seed")
-        shown.choose("against-colour", "hooks.tame")
-        means, dots, *_ = shown.plot("against-chart")
+        assert "4 of 8 runs are not shown" in report.page.inner_text("#against-note")
+        report.choose("against-x", "seed")
+        report.choose("against-colour", "hooks.tame")
+        means, dots, *_ = report.plot("against-chart")
         assert means["x"] == [1, 2]
         assert len(dots["y"]) == 2
-        shown.choose("against-view", "heat map")
-        (grid,) = shown.plot("against-chart")
+        report.choose("against-view", "heat map")
+        (grid,) = report.plot("against-chart")
         assert sorted(cell for row in grid["customdata"] for cell in row) == pytest.approx(sorted(losses), rel=1e-5)
-        shown.choose("against-y", "l2 of acts: forward output")
-        shown.choose("against-place", "layers.0")
-        (grid,) = shown.plot("against-chart")
+        report.choose("against-y", "l2 of acts: forward output")
+        report.choose("against-place", "layers.0")
+        (grid,) = report.plot("against-chart")
         finished = reported_sweep.stats[reported_sweep.stats["run"].isin([str(i) for i in done])]
         stats = finished.query("layer == 'layers.0'").sort_values("step").groupby("run")["l2"].last()
         assert sorted(cell for row in grid["customdata"] for cell in row) == pytest.approx(sorted(stats), rel=1e-5)
-        assert len(shown.plot("training-chart")) == reported_sweep.metrics["run"].nunique()
+        assert len(report.plot("training-chart")) == reported_sweep.metrics["run"].nunique()
         assert (
-            len([trace for trace in shown.plot("layers-chart") if any(trace["x"])])
+            len([trace for trace in report.plot("layers-chart") if any(trace["x"])])
             == reported_sweep.stats["run"].nunique()
         )
-        assert [trace["name"] for trace in shown.plot("effects-chart")] == ["seed 1", "seed 2"]
+        assert [trace["name"] for trace in report.plot("effects-chart")] == ["seed 1", "seed 2"]

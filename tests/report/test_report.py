@@ -1,4 +1,4 @@
-"""The report without a browser: what is in the page, and that the numbers are those of the tables."""
+"""The report without a browser: contents of the page, equality with the tables, and the command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import pytest
 import scipy
 import torch
 from conftest import Answer
-from reported import EVERYTHING, SPREAD, as_if_killed, convolutional, data_of, deep, train
-from swept import CLIP, job
+from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, data_of, deep, train
+from run_folders import CLIP, write_run
 from tiers import tiered
 from torch import nn
 
@@ -28,7 +28,7 @@ import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
 from instrument.analysis.images import maps_in
-from instrument.analysis.series import place_of
+from instrument.analysis.series import location_name
 from instrument.extras import pip_command
 from instrument.report import Report, make
 from instrument.report.__main__ import main
@@ -36,7 +36,7 @@ from instrument.report.charts import STATISTICS_ROOM
 from instrument.report.numbers import rounded
 from instrument.report.sweep_page import content
 
-EXACT = 1e-5  # six digits are carried
+TOLERANCE = 1e-5  # the page has six digits
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +58,18 @@ def series_of(data: dict[str, Any], hook: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hook", ["acts", "flow", "gradients", "updates"])
-def test_the_heat_map_has_the_numbers_of_the_table(
+def test_heat_map_equals_the_table(
     reported_run: instrument.Run, data: dict[str, Any], hook: str
 ) -> None:
     series, stats = series_of(data, hook), reported_run.stats[reported_run.stats["hook"] == hook]
     assert series["first"] == series["last"] == sorted(stats["step"].unique())
     seen = 0
     for row in stats.to_dict("records"):
-        place = place_of(row["layer"], row["path"], row["kind"])
+        place = location_name(row["layer"], row["path"], row["kind"])
         at = (series["places"].index(place), series["first"].index(row["step"]))
         for name, values in series["statistics"].items():
             shown = values[at[0]][at[1]]
-            assert shown == (pytest.approx(row[name], rel=EXACT) if not math.isnan(row[name]) else None), (name, row)
+            assert shown == (pytest.approx(row[name], rel=TOLERANCE) if not math.isnan(row[name]) else None), (name, row)
             seen += 1
     assert seen == len(stats) * len(series["statistics"])
 
@@ -79,7 +79,7 @@ def test_layers_are_in_forward_order(data: dict[str, Any]) -> None:
     assert series_of(data, "gradients")["places"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
-def test_histograms_and_quantiles_are_those_of_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+def test_histograms_and_quantiles_equal_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     rows = reported_run.distributions.set_index(["layer", "step"])
     assert len(data["distributions"]) == 5
     for shown in data["distributions"]:
@@ -87,59 +87,59 @@ def test_histograms_and_quantiles_are_those_of_the_table(reported_run: instrumen
         for i, step in enumerate(shown["steps"]):
             row = rows.loc[(layer, step)]
             assert shown["counts"][i] == row["counts"].tolist()
-            assert (shown["low"][i], shown["high"][i]) == pytest.approx((row["low"], row["high"]), rel=EXACT)
-            assert shown["quantiles"][i] == pytest.approx(row["quantiles"].tolist(), rel=EXACT)
+            assert (shown["low"][i], shown["high"][i]) == pytest.approx((row["low"], row["high"]), rel=TOLERANCE)
+            assert shown["quantiles"][i] == pytest.approx(row["quantiles"].tolist(), rel=TOLERANCE)
             assert shown["levels"][i] == row["levels"].tolist()
 
 
-def test_what_has_a_histogram_and_no_statistics_is_shown_too(tmp_path: Path) -> None:
+def test_histograms_without_statistics_are_shown(tmp_path: Path) -> None:
     opened = train(tmp_path / "r", convolutional(), {"spread": SPREAD}, shape=(3, 8, 8))
     (shown,) = data_of(make(opened).html)["series"]
     row = opened.distributions.query("layer == '1' and step == 4").iloc[0]
     at = shown["places"].index("1")
     assert {name: values[at][4] for name, values in shown["statistics"].items()} == {
-        "min": pytest.approx(row["low"], rel=EXACT),
-        "max": pytest.approx(row["high"], rel=EXACT),
-        "median": pytest.approx(row["quantiles"][3], rel=EXACT),
+        "min": pytest.approx(row["low"], rel=TOLERANCE),
+        "max": pytest.approx(row["high"], rel=TOLERANCE),
+        "median": pytest.approx(row["quantiles"][3], rel=TOLERANCE),
     }
 
 
-def test_training_curves_are_those_of_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+def test_training_curves_equal_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     shown = data["metrics"]["train"]
     assert shown["first"] == reported_run.metrics["step"].tolist()
-    assert shown["loss"] == pytest.approx(reported_run.metrics["loss"].tolist(), rel=EXACT)
-    assert "accuracy" not in shown  # nobody measured it
+    assert shown["loss"] == pytest.approx(reported_run.metrics["loss"].tolist(), rel=TOLERANCE)
+    assert "accuracy" not in shown  # not recorded
 
 
-def test_effects_of_interventions_are_those_of_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+def test_effects_of_interventions_equal_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     (shown,) = data["effects"]
-    assert (shown["hook"], shown["told"]) == ("tame", "clip norm 0.5")
+    assert (shown["hook"], shown["settings"]) == ("tame", "clip norm 0.5")
     for row in reported_run.effects.to_dict("records"):
         at = shown["places"].index(f"{row['layer']}.{row['path']}"), shown["first"].index(row["step"])
         for name in ("norm_before", "norm_after", "changed_fraction"):
-            assert shown[name][at[0]][at[1]] == pytest.approx(row[name], rel=EXACT)
+            assert shown[name][at[0]][at[1]] == pytest.approx(row[name], rel=TOLERANCE)
     assert data["acted"] == [{"hook": "tame", "steps": [[0, 5]], "count": 6}]
 
 
-def test_maps_are_the_recorded_tensors(reported_run: instrument.Run, data: dict[str, Any]) -> None:
+def test_feature_maps_equal_the_recorded_tensors(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     shown = {(one["what"], one["step"]): one for one in data["maps"]["shown"]}
     assert set(shown) == {(what, step) for what in ("feature maps", "filters") for step in range(6)}
     known = {(one.what, one.step): one.values(reported_run) for one in maps_in(reported_run)}
     features, image = known["feature maps", 3], known["inputs", 3]
     picture = shown["feature maps", 3]
     assert picture["shape"] == [1, 5, 6, 6]
-    np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, :6], features[0], rtol=EXACT)
-    np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, 7:13], features[1], rtol=EXACT)
-    assert picture["mosaic"]["low"] == -picture["mosaic"]["high"] == pytest.approx(-np.abs(features).max(), rel=EXACT)
+    np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, :6], features[0], rtol=TOLERANCE)
+    np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, 7:13], features[1], rtol=TOLERANCE)
+    assert picture["mosaic"]["low"] == -picture["mosaic"]["high"] == pytest.approx(-np.abs(features).max(), rel=TOLERANCE)
     shades = np.array(data["maps"]["images"][picture["image"]]["z"])
     assert shades.shape == (8, 8, 3)
     assert np.corrcoef(shades.ravel(), image.transpose(1, 2, 0).ravel())[0, 1] > 0.999
     filters = known["filters", 3]
-    np.testing.assert_allclose(np.array(shown["filters", 3]["mosaic"]["z"], float)[:3, :3], filters[0, 0], rtol=EXACT)
+    np.testing.assert_allclose(np.array(shown["filters", 3]["mosaic"]["z"], float)[:3, :3], filters[0, 0], rtol=TOLERANCE)
     assert shown["filters", 3]["image"] is None
 
 
-def test_numbers_have_six_digits_and_what_is_not_finite_is_nothing() -> None:
+def test_numbers_have_six_digits_and_non_finite_values_are_null() -> None:
     values = np.array([[1.23456789, math.nan], [math.inf, -1e300]])
     assert rounded(values) == [[1.23457, None], [None, -1e300]]
 
@@ -147,7 +147,7 @@ def test_numbers_have_six_digits_and_what_is_not_finite_is_nothing() -> None:
 # --------------------------------------------------------------------------------------------------- sizes and states
 
 
-def test_what_is_too_much_is_grouped_and_that_is_known(tmp_path: Path) -> None:
+def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
     places, steps, statistics = 130, 1_000, ("mean", "std", "min", "max", "l2", "rms")
     layers = [f"l{i}" for i in range(places)]
     frame = pd.DataFrame({"layer": layers * steps, "step": np.arange(steps).repeat(places)})
@@ -165,28 +165,28 @@ def test_what_is_too_much_is_grouped_and_that_is_known(tmp_path: Path) -> None:
     assert shown["statistics"]["max"][0] == [float(last) for last in shown["last"]]
     assert shown["statistics"]["min"][0] == [float(first) for first in shown["first"]]
     means = [(first + last) / 2 for first, last in zip(shown["first"], shown["last"], strict=True)]
-    assert shown["statistics"]["l2"][0] == pytest.approx(means, rel=EXACT)
+    assert shown["statistics"]["l2"][0] == pytest.approx(means, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("steps", tiered([12, 40, 1_000], [12]))
-def test_a_report_of_60_layers_is_below_8_megabytes(tmp_path: Path, steps: int) -> None:
+def test_report_of_60_layers_is_below_8_megabytes(tmp_path: Path, steps: int) -> None:
     opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=steps)
     assert len(make(opened).html) < 8e6
 
 
-def test_the_page_asks_for_nothing_and_holds_all(html: str) -> None:
+def test_page_loads_no_external_resources(html: str) -> None:
     assert 'src="' not in html
     assert "@import" not in html
     assert all(link in ('<link rel="icon" href="data:,">',) for link in html.split("\n") if link.startswith("<link"))
 
 
-def test_a_run_with_nan_says_where_first_of_all(tmp_path: Path) -> None:
-    def poison(step: int, model: nn.Module) -> None:
+def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
+    def set_nan(step: int, model: nn.Module) -> None:
         if step == 4:
             with torch.no_grad():
                 model[0].weight[0, 0] = math.nan
 
-    page = make(train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=poison))
+    page = make(train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=set_nan))
     data = data_of(page.html)
     assert data["metrics"]["train"]["bad"] == {"loss": [4, 5]}
     assert data["metrics"]["train"]["loss"][4:] == [None, None]
@@ -197,29 +197,29 @@ def test_a_run_with_nan_says_where_first_of_all(tmp_path: Path) -> None:
     assert any(alert["rule"] == "non_finite" and alert["step"] == 4 for alert in data["alerts"])
 
 
-def test_a_run_of_one_step_is_shown(tmp_path: Path) -> None:
+def test_run_of_one_step_is_shown(tmp_path: Path) -> None:
     data = data_of(make(train(tmp_path / "r", convolutional(), EVERYTHING, steps=1, shape=(3, 8, 8))).html)
     assert series_of(data, "acts")["first"] == series_of(data, "acts")["last"] == [0]
     assert len(data["metrics"]["train"]["loss"]) == 1
 
 
-def test_a_run_of_no_step_is_shown(tmp_path: Path) -> None:
+def test_run_without_steps_is_shown(tmp_path: Path) -> None:
     page = make(train(tmp_path / "r", convolutional(), EVERYTHING, steps=0, shape=(3, 8, 8)))
     assert data_of(page.html)["series"] == []
     assert "Conv2d" in page.html
 
 
-def test_a_run_killed_half_way_is_shown_as_far_as_it_came(tmp_path: Path) -> None:
-    copy = as_if_killed(tmp_path / "r", tmp_path / "killed")
+def test_killed_run_is_shown_up_to_its_last_step(tmp_path: Path) -> None:
+    copy = copy_unfinished(tmp_path / "r", tmp_path / "killed")
     train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8), at_step=copy)
     page = make(tmp_path / "killed")
     assert 'class="status killed"' in page.html
     assert "The run was killed" in page.html[: page.html.index("<nav")]
-    assert "has no ledger" in page.html
+    assert "has no coverage table" in page.html
     assert data_of(page.html)["metrics"]["train"]["first"] == [0, 1, 2]
 
 
-def test_damaged_files_are_told_first(tmp_path: Path) -> None:
+def test_damaged_files_are_reported_at_the_top(tmp_path: Path) -> None:
     train(tmp_path / "r", convolutional(), EVERYTHING, shape=(3, 8, 8))
     part = next((tmp_path / "r" / "effects").glob("*.parquet"))
     part.write_bytes(part.read_bytes()[:100])
@@ -227,7 +227,7 @@ def test_damaged_files_are_told_first(tmp_path: Path) -> None:
     assert f"{part.name}: cannot be read" in page.html[: page.html.index("<nav")]
 
 
-def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
     model = nn.Sequential()
     model.add_module("<script>alert(1)</script>", nn.Linear(4, 4))
     model.add_module("a&amp;b", nn.ReLU())
@@ -239,7 +239,7 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     assert data_of(page)["series"][0]["places"] == ["<script>alert(1)</script>", "a&amp;b", "."]
 
 
-def test_the_header_says_what_ran(reported_sweep: instrument.Run) -> None:
+def test_header_has_model_data_and_status(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "2").html
     head = page[: page.index("<nav")]
     for words in (
@@ -254,7 +254,7 @@ def test_the_header_says_what_ran(reported_sweep: instrument.Run) -> None:
     assert "_target_: instrument.training.models.MLP" in page
 
 
-def test_a_failed_run_says_why_first_of_all(reported_sweep: instrument.Run) -> None:
+def test_failed_run_has_its_error_at_the_top(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "0").html
     head = page[: page.index("<nav")]
     assert 'class="status failed"' in head
@@ -262,17 +262,17 @@ def test_a_failed_run_says_why_first_of_all(reported_sweep: instrument.Run) -> N
     assert 'class="error"' in head
 
 
-def test_coverage_names_what_did_not_fire_and_why(tmp_path: Path) -> None:
+def test_coverage_has_missed_hooks_with_their_cause(tmp_path: Path) -> None:
     hooks = {"late": {"layers": "0", "kind": "forward", "action": "record", "start": 100}}
     page = make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))).html
     coverage = page[page.index('id="coverage"') : page.index('id="events"')]
-    assert "never due: its schedule has none of the steps that were run" in coverage
+    assert "never scheduled: its schedule contains none of the completed steps" in coverage
 
 
 # ------------------------------------------------------------------------------------------------------------- sweeps
 
 
-def test_a_sweep_shows_every_run_and_why_some_failed(reported_sweep: instrument.Run) -> None:
+def test_sweep_report_has_every_run_and_their_errors(reported_sweep: instrument.Run) -> None:
     assert sorted(info["status"] for info in reported_sweep.infos) == ["done"] * 4 + ["failed"] * 4
     page = make(reported_sweep).html
     assert page.count('class="status failed"') == 4
@@ -282,7 +282,7 @@ def test_a_sweep_shows_every_run_and_why_some_failed(reported_sweep: instrument.
     assert "hooks.tame" in page
 
 
-def test_numbers_of_a_sweep_are_those_of_its_tables(reported_sweep: instrument.Run) -> None:
+def test_sweep_report_equals_the_tables(reported_sweep: instrument.Run) -> None:
     data = data_of(make(reported_sweep).html)
     (acts,) = data["series"]
     for number, folder in enumerate(reported_sweep.folders):
@@ -294,11 +294,11 @@ def test_numbers_of_a_sweep_are_those_of_its_tables(reported_sweep: instrument.R
             if mine.empty:
                 assert shown == [None] * 3
             else:
-                # The last is that of the run's last step, which a run that failed may have ended before this place.
+                # The last value is from the last step of the run; a failed run may have no value of this layer there.
                 at_last = mine["l2"][mine["step"] == stats["step"].max()].tolist()
                 assert (shown[0] is None) == (not at_last)
                 expected = [*at_last[-1:], mine["l2"].max(), mine["l2"].min()]
-                assert shown[-len(expected) :] == pytest.approx(expected, rel=EXACT)
+                assert shown[-len(expected) :] == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_pairs_have_the_same_seed_and_differ_in_one_intervention(reported_sweep: instrument.Run) -> None:
@@ -326,7 +326,7 @@ def test_pairs_have_the_same_seed_and_differ_in_one_intervention(reported_sweep:
     assert f"{interval.low:+.4g} to {interval.high:+.4g}" in page
 
 
-def test_effects_of_a_real_sweep_are_those_of_the_report(reported_sweep: instrument.Run) -> None:
+def test_effects_of_matches_the_report(reported_sweep: instrument.Run) -> None:
     frame = reported_sweep.effects_of("hooks.tame")
     done = [info for info in reported_sweep.infos if info["status"] == "done"]
     ends = {(info["overrides"]["hooks.tame"] is None, info["seed"]): info["metrics"]["loss"] for info in done}
@@ -338,7 +338,7 @@ def test_effects_of_a_real_sweep_are_those_of_the_report(reported_sweep: instrum
     assert last["value"] == "{layers: ['**'], kind: parameter_grad, action: clip, norm: 0.01}"
     assert last["difference"] == pytest.approx(np.mean(differences))
     assert {"acts"} == set(frame[frame["table"] == "stats"]["hook"])
-    assert frame[frame["table"] == "effects"].empty  # what the hook itself did is in no run without it
+    assert frame[frame["table"] == "effects"].empty  # runs without the hook have no rows of its effects
     failed = [
         folder.name
         for folder, info in zip(reported_sweep.folders, reported_sweep.infos, strict=True)
@@ -347,13 +347,13 @@ def test_effects_of_a_real_sweep_are_those_of_the_report(reported_sweep: instrum
     assert list(frame.attrs["left_out"]) == failed
 
 
-def test_the_effect_of_an_intervention_is_one_number_a_seed_and_shows_what_is_not_finite(tmp_path: Path) -> None:
+def test_effect_of_an_intervention_is_averaged_per_seed(tmp_path: Path) -> None:
     losses = {(1, 0): (2.0, 1.0), (1, 1): (2.0, 2.0), (2, 0): (3.0, 1.0), (2, 1): (3.0, 2.0)}  # without, with
     for (seed, other), numbers in losses.items():
         for name, hooks, loss in zip(("without", "with"), ({}, {"tame": CLIP}), numbers, strict=True):
             config = {"hooks": hooks, "other": other}
             metrics = {"loss": loss, "accuracy": math.nan if hooks and seed == 1 else 0.5}
-            job(tmp_path / f"{seed}-{other}-{name}", config=config, seed=seed, metrics=metrics)
+            write_run(tmp_path / f"{seed}-{other}-{name}", config=config, seed=seed, metrics=metrics)
     loss, accuracy = content(instrument.load(tmp_path))[0]["pairs"]
     interval = scipy.stats.ttest_rel([1.5, 1.5], [2.0, 3.0]).confidence_interval()
     assert loss["count"] == 4
@@ -365,7 +365,7 @@ def test_the_effect_of_an_intervention_is_one_number_a_seed_and_shows_what_is_no
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_writes_beside_the_run_and_prints_the_path(
+def test_command_writes_into_the_run_folder_and_prints_the_path(
     reported_run: instrument.Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(reported_run.path)]) == 0
@@ -373,10 +373,10 @@ def test_the_command_writes_beside_the_run_and_prints_the_path(
     assert (reported_run.path / "report.html").read_text().startswith("<!doctype html>")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        instrument.load(reported_run.path).stats  # noqa: B018 - the report is no foreign file
+        instrument.load(reported_run.path).stats  # noqa: B018 - the report is not an unknown file
 
 
-def test_the_command_writes_where_it_is_told_and_opens_it(
+def test_command_writes_to_out_and_opens_the_report(
     reported_run: instrument.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
@@ -385,11 +385,11 @@ def test_the_command_writes_where_it_is_told_and_opens_it(
     assert opened == [(tmp_path / "mine.html").as_uri()]
 
 
-def test_mistakes_are_told_in_words(
+def test_command_reports_errors(
     reported_run: instrument.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "folder not found" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main([str(reported_run.path), "--out", str(tmp_path / "file" / "folder.html")]) == 1
     assert capsys.readouterr().err == f"{tmp_path / 'file'}: File exists\n"
@@ -399,25 +399,25 @@ def test_mistakes_are_told_in_words(
         make(tmp_path)
 
 
-def test_without_its_packages_it_says_what_to_install(
+def test_command_without_plotly_names_the_package(
     reported_run: instrument.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from instrument.report import page
 
-    real = builtins.__import__
+    original_import = builtins.__import__
 
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+    def import_without_plotly(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.partition(".")[0] == "plotly":
             raise ImportError(name)
-        return real(name, *args, **kwargs)
+        return original_import(name, *args, **kwargs)
 
     page._plotly.cache_clear()
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(builtins, "__import__", import_without_plotly)
     assert main([str(reported_run.path)]) == 1
     assert pip_command("report") in capsys.readouterr().err
 
 
-def test_a_run_that_is_to_have_one_stops_before_it_begins_without_them(
+def test_run_with_report_is_refused_without_plotly(
     cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("instrument.report.page._plotly_script", missing_plotly)
@@ -426,15 +426,15 @@ def test_a_run_that_is_to_have_one_stops_before_it_begins_without_them(
     )
     assert answer.code == 2
     assert pip_command("report") in answer.err
-    assert "what was recorded so far" not in answer.err
+    assert "the data recorded so far" not in answer.err
     assert not (Path("out") / "run.json").exists()
 
 
 def missing_plotly() -> Path:
-    raise InstrumentError(f"a report needs Plotly: {pip_command('report')}")
+    raise InstrumentError(f"reports need Plotly: {pip_command('report')}")
 
 
-def test_a_run_that_is_to_have_one_ends_with_its_path(cli: Callable[..., Answer]) -> None:
+def test_run_with_report_prints_its_path(cli: Callable[..., Answer]) -> None:
     answer = cli(
         "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
     )
@@ -443,14 +443,14 @@ def test_a_run_that_is_to_have_one_ends_with_its_path(cli: Callable[..., Answer]
     assert data_of(Path("out/report.html").read_text())["metrics"]["train"]["first"] == [0, 1]
 
 
-def test_it_is_a_module_to_be_run(reported_run: instrument.Run, tmp_path: Path) -> None:
+def test_report_module_is_runnable(reported_run: instrument.Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "instrument.report", str(reported_run.path), "--out", str(tmp_path / "r.html")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.startswith(str(tmp_path / "r.html"))
     assert done.stderr == ""
 
 
-def test_in_a_notebook_it_is_a_frame(reported_run: instrument.Run) -> None:
+def test_report_is_a_frame_in_a_notebook(reported_run: instrument.Run) -> None:
     report = make(reported_run)
     assert isinstance(report, Report)
     shown = report._repr_html_()

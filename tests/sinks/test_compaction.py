@@ -1,4 +1,4 @@
-"""Small parts merged into large ones: every row is there once at every moment, whoever reads, and wherever it is killed."""
+"""Compaction of small parts into large ones: every row exists exactly once at all times, also after a kill."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cells(table: str, step: int, layer: str = "", **more: Any) -> tuple[Any, ...
 
 
 def make_run(folder: Path, count: int = 6, *, steps: int = 3, close: bool = True) -> Path:
-    """A run of so many parts, of three steps each."""
+    """Write a run of `count` parts with `steps` steps each."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
     sink = ParquetSink(folder)
@@ -60,7 +60,7 @@ def make_run(folder: Path, count: int = 6, *, steps: int = 3, close: bool = True
         )
         sink.end_step()
         if step % steps == steps - 1:
-            sink.settle()
+            sink.finish_parts()
     if close:
         sink.close()
     return folder
@@ -89,7 +89,7 @@ def assert_same(folder: Path, wanted: dict[str, pd.DataFrame]) -> None:
         pd.testing.assert_frame_equal(frame, wanted[name])
 
 
-def test_parts_become_one_with_the_same_rows_in_the_same_order(folder: Path) -> None:
+def test_compaction_keeps_rows_and_order(folder: Path) -> None:
     wanted = frames(folder)
     found = compact(folder)
     assert (found.before["stats"], found.after["stats"]) == (6, 1)
@@ -104,7 +104,7 @@ def test_parts_become_one_with_the_same_rows_in_the_same_order(folder: Path) -> 
     assert again.problems == []
 
 
-def test_a_merged_part_is_merged_again_with_those_that_came_later(folder: Path) -> None:
+def test_merged_part_is_merged_again_with_later_ones(folder: Path) -> None:
     wanted = frames(folder)
     compact(folder, [{"stats": 4}])
     assert [path.stem for path in parts_of(folder, "stats").values()] == [
@@ -116,7 +116,7 @@ def test_a_merged_part_is_merged_again_with_those_that_came_later(folder: Path) 
     assert_same(folder, wanted)
 
 
-def test_a_process_that_the_checkpoint_does_not_know_has_its_parts_merged_too(folder: Path) -> None:
+def test_parts_of_a_rank_unknown_to_the_checkpoint_are_merged(folder: Path) -> None:
     for number in range(2):
         with new_part(folder, TABLES["stats"], Part(1, number)):
             pass
@@ -124,14 +124,14 @@ def test_a_process_that_the_checkpoint_does_not_know_has_its_parts_merged_too(fo
     assert [path.stem for path in parts_of(folder, "stats").values()][-1] == "part-0001-000000-000001"
 
 
-def test_a_run_goes_back_to_its_checkpoint_all_the_same(folder: Path) -> None:
+def test_compacted_run_can_be_rewound_to_its_checkpoint(folder: Path) -> None:
     counts = dict.fromkeys(TABLES, 4)
     compact(folder, [counts])
     rewind(folder, 0, counts)
     assert list(instrument.load(folder).metrics.step) == list(range(12))
 
 
-def test_row_groups_end_with_a_step_and_say_how_they_are_sorted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_end_with_a_step_and_declare_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 20)
     wanted = frames(folder)
     compact(folder)
@@ -142,7 +142,7 @@ def test_row_groups_end_with_a_step_and_say_how_they_are_sorted(folder: Path, mo
     assert_same(folder, wanted)
 
 
-def test_a_step_that_is_larger_than_a_row_group_is_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_larger_than_a_row_group_spans_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 2)
     folder = make_run(tmp_path / "run", count=2, steps=1)
     compact(folder)
@@ -152,9 +152,9 @@ def test_a_step_that_is_larger_than_a_row_group_is_in_several(tmp_path: Path, mo
     assert len(instrument.load(folder).stats) == 6
 
 
-def test_parts_of_a_sensible_size_stay_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_sufficient_size_are_not_merged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (folder / "stats" / "part-0000-000000.parquet").stat().st_size
-    monkeypatch.setattr(compaction, "LARGEST", 2 * size + 100)
+    monkeypatch.setattr(compaction, "MAX_PART_BYTES", 2 * size + 100)
     wanted = frames(folder)
     compact(folder)
     assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == [
@@ -165,7 +165,7 @@ def test_parts_of_a_sensible_size_stay_as_they_are(folder: Path, monkeypatch: py
     assert_same(folder, wanted)
 
 
-def test_what_a_killed_run_left_in_its_journal_is_merged_too(tmp_path: Path) -> None:
+def test_journal_of_a_killed_run_is_merged_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", close=False)
     sink = ParquetSink(folder, parts=dict.fromkeys(TABLES, 6))
     sink.write("stats", [cells("stats", 18, "stem")])
@@ -178,18 +178,18 @@ def test_what_a_killed_run_left_in_its_journal_is_merged_too(tmp_path: Path) -> 
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Raised where the process is killed."""
 
 
-# Of three tables: six parts become one, and are removed.
+# Per table (three tables): six parts become one, and are removed.
 @pytest.mark.parametrize("moment", tiered(range(3 * (1 + 6)), [0, 1, 3, 6, 7, 20]))
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(
+def test_kill_at_any_moment_loses_and_duplicates_no_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
     wanted = frames(folder)
     passed = 0
 
-    def dies(name: str) -> None:
+    def kill_in(name: str) -> None:
         module: Any = os if name == "replace" else Path
         real = getattr(module, name)
 
@@ -202,8 +202,8 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(
 
         monkeypatch.setattr(module, name, instead)
 
-    dies("replace")
-    dies("unlink")
+    kill_in("replace")
+    kill_in("unlink")
     with pytest.raises(Killed):
         compact(folder)
     monkeypatch.undo()
@@ -214,16 +214,16 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(
     assert RunFiles(folder).count("stats") == 54
 
 
-def test_whoever_reads_meanwhile_meets_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_reader_sees_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run", count=40, steps=1)
-    monkeypatch.setattr(compaction, "LARGEST", 30_000)
+    monkeypatch.setattr(compaction, "MAX_PART_BYTES", 30_000)
     done = threading.Event()
 
     def merge() -> None:
         try:
-            while compaction.LARGEST < 2_000_000:
+            while compaction.MAX_PART_BYTES < 2_000_000:
                 compact(folder)
-                compaction.LARGEST *= 2
+                compaction.MAX_PART_BYTES *= 2
         finally:
             done.set()
 
@@ -241,7 +241,7 @@ def test_whoever_reads_meanwhile_meets_every_row_once(tmp_path: Path, monkeypatc
     assert len(written_parts(folder, "stats")) == 1
 
 
-def test_a_scan_that_has_begun_ends_with_every_row_once(folder: Path) -> None:
+def test_started_scan_ends_with_every_row_once(folder: Path) -> None:
     scan = instrument.load(folder).scan("stats", ["step"])
     steps = next(scan)["step"].to_pylist()
     compact(folder)
@@ -249,13 +249,13 @@ def test_a_scan_that_has_begun_ends_with_every_row_once(folder: Path) -> None:
     assert steps == list(np.repeat(range(18), 3))
 
 
-def test_damaged_files_and_those_of_other_columns_are_left_as_they_are(folder: Path) -> None:
+def test_damaged_and_incompatible_parts_are_kept(folder: Path) -> None:
     damaged, other = (folder / "stats" / f"part-0000-00000{number}.parquet" for number in (2, 4))
     damaged.write_bytes(b"no parquet")
     pq.write_table(pq.read_table(other).drop_columns(["mean"]), other)
     found = compact(folder)
     assert [problem.partition(":")[0] for problem in found.problems] == [f"stats/{damaged.name}", f"stats/{other.name}"]
-    assert "other columns: mean" in found.problems[1]
+    assert "columns differ: mean" in found.problems[1]
     assert sorted(path.stem[10:] for path in (folder / "stats").iterdir()) == [
         "000000-000001",
         "000002",
@@ -265,7 +265,7 @@ def test_damaged_files_and_those_of_other_columns_are_left_as_they_are(folder: P
     ]
 
 
-def test_the_command_takes_a_sweep_and_says_what_it_did(
+def test_compact_command_accepts_a_sweep_and_reports(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for job in range(3):
@@ -273,9 +273,9 @@ def test_the_command_takes_a_sweep_and_says_what_it_did(
     lock = FolderLock(tmp_path / "sweep" / "1")
     assert lock.acquire()
     assert command.main([str(tmp_path / "sweep")]) == 1
-    told = capsys.readouterr()
-    assert "0: 6 of stats are 1 now, 6 of tensors are 1 now, 6 of metrics are 1 now" in told.out
-    assert "1: still running; left as it is" in told.err
+    output = capsys.readouterr()
+    assert "0: files merged: stats from 6 to 1, tensors from 6 to 1, metrics from 6 to 1" in output.out
+    assert "1: the run is still running; nothing was changed" in output.err
     assert len(written_parts(tmp_path / "sweep" / "1", "stats")) == 6
     lock.release()
     assert command.main([str(tmp_path / "sweep")]) == 0
@@ -286,7 +286,7 @@ def test_the_command_takes_a_sweep_and_says_what_it_did(
     assert len(instrument.load(tmp_path / "sweep").stats) == 162
 
 
-def test_the_command_keeps_apart_what_a_run_would_take_away_when_it_goes_on(folder: Path) -> None:
+def test_compact_command_respects_checkpoint_boundaries(folder: Path) -> None:
     (folder / "checkpoints").mkdir()
     state = {"version": VERSION, "parts": [dict.fromkeys(TABLES, 2)]}
     torch.save(state, folder / "checkpoints" / "step-00000006.pt")
@@ -294,17 +294,17 @@ def test_the_command_keeps_apart_what_a_run_would_take_away_when_it_goes_on(fold
     assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == ["000000-000001", "000002-000005"]
 
 
-def test_a_folder_that_changes_while_it_is_listed_is_listed_again(
+def test_folder_changed_while_listing_is_listed_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "AT_ONCE", 2)
+    monkeypatch.setattr(parts, "LISTING_SIZE", 2)
     listing = Path.iterdir
     half: list[list[Path]] = [list((folder / "stats").iterdir())[:3]]
     monkeypatch.setattr(Path, "iterdir", lambda path: iter(half.pop()) if half else listing(path))
     assert len(written_parts(folder, "stats")) == 6
 
 
-def test_a_run_of_which_another_process_still_writes_is_left_alone(
+def test_run_that_is_still_being_written_is_not_compacted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = FolderLock(folder, 2)

@@ -1,4 +1,4 @@
-"""The journal: whole messages up to the last one, whatever happens to the file's end or its middle."""
+"""The journal: complete messages up to the last one, whatever happens to the end or the middle of the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from instrument.sinks.journal import Journal, Reading
+from instrument.sinks.journal import Journal, JournalReader
 
 SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.string()), ("values", pa.list_(pa.float32()))])
 
@@ -18,8 +18,8 @@ def batch(step: int) -> pa.RecordBatch:
     return pa.record_batch([pa.array(c, t) for c, t in zip(rows, SCHEMA.types, strict=True)], schema=SCHEMA)
 
 
-def written(path: Path, steps: int) -> list[int]:
-    """A journal of so many steps; gives its size at the beginning and after each of them."""
+def write_journal(path: Path, steps: int) -> list[int]:
+    """Write a journal of `steps` steps; return its initial size and its size after each step."""
     journal = Journal(path, SCHEMA)
     sizes = [journal.size]
     for step in range(steps):
@@ -31,13 +31,13 @@ def written(path: Path, steps: int) -> list[int]:
     return sizes
 
 
-def test_a_file_that_ends_anywhere_has_all_steps_up_to_there(tmp_path: Path) -> None:
+def test_truncated_journal_has_all_complete_steps(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
-    sizes = written(path, 4)
-    whole = path.read_bytes()
-    for end in range(len(whole) + 1):
-        path.write_bytes(whole[:end])
-        reading = Reading.of(path)
+    sizes = write_journal(path, 4)
+    content = path.read_bytes()
+    for end in range(len(content) + 1):
+        path.write_bytes(content[:end])
+        reading = JournalReader.of(path)
         found = list(reading.batches())
         assert found == [batch(step) for step in range(max(0, sum(size <= end for size in sizes) - 1))]
         assert reading.torn == (end not in sizes)
@@ -45,17 +45,17 @@ def test_a_file_that_ends_anywhere_has_all_steps_up_to_there(tmp_path: Path) -> 
         assert reading.rows == 2 * len(found)
 
 
-def test_damage_anywhere_never_raises_and_never_invents_a_batch(tmp_path: Path) -> None:
+def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
-    written(path, 4)
-    whole, draw = path.read_bytes(), random.Random(0)
+    write_journal(path, 4)
+    content, draw = path.read_bytes(), random.Random(0)
     named = 0
     for _ in range(2000):
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         for _ in range(draw.choice([1, 1, 4, 30])):
             damaged[draw.randrange(len(damaged))] = draw.randrange(256)
         path.write_bytes(damaged)
-        reading = Reading.of(path)
+        reading = JournalReader.of(path)
         found = list(reading.batches())
         assert len(found) <= 4
         if len(found) < 4:
@@ -64,15 +64,15 @@ def test_damage_anywhere_never_raises_and_never_invents_a_batch(tmp_path: Path) 
     assert named > 500
 
 
-def test_another_file_of_the_name_is_named(tmp_path: Path) -> None:
+def test_file_that_is_no_journal_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
     path.write_bytes(b"this is no journal, but somebody called it one" * 10)
-    reading = Reading.of(path)
+    reading = JournalReader.of(path)
     assert list(reading.batches()) == []
     assert "not read" in str(reading.problem)
 
 
-def test_a_batch_that_cannot_be_written_whole_leaves_the_file_as_it_was(
+def test_incomplete_batch_is_removed_from_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "j.arrows"
@@ -81,7 +81,7 @@ def test_a_batch_that_cannot_be_written_whole_leaves_the_file_as_it_was(
     size = journal.size
 
     class Full:
-        """A disk with room for 20 bytes more."""
+        """A disk with room for 20 more bytes."""
 
         def __init__(self, file: object) -> None:
             self.file, self.room = file, 20
@@ -104,10 +104,10 @@ def test_a_batch_that_cannot_be_written_whole_leaves_the_file_as_it_was(
     monkeypatch.setattr(journal, "_file", plain)
     journal.append(batch(2))
     journal.close()
-    assert list(Reading.of(path).batches()) == [batch(0), batch(2)]
+    assert list(JournalReader.of(path).batches()) == [batch(0), batch(2)]
 
 
-def test_a_journal_that_was_removed_is_noticed_at_the_next_step(tmp_path: Path) -> None:
+def test_removed_journal_is_detected_at_the_next_step(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
     journal = Journal(path, SCHEMA)
     path.unlink()
@@ -116,7 +116,7 @@ def test_a_journal_that_was_removed_is_noticed_at_the_next_step(tmp_path: Path) 
     journal.close()
 
 
-def test_rows_that_are_to_outlive_a_loss_of_power_are_synced_before_append_returns(
+def test_fsync_option_syncs_rows_before_append_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []

@@ -1,4 +1,4 @@
-"""How Parquet files are laid out: sorted by step and layer, so that readers can skip, with nothing of the order lost."""
+"""Layout of Parquet files: sorted by step and layer for pruning, with the original order preserved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instrument.capture.tables import TABLES, as_batch, as_table
 from instrument.sinks import parts
 from instrument.sinks.parquet import ParquetSink
 
-LAYERS = ["stem", "body.1", "body.0", "stem", "head"]  # as they fire: the stem twice
+LAYERS = ["stem", "body.1", "body.0", "stem", "head"]  # in execution order, the stem twice
 
 
 def stats_row(step: int, layer: str, call: int, mean: float, phase: str = "train") -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ def stats_row(step: int, layer: str, call: int, mean: float, phase: str = "train
 
 
 def write(folder: Path, steps: int, *, close: bool = True) -> Path:
-    """A run whose rows bear the place at which they were written as their mean; an evaluation before step 2."""
+    """Write a run whose rows have their write position as their mean, with an evaluation before step 2."""
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
     sink = ParquetSink(folder)
@@ -41,8 +41,8 @@ def write(folder: Path, steps: int, *, close: bool = True) -> Path:
     for step in range(steps):
         for phase in ("eval", "train") if step == 2 else ("train",):
             rows = []
-            for place, layer in enumerate(LAYERS):
-                rows.append(stats_row(step, layer, LAYERS[:place].count(layer), float(written), phase))
+            for index, layer in enumerate(LAYERS):
+                rows.append(stats_row(step, layer, LAYERS[:index].count(layer), float(written), phase))
                 written += 1
             sink.write("stats", rows)
             sink.end_step()
@@ -51,43 +51,43 @@ def write(folder: Path, steps: int, *, close: bool = True) -> Path:
     return folder
 
 
-def test_rows_in_files_are_sorted_by_step_and_layer_and_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_are_sorted_in_files_and_loaded_in_written_order(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", 4)
-    there = pd.read_parquet(folder / "stats")
-    assert list(zip(there.step, there.layer, strict=True)) == sorted(zip(there.step, there.layer, strict=True))
-    stems = there[(there.layer == "stem") & (there.step == 0)]
+    stored = pd.read_parquet(folder / "stats")
+    assert list(zip(stored.step, stored.layer, strict=True)) == sorted(zip(stored.step, stored.layer, strict=True))
+    stems = stored[(stored.layer == "stem") & (stored.step == 0)]
     assert list(stems.call) == [0, 1]
     assert list(stems.position) == [0, 3]
     run = instrument.load(folder)
-    assert list(run.stats["mean"]) == [float(place) for place in range(25)]
+    assert list(run.stats["mean"]) == [float(index) for index in range(25)]
     assert list(run.read("stats", ["mean"]).columns) == ["mean"]
-    assert list(run.read("stats", ["mean"])["mean"]) == [float(place) for place in range(25)]
+    assert list(run.read("stats", ["mean"])["mean"]) == [float(index) for index in range(25)]
     assert [mean for batch in run.scan("stats", ["mean"]) for mean in batch["mean"].to_pylist()] == list(range(25))
     assert forward_order(run) == ["stem", "body.1", "body.0", "head"]
 
 
-def test_rows_of_a_journal_come_in_the_same_order_and_with_the_same_positions(tmp_path: Path) -> None:
+def test_journal_rows_have_the_same_order_and_positions(tmp_path: Path) -> None:
     closed, running = write(tmp_path / "closed", 4), write(tmp_path / "running", 4, close=False)
     assert not (running / "stats").exists()
     pd.testing.assert_frame_equal(instrument.load(closed).stats, instrument.load(running).stats)
 
 
-def test_files_of_runs_without_positions_come_as_they_are(tmp_path: Path) -> None:
+def test_files_without_positions_keep_their_order(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", 2)
     file = next((folder / "stats").glob("*.parquet"))
     written = pq.read_table(file)
     pq.write_table(written.take(pc.sort_indices(written["mean"])).drop_columns(["position"]), file)
     run = instrument.load(folder)
-    assert list(run.stats["mean"]) == [float(place) for place in range(10)]
+    assert list(run.stats["mean"]) == [float(index) for index in range(10)]
     assert run.stats.position.isna().all()
     assert run.problems == []
 
 
-def test_row_groups_say_how_they_are_sorted_and_what_is_in_them(
+def test_row_groups_declare_their_order_and_statistics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
-    monkeypatch.setattr(parts, "JOINED", 1)
+    monkeypatch.setattr(parts, "BATCHES_TO_COMBINE", 1)
     folder = write(tmp_path / "run", 8)
     about = pq.read_metadata(next((folder / "stats").glob("*.parquet")))
     names = about.schema.to_arrow_schema().names
@@ -104,12 +104,12 @@ def test_row_groups_say_how_they_are_sorted_and_what_is_in_them(
     assert "sorting_columns" not in parts._options(TABLES["metrics"])
 
 
-def test_a_step_of_many_rows_is_several_row_groups_with_layers_of_their_own(
+def test_large_step_is_split_into_row_groups_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
     sink = ParquetSink(tmp_path)
-    sink.write("stats", [stats_row(0, f"layer{place % 40:02d}", 0, 0.0) for place in range(80)])
+    sink.write("stats", [stats_row(0, f"layer{index % 40:02d}", 0, 0.0) for index in range(80)])
     sink.close()
     about = pq.read_metadata(tmp_path / "stats" / "part-0000-000000.parquet")
     layer = TABLES["stats"].names.index("layer")
@@ -119,7 +119,7 @@ def test_a_step_of_many_rows_is_several_row_groups_with_layers_of_their_own(
     ]
 
 
-def test_a_merged_part_takes_the_place_of_those_that_it_was_made_of(tmp_path: Path) -> None:
+def test_merged_part_replaces_its_sources(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", 2)
     content = (folder / "stats" / "part-0000-000000.parquet").read_bytes()
     for name in (
@@ -141,7 +141,7 @@ def test_a_merged_part_takes_the_place_of_those_that_it_was_made_of(tmp_path: Pa
     assert files.problems == []
 
 
-def test_to_go_back_needs_a_part_that_ends_where_the_checkpoint_was(tmp_path: Path) -> None:
+def test_rewind_needs_a_part_that_ends_at_the_checkpoint(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", 2)
     part = folder / "stats" / "part-0000-000000.parquet"
     part.rename(part.with_name("part-0000-000000-000003.parquet"))
@@ -149,18 +149,18 @@ def test_to_go_back_needs_a_part_that_ends_where_the_checkpoint_was(tmp_path: Pa
     parts.rewind(folder, 0, counts)
     assert RunFiles(folder).count("stats") == 10
     with pytest.raises(
-        OSError, match=r"part-0000-000000-000003\.parquet holds rows of before and after the checkpoint"
+        OSError, match=r"part-0000-000000-000003\.parquet contains rows from before and after the checkpoint"
     ):
         parts.rewind(folder, 0, counts | {"stats": 3})
     parts.rewind(folder, 0, counts | {"stats": 0})
     assert RunFiles(folder).count("stats") == 0
 
 
-def test_what_sorting_costs_on_disk_is_nothing(tmp_path: Path) -> None:
-    """Positions repeat from step to step: less than a tenth of a byte a row."""
+def test_sorting_needs_no_additional_disk_space(tmp_path: Path) -> None:
+    """Positions repeat from step to step and need less than a tenth of a byte per row."""
     draw = np.random.default_rng(0)
     table = TABLES["stats"]
-    layers = [f"block.{place}" for place in range(50)]
+    layers = [f"block.{index}" for index in range(50)]
     batches = [as_batch(table, [stats_row(step, layer, 0, draw.normal()) for layer in layers]) for step in range(200)]
     rows = parts.in_order(table, as_table(table, batches))
     sizes = []

@@ -1,4 +1,4 @@
-"""Rows in memory."""
+"""The in-memory sink."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from instrument.capture.tables import TABLES
 ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
 
 
-def test_rows_come_back_under_their_columns_names_in_the_order_in_which_they_came() -> None:
+def test_records_have_column_names_and_written_order() -> None:
     sink = MemorySink()
     sink.write("metrics", [ROW])
     sink.write("metrics", [(4, *ROW[1:])])
@@ -20,7 +20,7 @@ def test_rows_come_back_under_their_columns_names_in_the_order_in_which_they_cam
     assert frame.loss[0] == 0.5
 
 
-def test_a_table_without_rows_has_all_of_its_columns() -> None:
+def test_empty_table_has_all_its_columns() -> None:
     sink = MemorySink()
     for name, table in TABLES.items():
         assert sink.records(name) == []
@@ -28,7 +28,7 @@ def test_a_table_without_rows_has_all_of_its_columns() -> None:
         assert sink.frame(name).empty
 
 
-def test_steps_and_the_end_are_noted() -> None:
+def test_steps_and_close_are_recorded() -> None:
     sink = MemorySink()
     sink.end_step()
     sink.end_step()

@@ -1,4 +1,4 @@
-"""MLflow with a store of files, read back by its client."""
+"""The MLflow sink with a file store, read back by the MLflow client."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shown import key, metrics, row
+from tracker_files import key, metrics, row
 
 from instrument.errors import ConfigError
-from instrument.sinks.tracking import Tracked, TrackingSink, open_tracker
+from instrument.sinks.tracking import TrackedRun, TrackingSink, open_tracker
 
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a store in a folder."""
+    """Return a client of a file store in a temporary folder."""
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
@@ -25,8 +25,8 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return MlflowClient()
 
 
-def opened(folder: Path, config: dict[str, Any] | None = None) -> TrackingSink:
-    run = Tracked.of(folder / "runs" / "first", {"name": "tried", **(config or {})})
+def open_sink(folder: Path, config: dict[str, Any] | None = None) -> TrackingSink:
+    run = TrackedRun.of(folder / "runs" / "first", {"name": "tried", **(config or {})})
     return open_tracker("mlflow", run, "sink.mlflow")
 
 
@@ -39,8 +39,8 @@ def values(client: Any, tag: str) -> list[tuple[int, float]]:
     return [(metric.step, metric.value) for metric in client.get_metric_history(only_run(client).info.run_id, tag)]
 
 
-def test_a_run_has_its_name_its_numbers_and_how_it_ended(client: Any, tmp_path: Path) -> None:
-    sink = opened(tmp_path)
+def test_run_has_its_name_metrics_and_status(client: Any, tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
     for step in range(3):
         sink.write("metrics", [metrics(step, loss=step + 0.5, lr=None, grad_norm=math.nan)])
         sink.write("stats", [row("stats", *key(step, layer=""), mean=-1.0)])
@@ -56,16 +56,16 @@ def test_a_run_has_its_name_its_numbers_and_how_it_ended(client: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(("rule", "status"), [("error", "FAILED"), ("interrupted", "KILLED")])
-def test_a_run_that_broke_off_says_so(client: Any, tmp_path: Path, rule: str, status: str) -> None:
-    sink = opened(tmp_path)
+def test_interrupted_run_has_its_status(client: Any, tmp_path: Path, rule: str, status: str) -> None:
+    sink = open_sink(tmp_path)
     sink.write("events", [row("events", 0, 0, None, rule, "it broke", "error")])
     sink.close()
     assert only_run(client).info.status == status
 
 
-def test_the_configuration_is_parameters_within_its_limits(client: Any, tmp_path: Path) -> None:
+def test_config_is_logged_as_parameters_within_the_limits(client: Any, tmp_path: Path) -> None:
     many = {f"hook_{number}": {"kind": "forward", "layers": ["a", "b"], "every": None} for number in range(60)}
-    opened(tmp_path, {"hooks": many, "none": {}, "long": "x" * 7000, "k" * 300: True}).close()
+    open_sink(tmp_path, {"hooks": many, "none": {}, "long": "x" * 7000, "k" * 300: True}).close()
     params = only_run(client).data.params
     assert len(params) == 1 + 3 * 60 + 3
     assert params["hooks.hook_59.layers"] == '["a", "b"]'
@@ -74,10 +74,10 @@ def test_the_configuration_is_parameters_within_its_limits(client: Any, tmp_path
     assert params["k" * 250] == "true"
 
 
-def test_a_step_is_one_call_and_one_for_each_thousand(
+def test_step_is_logged_in_batches_of_a_thousand(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink = opened(tmp_path)
+    sink = open_sink(tmp_path)
     sizes: list[int] = []
     monkeypatch.setattr(
         sink.tracker.client,  # type: ignore[attr-defined]
@@ -90,8 +90,8 @@ def test_a_step_is_one_call_and_one_for_each_thousand(
     assert sizes == [10, 1000, 1000, 500]
 
 
-def test_a_tag_that_is_too_long_keeps_its_end(client: Any, tmp_path: Path) -> None:
-    sink = opened(tmp_path)
+def test_long_tag_is_truncated_at_its_start(client: Any, tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
     sink.write("stats", [row("stats", *key(0, layer="deep." * 60), mean=1.0)])
     sink.close()
     (tag,) = only_run(client).data.metrics
@@ -99,10 +99,10 @@ def test_a_tag_that_is_too_long_keeps_its_end(client: Any, tmp_path: Path) -> No
     assert tag.endswith("deep./mean")
 
 
-def test_runs_of_one_name_are_in_one_experiment_also_if_another_made_it_just_now(
+def test_concurrently_created_experiment_is_shared(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened(tmp_path).close()
+    open_sink(tmp_path).close()
     from mlflow import MlflowClient
 
     find, blind = MlflowClient.get_experiment_by_name, [True]
@@ -110,15 +110,15 @@ def test_runs_of_one_name_are_in_one_experiment_also_if_another_made_it_just_now
         MlflowClient, "get_experiment_by_name", lambda self, name: None if blind.pop() else find(self, name)
     )
     blind.insert(0, False)
-    opened(tmp_path).close()
+    open_sink(tmp_path).close()
     monkeypatch.undo()
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert len(client.search_runs([client.get_experiment_by_name("tried").experiment_id])) == 2
 
 
-def test_a_store_that_cannot_be_had_is_told_before_the_first_step(
+def test_unavailable_store_is_reported_before_the_first_step(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://nowhere")
     with pytest.raises(ConfigError, match=r"^sink\.mlflow: mlflow cannot be started: .*nothing://nowhere"):
-        opened(tmp_path)
+        open_sink(tmp_path)

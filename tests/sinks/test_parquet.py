@@ -1,4 +1,4 @@
-"""Rows as Parquet: what is kept to the bit, when it is written, and that whoever reads meets whole files only."""
+"""The Parquet sink: bit-identical values, when rows are written, and that readers see only complete files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def examples(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
-def test_every_dtype_comes_back_to_the_bit_in_its_shape(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
+def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
     given = [examples(dtype), examples(dtype)[0, 0], examples(dtype)[:0], examples(dtype).t()]
     sink = ParquetSink(tmp_path, tensors=mode)
     keep(sink, *given)
@@ -72,7 +72,7 @@ def test_every_dtype_comes_back_to_the_bit_in_its_shape(tmp_path: Path, mode: An
         back = row.values
         assert back.shape == tuple(tensor.shape) == row.shape
         assert row.dtype == str(tensor.dtype).removeprefix("torch.")
-        if dtype == torch.bfloat16:  # NumPy has none: it is given as float32, which holds it to the bit
+        if dtype == torch.bfloat16:  # NumPy has no bfloat16: it is loaded as float32, which represents it exactly
             assert back.dtype == np.float32
             words = np.ascontiguousarray(back).view(np.uint32)
             assert not (words & 0xFFFF).any()
@@ -87,7 +87,7 @@ def test_every_dtype_comes_back_to_the_bit_in_its_shape(tmp_path: Path, mode: An
     words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
     mode=st.sampled_from(["list", "bytes"]),
 )
-def test_float32_of_any_bits_comes_back(tmp_path_factory: pytest.TempPathFactory, words: list[int], mode: Any) -> None:
+def test_float32_of_any_bits_is_stored_bit_identically(tmp_path_factory: pytest.TempPathFactory, words: list[int], mode: Any) -> None:
     folder = tmp_path_factory.mktemp("run")
     tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
     sink = ParquetSink(folder, tensors=mode)
@@ -98,7 +98,7 @@ def test_float32_of_any_bits_comes_back(tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("mode", ["list", "bytes"])
-def test_int64_and_float64_are_bytes_either_way_since_float32_does_not_hold_them(tmp_path: Path, mode: Any) -> None:
+def test_int64_and_float64_are_stored_as_bytes(tmp_path: Path, mode: Any) -> None:
     big = [torch.tensor([2**53 + 1]), torch.tensor([1e300, 1 + 2**-40], dtype=torch.float64)]
     sink = ParquetSink(tmp_path, tensors=mode)
     keep(sink, *big, torch.zeros(2))
@@ -110,7 +110,7 @@ def test_int64_and_float64_are_bytes_either_way_since_float32_does_not_hold_them
     assert [list(values) for values in back] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
 
 
-def test_a_step_is_in_the_journal_when_it_ends_and_in_a_part_when_the_sink_is_closed(tmp_path: Path) -> None:
+def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(3):
         sink.write("metrics", [(step, *METRICS[1:])])
@@ -129,7 +129,7 @@ def test_a_step_is_in_the_journal_when_it_ends_and_in_a_part_when_the_sink_is_cl
     assert pq.read_table(tmp_path / "tensors").column("step").to_pylist() == [0, 1, 2]
 
 
-def test_what_is_not_in_a_finished_step_is_not_read(tmp_path: Path) -> None:
+def test_rows_of_an_unfinished_step_are_not_read(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     sink.write("metrics", [METRICS])
     sink.end_step()
@@ -137,7 +137,7 @@ def test_what_is_not_in_a_finished_step_is_not_read(tmp_path: Path) -> None:
     assert len(finished(tmp_path).metrics) == 1
 
 
-def test_a_journal_that_has_grown_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_journal_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "ROWS_JOURNAL_BYTES", 5_000)
     sink = ParquetSink(tmp_path)
     counts = []
@@ -155,7 +155,7 @@ def test_a_journal_that_has_grown_becomes_a_part(tmp_path: Path, monkeypatch: py
     assert pq.read_table(tmp_path / "metrics").column("step").to_pylist() == list(range(40))
 
 
-def test_many_tensors_of_a_step_are_a_part_when_it_ends_with_row_groups_of_a_bounded_size(
+def test_many_tensors_of_a_step_are_written_as_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "ROW_GROUP_BYTES", 10_000)
@@ -163,7 +163,7 @@ def test_many_tensors_of_a_step_are_a_part_when_it_ends_with_row_groups_of_a_bou
     for step, count in enumerate((1, 10, 2, 7)):
         keep(sink, *[torch.full((1000,), float(step))] * count, step=step)  # 4,000 bytes each
         sink.end_step()
-        # A step that brings many first makes a part of what is in the journal: parts are in the order of the steps.
+        # A large step first flushes the journal to a part, so that parts are in step order.
         assert len(list((tmp_path / "tensors").glob("*.parquet"))) == [0, 2, 2, 4][step]
     assert list(finished(tmp_path).tensors().step) == [0] + [1] * 10 + [2] * 2 + [3] * 7
     file = pq.ParquetFile(tmp_path / "tensors" / "part-0000-000001.parquet")
@@ -172,7 +172,7 @@ def test_many_tensors_of_a_step_are_a_part_when_it_ends_with_row_groups_of_a_bou
     assert [values[0] for values in finished(tmp_path).tensors()["values"]] == [0] + [1] * 10 + [2] * 2 + [3] * 7
 
 
-def test_a_tensor_that_is_written_to_right_after_it_was_kept_is_kept_as_it_was(tmp_path: Path) -> None:
+def test_tensor_changed_after_keep_is_stored_unchanged(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     tensor = torch.zeros(100_000)
     for step in range(20):
@@ -186,7 +186,7 @@ def test_a_tensor_that_is_written_to_right_after_it_was_kept_is_kept_as_it_was(t
     ]
 
 
-def test_every_table_can_be_read_after_a_run_without_a_row(tmp_path: Path) -> None:
+def test_every_table_is_readable_after_an_empty_run(tmp_path: Path) -> None:
     ParquetSink(tmp_path).close()
     for name, table in TABLES.items():
         read = pq.read_table(tmp_path / name)
@@ -197,7 +197,7 @@ def test_every_table_can_be_read_after_a_run_without_a_row(tmp_path: Path) -> No
     assert finished(tmp_path).tensors().empty
 
 
-def test_files_have_the_declared_types_and_say_what_each_column_means(tmp_path: Path) -> None:
+def test_files_have_the_declared_types_and_descriptions(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     sink.write("metrics", [METRICS])
     sink.close()
@@ -219,7 +219,7 @@ def lose_parts(folder: Path) -> None:
 
 
 def move_parts(folder: Path) -> None:
-    """As `sink.keep_local=false` does with parts that were sent."""
+    """Simulate `sink.keep_local=false`, which removes parts that were uploaded."""
     record = {"config": {"sink": {"keep_local": False}}, "remote": "s3://bucket/run"}
     (folder / "run.json").write_text(json.dumps(record))
     lose_parts(folder)
@@ -230,19 +230,19 @@ def cut_journal(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "saved"),
+    ("damage", "saved"),
     [
-        (shutil.rmtree, "the folder is gone: nothing is saved there"),
-        (replace_folder, "another folder is in its place: nothing of this run is saved there"),
-        (lose_parts, "steps up to 1 are saved, but files of metrics are gone"),
+        (shutil.rmtree, "the folder does not exist any more: nothing is saved"),
+        (replace_folder, "the folder was replaced by another one: nothing of this run is saved"),
+        (lose_parts, "steps up to 1 are saved, but files of metrics are missing"),
         (move_parts, "steps up to 1 are saved"),
-        (cut_journal, "steps up to 1 are saved, but files of stats are gone"),
+        (cut_journal, "steps up to 1 are saved, but files of stats are missing"),
         (lambda folder: None, "steps up to 1 are saved"),
     ],
     ids=["removed", "replaced", "parts lost", "parts moved", "journal cut", "read-only"],
 )
-def test_what_is_said_to_be_saved_was_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], object], saved: str
+def test_error_reports_what_is_actually_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], saved: str
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -252,8 +252,8 @@ def test_what_is_said_to_be_saved_was_looked_for(
         sink.write("stats", [stats_row(step)])
         sink.end_step()
         if step == 0:
-            sink.settle()
-    happens(folder)
+            sink.finish_parts()
+    damage(folder)
     monkeypatch.setattr(Journal, "append", read_only)
     sink.write("stats", [stats_row(2)])
     with pytest.raises(SinkError, match=f"Read-only file system; {saved}$"):
@@ -269,7 +269,7 @@ def read_only(self: Journal, batch: pa.RecordBatch) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_a_folder_that_may_not_be_looked_into_is_said_to_be_unknown(
+def test_error_in_an_inaccessible_folder_reports_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = ParquetSink(tmp_path)
@@ -286,11 +286,11 @@ def test_a_folder_that_may_not_be_looked_into_is_said_to_be_unknown(
     monkeypatch.setattr("instrument.sinks.parquet.os.stat", denied)
     monkeypatch.setattr(Journal, "append", read_only)
     sink.write("stats", [stats_row(1)])
-    with pytest.raises(SinkError, match="what is saved cannot be seen: Permission denied"):
+    with pytest.raises(SinkError, match="cannot check which rows are saved: Permission denied"):
         sink.end_step()
 
 
-def test_a_journal_that_another_process_cuts_is_noticed_at_the_next_step(tmp_path: Path) -> None:
+def test_journal_changed_by_another_process_is_detected(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(2):
         sink.write("stats", [stats_row(step)])
@@ -298,22 +298,22 @@ def test_a_journal_that_another_process_cuts_is_noticed_at_the_next_step(tmp_pat
     os.truncate(tmp_path / "journal" / "stats-0000-000000.arrows", 3000)
     sink.write("stats", [stats_row(2)])
     with pytest.raises(
-        SinkError, match="was changed by another process while it was written; steps up to 1 are saved, but"
+        SinkError, match="was changed by another process while it was being written; steps up to 1 are saved, but"
     ):
         sink.end_step()
 
 
-def test_a_part_that_is_not_whole_yet_is_seen_by_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_part_is_not_visible_to_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
     sink.write("metrics", [METRICS])
     sink.end_step()
-    sink.settle()
+    sink.finish_parts()
     sink.write("metrics", [METRICS])
     sink.end_step()
     seen: list[int] = []
 
-    def look(source: Path, target: Path) -> None:
-        """The moment before the part is put in its place."""
+    def read_before_rename(source: Path, target: Path) -> None:
+        """Read the run just before the part is renamed."""
         assert source.exists()
         assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
         assert len(pd.read_parquet(tmp_path / "metrics")) == 1
@@ -325,14 +325,14 @@ def test_a_part_that_is_not_whole_yet_is_seen_by_no_reader(tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts.os, "replace", look)
+        patch.setattr(parts.os, "replace", read_before_rename)
         with pytest.raises(KeyboardInterrupt):
-            sink.settle()
-    assert seen == [2]  # a part and a journal
+            sink.finish_parts()
+    assert seen == [2]  # one part and one journal
     assert len(finished(tmp_path).metrics) == 2
 
 
-def test_lists_of_values_are_read_natively_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
+def test_tensor_values_are_readable_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     keep(sink, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
     sink.close()
@@ -343,12 +343,12 @@ def test_lists_of_values_are_read_natively_by_pandas_polars_and_duckdb(tmp_path:
         assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a.b")]
 
 
-def test_parts_of_several_flushes_are_read_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_parts_of_several_flushes_are_read_in_step_order(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(12):
         sink.write("metrics", [(step, *METRICS[1:])])
         sink.end_step()
-        sink.settle()
+        sink.finish_parts()
     sink.close()
     assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
     assert list(finished(tmp_path).metrics.step) == list(range(12))

@@ -1,4 +1,4 @@
-"""Remote folders: which addresses there are, what may stand in them, and files that are there as a whole or not at all."""
+"""Remote folders: valid addresses, credentials in addresses, and atomic file uploads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from instrument import ConfigError
-from instrument.sinks.client_errors import refusal, told
+from instrument.sinks.client_errors import permanent_error_hint, safe_message
 from instrument.sinks.remote import (
     RemoteFolder,
     UploadError,
@@ -21,18 +21,18 @@ from instrument.sinks.remote import (
     filesystem,
     folder_at,
     is_address,
-    place_of,
     refuse_address,
+    remote_address_of,
 )
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/runs", "memory://x", Path("s3://bucket/runs"), "file:///tmp/x"])
-def test_an_address_is_one(path: object) -> None:
+def test_address_is_recognised(path: object) -> None:
     assert is_address(path)
 
 
 @pytest.mark.parametrize("path", ["runs/mine", "/runs/mine", Path("runs"), "C:/runs", "a:b/c", "runs/12:30:00"])
-def test_a_path_is_none(path: object) -> None:
+def test_local_path_is_not_an_address(path: object) -> None:
     assert not is_address(path)
 
 
@@ -46,7 +46,7 @@ def test_a_path_is_none(path: object) -> None:
         "az://box/runs#hushhush",
     ],
 )
-def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) -> None:
+def test_credentials_in_an_address_are_refused_and_not_shown(address: str) -> None:
     with pytest.raises(ConfigError, match="an address is written into") as refused:
         check_address(address, "sink.remote")
     assert "hush" not in str(refused.value)
@@ -54,20 +54,20 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(address: str) ->
 
 
 @pytest.mark.parametrize("address", ["sftp://me@host/runs", "s3://bucket/a:b/c", "s3://bucket"])
-def test_names_and_colons_are_no_credentials(address: str) -> None:
+def test_user_names_and_colons_are_allowed(address: str) -> None:
     check_address(address, "sink.remote")
 
 
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("bucket/runs", "no address of a folder"),
-        ("s3://", "no address of a folder"),
-        ("simplecache::s3://bucket", "no address of a folder"),
+        ("bucket/runs", "not the address of a folder"),
+        ("s3://", "not the address of a folder"),
+        ("simplecache::s3://bucket", "not the address of a folder"),
         ("s4://bucket", "no such protocol"),
     ],
 )
-def test_what_is_no_address_is_told(address: str, problem: str) -> None:
+def test_invalid_address_is_reported(address: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
         check_address(address, "sink.remote")
     assert address in str(refused.value)
@@ -77,7 +77,7 @@ def test_what_is_no_address_is_told(address: str, problem: str) -> None:
     ("missing", "address", "package"),
     [("fsspec", "s3://bucket", "fsspec"), ("s3fs", "s3://bucket", "s3fs"), ("gcsfs", "gs://bucket", "gcsfs")],
 )
-def test_a_missing_package_is_told_with_the_extra_that_brings_it(
+def test_missing_package_is_reported_with_its_extra(
     missing: str, address: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(_registry, address.partition("://")[0], raising=False)
@@ -86,13 +86,13 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
         filesystem(address, "sink.remote")
 
 
-def test_reading_needs_paths_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_an_address_requires_universal_pathlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upath", None)
     with pytest.raises(ConfigError, match=r"pip install .*'universal-pathlib>="):
         folder_at("memory://runs")
 
 
-def test_where_a_folder_of_this_machine_is_needed_an_address_is_refused() -> None:
+def test_address_is_refused_where_a_local_folder_is_required() -> None:
     for path in ("s3://bucket/runs", Path("s3://bucket/runs")):
         with pytest.raises(ConfigError, match="not here"):
             refuse_address(path, "out", "not here", allowed="a folder")
@@ -100,7 +100,7 @@ def test_where_a_folder_of_this_machine_is_needed_an_address_is_refused() -> Non
 
 
 @pytest.mark.parametrize(
-    ("folder", "place"),
+    ("folder", "location"),
     [
         ("runs/mnist/2026-01-01", "s3://b/p/mnist/2026-01-01"),
         ("runs/mnist/sweep_1/3", "s3://b/p/mnist/sweep_1/3"),
@@ -109,28 +109,28 @@ def test_where_a_folder_of_this_machine_is_needed_an_address_is_refused() -> Non
         ("elsewhere/runs", "s3://b/p/runs"),
     ],
 )
-def test_a_run_lies_there_as_it_lies_below_runs(folder: str, place: str, tmp_path: Path) -> None:
-    assert place_of(tmp_path / folder, "s3://b/p/") == place
+def test_remote_path_is_relative_to_runs(folder: str, location: str, tmp_path: Path) -> None:
+    assert remote_address_of(tmp_path / folder, "s3://b/p/") == location
 
 
-def test_jobs_of_two_sweeps_elsewhere_do_not_meet(tmp_path: Path) -> None:
+def test_jobs_of_two_sweeps_have_distinct_paths(tmp_path: Path) -> None:
     for sweep in ("one", "two"):
         (tmp_path / sweep).mkdir()
         (tmp_path / sweep / "multirun.yaml").touch()
-    assert [place_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == ["s3://b/one/0", "s3://b/two/0"]
-    assert place_of(tmp_path / "one", "s3://b") == "s3://b/one"
+    assert [remote_address_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == ["s3://b/one/0", "s3://b/two/0"]
+    assert remote_address_of(tmp_path / "one", "s3://b") == "s3://b/one"
 
 
-def test_jobs_in_folders_below_folders_do_not_meet(tmp_path: Path) -> None:
+def test_jobs_in_nested_folders_have_distinct_paths(tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "multirun.yaml").touch()
-    places = [place_of(tmp_path / "sweep" / f"lr_{rate}" / "seed_1", "s3://b/p") for rate in (1, 2)]
-    assert places == ["s3://b/p/sweep/lr_1/seed_1", "s3://b/p/sweep/lr_2/seed_1"]
+    addresses = [remote_address_of(tmp_path / "sweep" / f"lr_{rate}" / "seed_1", "s3://b/p") for rate in (1, 2)]
+    assert addresses == ["s3://b/p/sweep/lr_1/seed_1", "s3://b/p/sweep/lr_2/seed_1"]
 
 
-def test_an_error_is_told_without_the_credentials_of_an_endpoint() -> None:
+def test_error_message_omits_endpoint_credentials() -> None:
     error = OSError("Could not connect to http://me:hush@host:1/bucket\nand more")
-    assert told(error) == "OSError: Could not connect to http://host:1/bucket"
+    assert safe_message(error) == "OSError: Could not connect to http://host:1/bucket"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_an_error_is_told_without_the_credentials_of_an_endpoint() -> None:
         "cannot connect with shy-account-key-below",
     ],
 )
-def test_an_error_is_told_without_what_is_secret(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_message_omits_secrets(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.config
 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "shy/secret+of=the:environment")
@@ -153,29 +153,29 @@ def test_an_error_is_told_without_what_is_secret(text: str, monkeypatch: pytest.
         "abfs": {"client_secret": "shy-secret-of-the-configuration", "more": {"account_key": "shy-account-key-below"}}
     }
     monkeypatch.setattr(fsspec.config, "conf", own)
-    answer = told(OSError(text))
+    answer = safe_message(OSError(text))
     assert "hush" not in answer
     assert "shy" not in answer
     assert answer.startswith("OSError: ")
 
 
-def test_an_at_in_a_path_is_no_credential() -> None:
-    assert told(OSError("s3://bucket/me@home/run is away")) == "OSError: s3://bucket/me@home/run is away"
+def test_at_sign_in_a_path_is_no_credential() -> None:
+    assert safe_message(OSError("s3://bucket/me@home/run is away")) == "OSError: s3://bucket/me@home/run is away"
 
 
-def test_a_short_or_common_word_of_the_environment_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_environment_value_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "s3")
-    assert told(OSError("no s3 there: is it on? yes")) == "OSError: no s3 there: is it on? yes"
+    assert safe_message(OSError("no s3 there: is it on? yes")) == "OSError: no s3 there: is it on? yes"
 
 
 class HttpError(Exception):
-    """As gcsfs has it."""
+    """The error class of gcsfs."""
 
     code = 401
 
 
 class DefaultCredentialsError(Exception):
-    """As google.auth has it."""
+    """The error class of google.auth."""
 
 
 @pytest.mark.parametrize(
@@ -191,20 +191,20 @@ class DefaultCredentialsError(Exception):
         (TimeoutError("slow"), None),
     ],
 )
-def test_what_waiting_does_not_help_against_is_told_from_what_may_pass(error: Exception, allowed: str | None) -> None:
-    found = refusal(error)
+def test_permanent_errors_are_distinguished_from_temporary_ones(error: Exception, allowed: str | None) -> None:
+    found = permanent_error_hint(error)
     assert (found is None) if allowed is None else allowed in str(found)
 
 
 @pytest.fixture(params=["memory", "file", "s3"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
-    """An empty remote folder of each sort."""
+    """An empty remote folder of each type."""
     if request.param == "s3":
         return RemoteFolder(f"{request.getfixturevalue('bucket')}/runs/a", "sink.remote")
     return RemoteFolder(f"{request.param}://{tmp_path}/there/a", "sink.remote")
 
 
-def test_files_are_sent_listed_read_and_removed(remote: RemoteFolder, tmp_path: Path) -> None:
+def test_files_are_uploaded_listed_read_and_removed(remote: RemoteFolder, tmp_path: Path) -> None:
     file = tmp_path / "file"
     assert remote.sizes() == {}
     assert remote.read("run.json") is None
@@ -220,7 +220,7 @@ def test_files_are_sent_listed_read_and_removed(remote: RemoteFolder, tmp_path: 
     assert RemoteFolder(f"{remote.address}/../.aside/a.1".replace("/a/../", "/"), "").sizes() == {"run.json": 3}
 
 
-def test_how_much_was_sent_is_known(remote: RemoteFolder, tmp_path: Path) -> None:
+def test_uploaded_bytes_are_counted(remote: RemoteFolder, tmp_path: Path) -> None:
     file = tmp_path / "file"
     for size in (10, 6_000_000):
         file.write_bytes(b"x" * size)
@@ -228,7 +228,7 @@ def test_how_much_was_sent_is_known(remote: RemoteFolder, tmp_path: Path) -> Non
     assert remote.moved == 6_000_010
 
 
-def test_of_a_large_file_a_few_pieces_are_in_memory_at_once(
+def test_large_file_is_uploaded_with_bounded_memory(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncio
@@ -253,11 +253,11 @@ def test_of_a_large_file_a_few_pieces_are_in_memory_at_once(
         content.truncate(110 * 2**20)
     remote.put(file, "checkpoints/a")
     assert most == 2
-    assert len(set(moved)) > 2  # it can be seen to get on
+    assert len(set(moved)) > 2  # progress is reported
     assert remote.sizes() == {"checkpoints/a": 110 * 2**20}
 
 
-def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_to_a_file_system_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteFolder(f"file://{tmp_path}/there", "sink.remote")
     file = tmp_path / "file"
     file.write_bytes(b"new")
@@ -274,7 +274,7 @@ def test_where_files_grow_they_are_sent_aside_and_moved(tmp_path: Path, monkeypa
     assert remote.read("stats/a") == b"new"
 
 
-def test_python_s_random_numbers_stay_the_run_s_own_where_nobody_answers(bucket: str, tmp_path: Path) -> None:
+def test_random_state_is_unchanged_by_connection_retries(bucket: str, tmp_path: Path) -> None:
     import random
 
     file = tmp_path / "file"
@@ -285,7 +285,7 @@ def test_python_s_random_numbers_stay_the_run_s_own_where_nobody_answers(bucket:
     assert random.getstate() == before
 
 
-def test_google_s_client_draws_its_pauses_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcsfs_retries_use_their_own_random_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     import random
 
     client, retry = ModuleType("gcsfs"), ModuleType("gcsfs.retry")

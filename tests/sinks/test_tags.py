@@ -1,4 +1,4 @@
-"""Which tag, step and value a row has."""
+"""Tag, step and value of a row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shown import key, metrics, row
+from tracker_files import key, metrics, row
 
 from instrument.capture.tables import TABLES
-from instrument.sinks.tags import place_tag, scalars
+from instrument.sinks.tags import scalars, tag_prefix
 from instrument.spec.statistics import ALL
 
 
@@ -34,11 +34,11 @@ from instrument.spec.statistics import ALL
         ({"path": "a b/[c]"}, "seen/a.0/a_b__c_"),
     ],
 )
-def test_a_place_has_a_tag_that_can_be_guessed(cells: dict[str, Any], tag: str) -> None:
-    assert place_tag(key(**cells)) == tag
+def test_tag_contains_hook_layer_and_path(cells: dict[str, Any], tag: str) -> None:
+    assert tag_prefix(key(**cells)) == tag
 
 
-def test_metrics_stand_by_their_phase_and_what_is_null_is_left_out() -> None:
+def test_metrics_are_tagged_by_phase_without_nulls() -> None:
     found = list(scalars("metrics", metrics(3, loss=0.5, lr=math.nan, skipped=True)))
     assert [(tag, step) for tag, step, _, _ in found] == [("train/loss", 3), ("train/lr", 3), ("train/skipped", 3)]
     assert [found[0].value, found[2].value] == [0.5, 1.0]
@@ -46,7 +46,7 @@ def test_metrics_stand_by_their_phase_and_what_is_null_is_left_out() -> None:
     assert [tag for tag, *_ in scalars("metrics", metrics(3, "eval", accuracy=1.0))] == ["eval/accuracy"]
 
 
-def test_every_statistic_is_a_scalar_and_no_column_of_identity_is() -> None:
+def test_every_statistic_is_a_scalar() -> None:
     cells: dict[str, Any] = {name: number for number, name in enumerate(ALL)}
     found = {tag: value for tag, _, value, _ in scalars("stats", row("stats", *key(7), **cells))}
     assert found == {f"seen/a.0/{name}": number for number, name in enumerate(ALL)}
@@ -70,12 +70,12 @@ NAMES = st.text(max_size=12)
 
 
 @given(layer=NAMES, path=NAMES, role=NAMES, call=st.integers(-1, 5))
-def test_any_name_makes_a_tag_that_all_three_take(layer: str, path: str, role: str, call: int) -> None:
-    tag = place_tag(key(layer=layer, path=path, role=role, call=call))
-    assert re.fullmatch(r"[/\w.\- :]+", tag), "what MLflow allows"
+def test_any_name_gives_a_tag_valid_in_all_trackers(layer: str, path: str, role: str, call: int) -> None:
+    tag = tag_prefix(key(layer=layer, path=path, role=role, call=call))
+    assert re.fullmatch(r"[/\w.\- :]+", tag), "allowed by MLflow"
     assert all(tag.split("/"))
 
 
-def test_the_columns_that_are_looked_at_are_those_of_every_table() -> None:
+def test_tables_share_their_identity_columns() -> None:
     for table in ("stats", "effects", "distributions", "tensors"):
         assert TABLES[table].names[: len(key())] == TABLES["stats"].names[: len(key())]

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read back by TensorBoard."""
+"""The TensorBoard sink, read back by TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from shown import key, make_older, metrics, read_tensorboard, row
+from tracker_files import key, make_older, metrics, read_tensorboard, row
 
 from instrument.errors import SinkError
-from instrument.sinks.tracking import Tracked, TrackingSink, open_tracker
+from instrument.sinks.tracking import TrackedRun, TrackingSink, open_tracker
 
 
-def opened(folder: Path, resumed_at: int | None = None) -> TrackingSink:
-    return open_tracker("tensorboard", Tracked.of(folder, {"name": "tried"}, resumed_at), "sink.tensorboard")
+def open_sink(folder: Path, resumed_at: int | None = None) -> TrackingSink:
+    return open_tracker("tensorboard", TrackedRun.of(folder, {"name": "tried"}, resumed_at), "sink.tensorboard")
 
 
-def test_numbers_come_back_at_their_steps(tmp_path: Path) -> None:
-    sink = opened(tmp_path)
+def test_scalars_are_logged_at_their_steps(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
     for step in range(3):
         sink.write("metrics", [metrics(step, loss=step + 0.5, lr=None, grad_norm=math.nan)])
         sink.write(
@@ -37,8 +37,8 @@ def test_numbers_come_back_at_their_steps(tmp_path: Path) -> None:
     assert all(math.isnan(value) for _, value in found["train/grad_norm"])
 
 
-def test_a_histogram_has_its_bins_and_counts(tmp_path: Path) -> None:
-    sink = opened(tmp_path)
+def test_histogram_has_its_bins_and_counts(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
     sink.write("distributions", [row("distributions", *key(4), low=-1.0, high=1.0, counts=[3, 0, 0, 1])])
     sink.write("distributions", [row("distributions", *key(4, layer="b"), low=0.0, high=0.0, counts=[6, 0])])
     sink.close()
@@ -53,8 +53,8 @@ def test_a_histogram_has_its_bins_and_counts(tmp_path: Path) -> None:
     assert list(equal.bucket) == [6.0]
 
 
-def test_a_recorded_tensor_is_a_picture_and_events_are_texts(tmp_path: Path) -> None:
-    sink = opened(tmp_path)
+def test_tensors_are_images_and_events_are_texts(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
     sink.keep(key(1), [2, 3, 8, 8], torch.rand(2, 3, 8, 8))
     sink.keep(key(1, layer="flat"), [8], torch.rand(8))
     sink.write("events", [row("events", 1, 0, "a.0", "replaced", "gone", "warning")])
@@ -67,9 +67,9 @@ def test_a_recorded_tensor_is_a_picture_and_events_are_texts(tmp_path: Path) -> 
     assert Image.open(io.BytesIO(png)).convert("RGB").size == (2 * 32 + 1, 2 * 32 + 1)
 
 
-def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
+def test_repeated_steps_are_logged_once(tmp_path: Path) -> None:
     for resumed_at, end in ((None, 6), (3, 5)):
-        sink = opened(tmp_path, resumed_at)
+        sink = open_sink(tmp_path, resumed_at)
         for step in range(resumed_at or 0, end):
             sink.write("metrics", [metrics(step, loss=float(end))])
             sink.end_step()
@@ -81,8 +81,8 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_step_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = opened(tmp_path)
+def test_step_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = open_sink(tmp_path)
     events: list[Any] = []
     monkeypatch.setattr(sink.tracker.events, "add_summary", lambda summary, step: events.append((step, summary)))  # type: ignore[attr-defined]
     sink.write("stats", [row("stats", *key(0, layer=f"l{number}"), mean=1.0, std=1.0) for number in range(50)])
@@ -91,8 +91,8 @@ def test_a_step_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [(step, len(summary.value)) for step, summary in events] == [(0, 101)]
 
 
-def test_what_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
-    sink = opened(tmp_path)
+def test_write_error_is_a_sink_error(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path)
     sink.tracker.close("done")
     sink.write("metrics", [metrics(0, loss=1.0)])
     with pytest.raises(SinkError, match="tensorboard failed: OSError: Writer is closed"):

@@ -1,4 +1,4 @@
-"""Recorded tensors on their way: copied once, bounded, and never lost in silence."""
+"""The tensor writer: copied once, bounded, and never dropped without a report."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from waiting import HANGS
+from waiting import TIMEOUT
 
 import instrument
 from instrument.errors import SinkError
-from instrument.integrations.attach import read_specs
 from instrument.plan.sites import make_plan
 from instrument.sinks import tensors as module
 from instrument.sinks.parquet import ParquetSink
-from instrument.sinks.table_writer import TableLog
+from instrument.sinks.table_writer import TableWriter
+from instrument.spec.spec_file import read_specs
 
 KEY = (0, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
 RECORD = {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
@@ -27,15 +27,15 @@ RECORD = {"layers": ".", "kind": "forward", "action": "record", "stats": "none",
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk that takes nothing until the gate is opened."""
+    """A disk that accepts nothing until the event is set."""
     opened = threading.Event()
-    take = module.TensorWriter._take
+    take = module.TensorWriter._receive
 
     def slowly(self: module.TensorWriter, copied: module.Copied) -> None:
-        assert opened.wait(HANGS)
+        assert opened.wait(TIMEOUT)
         take(self, copied)
 
-    monkeypatch.setattr(module.TensorWriter, "_take", slowly)
+    monkeypatch.setattr(module.TensorWriter, "_receive", slowly)
     yield opened
     opened.set()
 
@@ -45,33 +45,33 @@ def finished(folder: Path) -> instrument.Run:
     return instrument.load(folder)
 
 
-def test_a_hook_waits_for_room_and_nothing_is_lost(
+def test_hook_waits_for_a_buffer_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
     monkeypatch.setattr(module, "POOL_BYTES", 100_000)
     sink = ParquetSink(tmp_path)
     kept, full = [], threading.Event()
-    hurry = module.TensorWriter._hurry
-    monkeypatch.setattr(module.TensorWriter, "_hurry", lambda self: (full.set(), hurry(self)))
+    hurry = module.TensorWriter._write_now
+    monkeypatch.setattr(module.TensorWriter, "_write_now", lambda self: (full.set(), hurry(self)))
 
     def train() -> None:
         for number in range(50):
-            sink.keep(KEY, [10_000], torch.full((10_000,), float(number)))  # 40 kB: two of them find room
+            sink.keep(KEY, [10_000], torch.full((10_000,), float(number)))  # 40 kB: the pool has room for two
             kept.append(number)
         sink.end_step()
 
     training = threading.Thread(target=train)
     training.start()
-    assert full.wait(HANGS)
+    assert full.wait(TIMEOUT)
     assert kept == [0, 1]
     gate.set()
-    training.join(HANGS)
+    training.join(TIMEOUT)
     assert not training.is_alive()
     sink.close()
     assert [float(values[0]) for values in finished(tmp_path).tensors()["values"]] == list(range(50))
 
 
-def test_dropped_tensors_are_counted_in_coverage_and_warned_of(
+def test_dropped_tensors_are_counted_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
     monkeypatch.setattr(module, "POOL_BYTES", 100_000)
@@ -95,10 +95,10 @@ def test_dropped_tensors_are_counted_in_coverage_and_warned_of(
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a defect")])
-def test_an_error_in_the_thread_is_raised_in_the_loop_and_nobody_hangs(
+def test_error_in_the_writer_thread_is_raised_in_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(self: TableLog, batch: object) -> None:
+    def fail(self: TableWriter, batch: object) -> None:
         raise error
 
     sink = ParquetSink(tmp_path)
@@ -106,17 +106,17 @@ def test_an_error_in_the_thread_is_raised_in_the_loop_and_nobody_hangs(
     sink.write("metrics", [(0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)])
     sink.end_step()
     with monkeypatch.context() as patch:
-        patch.setattr(sink._logs["tensors"], "append", lambda batch: fail(sink._logs["tensors"], batch))
+        patch.setattr(sink._writers["tensors"], "append", lambda batch: fail(sink._writers["tensors"], batch))
         sink.keep(KEY, [3], torch.ones(3))
         with pytest.raises(SinkError, match=r"(No space left|a defect).*steps up to 0 are saved"):
             sink.end_step()
     sink.close()
     run = finished(tmp_path)
     assert len(run.tensors()) == 1
-    assert "cannot be written any more" in run.events.message[0]
+    assert "cannot write to " in run.events.message[0]
 
 
-def test_an_error_in_the_thread_reaches_a_hook_that_waits_for_room(
+def test_error_in_the_writer_thread_reaches_a_waiting_hook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "POOL_BYTES", 100_000)
@@ -124,7 +124,7 @@ def test_an_error_in_the_thread_reaches_a_hook_that_waits_for_room(
     def fail(self: module.TensorWriter, copied: module.Copied) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(module.TensorWriter, "_take", fail)
+    monkeypatch.setattr(module.TensorWriter, "_receive", fail)
     sink = ParquetSink(tmp_path)
     keep_ten = [sink.keep] * 10
     with pytest.raises(SinkError, match="Input/output error; nothing is saved"):
@@ -145,7 +145,7 @@ def test_an_error_in_the_thread_reaches_a_hook_that_waits_for_room(
     ],
     ids=str,
 )
-def test_a_tensor_is_cut_and_cast_before_it_is_copied(tmp_path: Path, mode: Any, spec: dict[str, Any]) -> None:
+def test_tensor_is_sliced_and_cast_before_it_is_copied(tmp_path: Path, mode: Any, spec: dict[str, Any]) -> None:
     given = torch.linspace(-3, 3, 40).view(4, 10)
     wanted = given
     if "samples" in spec:
@@ -162,7 +162,7 @@ def test_a_tensor_is_cut_and_cast_before_it_is_copied(tmp_path: Path, mode: Any,
         model(given)
         room = sink._tensors.pool.used
         probe.end_step()
-    assert room == 4096, "what is cut away is not copied"
+    assert room == 4096, "elements outside the slice are not copied"
     (row,) = finished(tmp_path).tensors().itertuples()
     assert row.source_shape == (4, 10)
     assert row.shape == tuple(wanted.shape)
@@ -170,7 +170,7 @@ def test_a_tensor_is_cut_and_cast_before_it_is_copied(tmp_path: Path, mode: Any,
     assert torch.equal(torch.from_numpy(row.values.copy()).to(wanted.dtype), wanted)
 
 
-def test_memory_of_the_pool_is_bounded_and_given_back(tmp_path: Path) -> None:
+def test_pool_memory_is_bounded_and_released(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     sink = ParquetSink(tmp_path, tensors="bytes")
     for step in range(6):

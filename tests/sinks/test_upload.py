@@ -1,4 +1,4 @@
-"""A run on its way to a remote folder: closed parts while it goes on, all the rest at the end, and what goes wrong."""
+"""Upload of a run to a remote folder: closed parts during the run, the rest at the end, and failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from waiting import HANGS, until
+from waiting import TIMEOUT, wait_until
 
 from instrument import ConfigError
 from instrument.capture.tables import TABLES
@@ -18,35 +18,35 @@ from instrument.sinks import transfer, upload
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.recovery import recover
 from instrument.sinks.remote import RemoteFolder, UploadError
-from instrument.sinks.transfer import remove_sent, send_all, take_back
+from instrument.sinks.transfer import remove_parts_after, remove_sent, send_all
 from instrument.sinks.upload import Upload
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No long pauses."""
-    monkeypatch.setattr(upload, "LOOK", 0.01)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten all pauses."""
+    monkeypatch.setattr(upload, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(transfer, "PAUSES", (0.01,))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run with two parts of one table, made by two processes."""
-    place = tmp_path / "run"
-    (place / ".hydra").mkdir(parents=True)
-    (place / ".hydra" / "config.yaml").write_text("name: run\n")
-    record(place)
-    add_part(place, Part(0, 0))
-    add_part(place, Part(1, 0))
-    return place
+    """The folder of a run with two parts of one table, written by two processes."""
+    path = tmp_path / "run"
+    (path / ".hydra").mkdir(parents=True)
+    (path / ".hydra" / "config.yaml").write_text("name: run\n")
+    record(path)
+    add_part(path, Part(0, 0))
+    add_part(path, Part(1, 0))
+    return path
 
 
 @pytest.fixture
-def remote(tmp_path: Path) -> Fragile:
-    return Fragile(f"memory://{tmp_path}/there", "sink.remote")
+def remote(tmp_path: Path) -> FailingRemote:
+    return FailingRemote(f"memory://{tmp_path}/there", "sink.remote")
 
 
-class Fragile(RemoteFolder):
+class FailingRemote(RemoteFolder):
     """A remote folder that can be made to fail."""
 
     error: Exception | None = None
@@ -60,7 +60,7 @@ class Fragile(RemoteFolder):
 
 
 def record(folder: Path, **more: object) -> None:
-    """Write run.json, as runs do: whole, while an upload may read it."""
+    """Write run.json atomically, as runs do, since an upload may read it at the same time."""
     (folder / "run.json.tmp").write_text(json.dumps({"started": "now", "status": "running", **more}))
     (folder / "run.json.tmp").rename(folder / "run.json")
 
@@ -71,40 +71,40 @@ def add_part(folder: Path, part: Part, table: str = "stats") -> None:
 
 
 @pytest.fixture
-def begun(folder: Path, remote: Fragile) -> Iterator[Upload]:
-    """An upload that has begun."""
-    going = Upload(folder, remote, rank=0)
-    going.begin()
-    yield going
-    going.end()
+def started_upload(folder: Path, remote: FailingRemote) -> Iterator[Upload]:
+    """An upload that has started."""
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload.begin()
+    yield running_upload
+    running_upload.end()
 
 
-def test_parts_are_there_when_they_are_closed_and_the_rest_at_the_end(
-    begun: Upload, folder: Path, remote: Fragile
+def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
+    started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
-    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     assert json.loads(remote.read("run.json") or b"")["status"] == "running"
     add_part(folder, Part(0, 1))
     both = {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
-    until(lambda: set(remote.sizes()) == both)  # what is on its way is there under another name
+    wait_until(lambda: set(remote.sizes()) == both)  # pending uploads have another name
     record(folder, status="done")
     (folder / ".lock").touch()
     (folder / ".lock-1").touch()
     (folder / "journal").mkdir(exist_ok=True)
     (folder / "journal" / "stats-0000-000002.arrows").touch()
     (folder / ".run.json.tmp").touch()
-    sent = begun.end()
+    sent = started_upload.end()
     assert sent.missing == {}
-    here = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert set(remote.sizes()) == here - {".lock", ".lock-1", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
+    local_files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert set(remote.sizes()) == local_files - {".lock", ".lock-1", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
     assert remote.puts[-1] == "run.json"
     assert json.loads(remote.read("run.json") or b"")["status"] == "done"
-    assert not begun.messages()
+    assert not started_upload.messages()
 
 
-def test_a_part_is_sent_once(begun: Upload, folder: Path, remote: Fragile) -> None:
-    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
-    begun.end()
+def test_part_is_uploaded_once(started_upload: Upload, folder: Path, remote: FailingRemote) -> None:
+    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    started_upload.end()
     assert sorted(name for name in remote.puts if "part" in name) == [
         "stats/part-0000-000000.parquet",
         "stats/part-0001-000000.parquet",
@@ -113,76 +113,76 @@ def test_a_part_is_sent_once(begun: Upload, folder: Path, remote: Fragile) -> No
     assert (again.files, again.missing) == (0, {})
 
 
-def test_tables_in_which_nothing_changes_are_not_listed_again(
-    begun: Upload, remote: Fragile, monkeypatch: pytest.MonkeyPatch
+def test_unchanged_tables_are_not_listed_again(
+    started_upload: Upload, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, listed = [], []
-    look = begun._look
-    monkeypatch.setattr(begun, "_look", lambda: (look(), looks.append(len(listed))))
-    until(lambda: len(looks) > 3)  # the last change was seen twice
+    checks, listed = [], []
+    send_new_parts = started_upload._send_new_parts
+    monkeypatch.setattr(started_upload, "_send_new_parts", lambda: (send_new_parts(), checks.append(len(listed))))
+    wait_until(lambda: len(checks) > 3)  # the last change was seen twice
     monkeypatch.setattr(upload, "parts_of", lambda folder, table: listed.append(table) or {})
-    seen = len(looks)
-    until(lambda: len(looks) > seen + 3)
+    seen = len(checks)
+    wait_until(lambda: len(checks) > seen + 3)
     assert listed == []
 
 
-def test_a_part_that_comes_in_the_tick_of_the_last_look_is_sent(folder: Path, remote: Fragile) -> None:
-    going = Upload(folder, remote, rank=0)
-    going._look()
+def test_part_written_in_the_same_clock_tick_is_uploaded(folder: Path, remote: FailingRemote) -> None:
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload._send_new_parts()
     before = (folder / "stats").stat()
     add_part(folder, Part(0, 1))
     os.utime(folder / "stats", ns=(before.st_atime_ns, before.st_mtime_ns))
-    going._look()
+    running_upload._send_new_parts()
     assert "stats/part-0000-000001.parquet" in remote.sizes()
 
 
-def test_a_process_that_is_not_the_first_sends_its_own_parts_alone(folder: Path, remote: Fragile) -> None:
-    going = Upload(folder, remote, rank=1)
-    going.begin()
-    until(remote.sizes)
+def test_later_ranks_upload_their_own_parts_only(folder: Path, remote: FailingRemote) -> None:
+    running_upload = Upload(folder, remote, rank=1)
+    running_upload.begin()
+    wait_until(remote.sizes)
     add_part(folder, Part(1, 1))
-    assert going.end().missing == {}
+    assert running_upload.end().missing == {}
     assert sorted(remote.sizes()) == ["stats/part-0001-000000.parquet", "stats/part-0001-000001.parquet"]
 
 
-def test_where_nobody_answers_it_is_told_once_and_tried_again(begun: Upload, folder: Path, remote: Fragile) -> None:
-    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+def test_lost_connection_is_reported_once_and_retried(started_upload: Upload, folder: Path, remote: FailingRemote) -> None:
+    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
-    until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * transfer.ATTEMPTS)
-    (message,) = begun.messages()
-    assert message.endswith(f"ConnectionError: nobody there; it is tried again, all is in {folder}")
+    wait_until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * transfer.ATTEMPTS)
+    (message,) = started_upload.messages()
+    assert message.endswith(f"ConnectionError: nobody there; the upload is retried, all files are in {folder}")
     remote.error = None
-    until(lambda: "stats/part-0000-000001.parquet" in remote.sizes())
-    until(lambda: begun.messages() == [f"{remote.address} is reached again"])
+    wait_until(lambda: "stats/part-0000-000001.parquet" in remote.sizes())
+    wait_until(lambda: started_upload.messages() == [f"{remote.address} is reachable again"])
 
 
-def test_where_nobody_answers_from_the_beginning_the_run_goes_on(folder: Path, remote: Fragile) -> None:
+def test_run_continues_without_a_connection_at_start(folder: Path, remote: FailingRemote) -> None:
     remote.error = ConnectionError("nobody there")
-    going = Upload(folder, remote, rank=0)
-    going.begin()
-    assert len(going.messages()) == 1
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload.begin()
+    assert len(running_upload.messages()) == 1
     remote.error = None
-    assert going.end().missing == {}
+    assert running_upload.end().missing == {}
     assert "stats/part-0000-000000.parquet" in remote.sizes()
 
 
-def test_an_answer_that_does_not_come_is_not_waited_for(
-    folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch
+def test_upload_does_not_wait_for_a_stalled_connection(
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(upload, "PATIENCE", 0.05)
-    monkeypatch.setattr(upload, "STALLED", 0.05)
-    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(HANGS))
-    going = Upload(folder, remote, rank=0)
-    going.begin()
-    assert "has not answered" in going.messages()[0]
-    assert going.end().missing == {"": "nothing could be sent for 0 s"}
+    monkeypatch.setattr(upload, "RESPONSE_SECONDS", 0.05)
+    monkeypatch.setattr(upload, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(TIMEOUT))
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload.begin()
+    assert "has not responded" in running_upload.messages()[0]
+    assert running_upload.end().missing == {"": "nothing was sent for 0 s"}
     answer.set()
-    going._thread.join(HANGS)
+    running_upload._thread.join(TIMEOUT)
 
 
-def test_what_is_not_sent_at_the_end_is_told(folder: Path, remote: Fragile) -> None:
+def test_files_not_uploaded_at_the_end_are_reported(folder: Path, remote: FailingRemote) -> None:
     remote.error = ConnectionError("nobody there")
     sent = send_all(folder, remote)
     assert set(sent.missing) == {
@@ -191,69 +191,69 @@ def test_what_is_not_sent_at_the_end_is_told(folder: Path, remote: Fragile) -> N
         "stats/part-0000-000000.parquet",
         "stats/part-0001-000000.parquet",
     }
-    assert len(remote.puts) == transfer.ATTEMPTS**2  # after three files it is clear that nobody is there
+    assert len(remote.puts) == transfer.ATTEMPTS**2  # after three files the remote is considered unreachable
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no such bucket"), PermissionError("access denied")])
-def test_a_place_that_may_not_be_written_stops_the_run_before_it_begins(
-    error: Exception, folder: Path, remote: Fragile
+def test_unwritable_address_stops_the_run_before_it_starts(
+    error: Exception, folder: Path, remote: FailingRemote
 ) -> None:
     remote.error = error
-    going = Upload(folder, remote, rank=0)
-    with pytest.raises(ConfigError, match=f"cannot be written: {type(error).__name__}: {error}"):
-        going.begin()
-    assert going.is_refused
-    assert going.end().files == 0
+    running_upload = Upload(folder, remote, rank=0)
+    with pytest.raises(ConfigError, match=f"cannot write to the remote folder: {type(error).__name__}: {error}"):
+        running_upload.begin()
+    assert running_upload.is_refused
+    assert running_upload.end().files == 0
 
 
-def test_another_run_is_not_overwritten(folder: Path, remote: Fragile, tmp_path: Path) -> None:
+def test_another_run_is_not_overwritten(folder: Path, remote: FailingRemote, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"started": "before"}))
     remote.put(other, "run.json")
-    with pytest.raises(ConfigError, match="holds another run already"):
+    with pytest.raises(ConfigError, match="already contains another run"):
         Upload(folder, remote, rank=0).begin()
-    with pytest.raises(UploadError, match="holds another run already"):
+    with pytest.raises(UploadError, match="already contains another run"):
         send_all(folder, remote)
     assert set(remote.sizes()) == {"run.json"}
 
 
-def test_two_runs_that_begin_at_one_moment_do_not_share_a_place(
-    folder: Path, remote: Fragile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_runs_starting_at_once_do_not_share_an_address(
+    folder: Path, remote: FailingRemote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     record(other, seed=1)
     original = remote.put
 
-    def overtaken(file: Path, name: str) -> None:
+    def put_and_overwrite(file: Path, name: str) -> None:
         original(file, name)
         if name == "run.json":
-            original(other / "run.json", name)  # as if both had looked, and this one was the last to write
+            original(other / "run.json", name)  # as if both had checked, and this one was the last to write
 
-    monkeypatch.setattr(remote, "put", overtaken)
-    going = Upload(folder, remote, rank=0)
-    with pytest.raises(ConfigError, match="holds another run already"):
-        going.begin()
+    monkeypatch.setattr(remote, "put", put_and_overwrite)
+    running_upload = Upload(folder, remote, rank=0)
+    with pytest.raises(ConfigError, match="already contains another run"):
+        running_upload.begin()
     assert set(remote.sizes()) == {"run.json"}
 
 
-def test_a_run_that_comes_to_the_same_place_later_ends_the_sending(
-    begun: Upload, folder: Path, remote: Fragile, tmp_path: Path
+def test_later_run_at_the_same_address_stops_the_upload(
+    started_upload: Upload, folder: Path, remote: FailingRemote, tmp_path: Path
 ) -> None:
-    until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     (tmp_path / "other").write_text(json.dumps({"started": "then"}))
     RemoteFolder(remote.address, "").put(tmp_path / "other", "run.json")
     add_part(folder, Part(0, 1))
-    until(lambda: not begun._thread.is_alive())
-    (message,) = begun.messages()
-    assert "holds another run already" in message
-    assert "nothing is sent" in message
-    assert "another run" in begun.end().missing[""]
-    assert not begun.is_refused  # so that the end of the run says it again
+    wait_until(lambda: not started_upload._thread.is_alive())
+    (message,) = started_upload.messages()
+    assert "already contains another run" in message
+    assert "the upload stops" in message
+    assert "another run" in started_upload.end().missing[""]
+    assert not started_upload.is_refused  # so that the end of the run reports it again
     assert json.loads(remote.read("run.json") or b"") == {"started": "then"}
 
 
-def test_a_checkpoint_there_gives_way_to_the_one_that_is_here(folder: Path, remote: Fragile) -> None:
+def test_remote_checkpoint_is_replaced_by_the_local_one(folder: Path, remote: FailingRemote) -> None:
     (folder / "checkpoints").mkdir()
     for names in (["step-00000006.pt", "step-00000006-0001.pt"], ["step-00000008.pt"]):
         for file in (folder / "checkpoints").iterdir():
@@ -264,11 +264,11 @@ def test_a_checkpoint_there_gives_way_to_the_one_that_is_here(folder: Path, remo
         assert {name for name in remote.sizes() if "step-" in name} == {f"checkpoints/{name}" for name in names}
     (folder / "checkpoints" / "step-00000008.pt").unlink()
     send_all(folder, remote)
-    assert "checkpoints/step-00000008.pt" in remote.sizes(), "what is the only one stays"
+    assert "checkpoints/step-00000008.pt" in remote.sizes(), "the only checkpoint is kept"
 
 
-def test_the_end_waits_as_long_as_bytes_are_sent(
-    folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch
+def test_end_waits_while_bytes_are_uploaded(
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, asked, now = RemoteFolder.put, threading.Event(), [0.0]
 
@@ -278,43 +278,43 @@ def test_the_end_waits_as_long_as_bytes_are_sent(
 
     def slow(self: RemoteFolder, file: Path, name: str) -> None:
         if name.startswith("checkpoints/"):
-            for _ in range(10):  # one file, and longer than what is taken for a standstill
+            for _ in range(10):  # one file, taking longer than the stall timeout
                 self.moved += 1
                 asked.clear()
-                assert asked.wait(HANGS)
-                now[0] += 0.6 * upload.STALLED
+                assert asked.wait(TIMEOUT)
+                now[0] += 0.6 * upload.STALL_SECONDS
         put(self, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", slow)
     monkeypatch.setattr(upload, "time", SimpleNamespace(monotonic=monotonic))
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000006.pt").write_bytes(b"large")
-    going = Upload(folder, remote, rank=0)
-    going.begin()
-    assert going.end().missing == {}
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload.begin()
+    assert running_upload.end().missing == {}
     assert "checkpoints/step-00000006.pt" in remote.sizes()
 
 
-def test_the_end_does_not_wait_for_a_standstill(folder: Path, remote: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PATIENCE", 0.05)
-    monkeypatch.setattr(upload, "STALLED", 0.05)
+def test_end_does_not_wait_for_a_stalled_upload(folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "RESPONSE_SECONDS", 0.05)
+    monkeypatch.setattr(upload, "STALL_SECONDS", 0.05)
     released = threading.Event()
     put = RemoteFolder.put
 
     def stuck(self: RemoteFolder, file: Path, name: str) -> None:
         if name.startswith("stats/"):
-            released.wait(HANGS)
+            released.wait(TIMEOUT)
         put(self, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", stuck)
-    going = Upload(folder, remote, rank=0)
-    going.begin()
-    assert "nothing could be sent" in going.end().missing[""]
+    running_upload = Upload(folder, remote, rank=0)
+    running_upload.begin()
+    assert "nothing was sent" in running_upload.end().missing[""]
     released.set()
-    going._thread.join(HANGS)
+    running_upload._thread.join(TIMEOUT)
 
 
-def test_a_part_of_another_size_is_not_overwritten(folder: Path, remote: Fragile, tmp_path: Path) -> None:
+def test_remote_part_of_another_size_is_not_overwritten(folder: Path, remote: FailingRemote, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"other rows")
     remote.put(other, "stats/part-0000-000000.parquet")
@@ -323,7 +323,7 @@ def test_a_part_of_another_size_is_not_overwritten(folder: Path, remote: Fragile
     assert remote.read("stats/part-0000-000000.parquet") == b"other rows"
 
 
-def test_files_that_change_are_sent_again_and_others_are_not(folder: Path, remote: Fragile) -> None:
+def test_only_changed_files_are_uploaded_again(folder: Path, remote: FailingRemote) -> None:
     send_all(folder, remote)
     remote.puts.clear()
     (folder / ".hydra" / "config.yaml").write_text("name: nur\n")
@@ -331,41 +331,41 @@ def test_files_that_change_are_sent_again_and_others_are_not(folder: Path, remot
     assert remote.puts == [".hydra/config.yaml"]
 
 
-def test_steps_that_are_done_again_are_taken_back(folder: Path, remote: Fragile) -> None:
+def test_remote_parts_of_repeated_steps_are_removed(folder: Path, remote: FailingRemote) -> None:
     for number in (1, 2):
         add_part(folder, Part(0, number))
         add_part(folder, Part(1, number))
     send_all(folder, remote)
-    take_back(remote, 0, {**dict.fromkeys(TABLES, 0), "stats": 1})
+    remove_parts_after(remote, 0, {**dict.fromkeys(TABLES, 0), "stats": 1})
     assert sorted(name for name in remote.sizes() if "part" in name) == [
         "stats/part-0000-000000.parquet",
         *(f"stats/part-0001-00000{number}.parquet" for number in range(3)),
     ]
 
 
-def test_where_parts_are_not_kept_here_they_go_once_they_are_there(folder: Path, remote: Fragile) -> None:
-    going = Upload(folder, remote, rank=0, keep_local=False)
-    going.begin()
-    until(lambda: not (folder / "stats" / "part-0000-000000.parquet").exists())
+def test_keep_local_false_removes_uploaded_parts(folder: Path, remote: FailingRemote) -> None:
+    running_upload = Upload(folder, remote, rank=0, keep_local=False)
+    running_upload.begin()
+    wait_until(lambda: not (folder / "stats" / "part-0000-000000.parquet").exists())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
-    until(lambda: "stats/part-0000-000001.parquet" in remote.puts)
+    wait_until(lambda: "stats/part-0000-000001.parquet" in remote.puts)
     assert (folder / "stats" / "part-0000-000001.parquet").exists()
     remote.error = None
-    assert going.end().missing == {}
+    assert running_upload.end().missing == {}
     assert list((folder / "stats").iterdir()) == []
     assert (folder / "run.json").exists()
     assert len(remote.sizes()) == 5
 
 
-def test_a_part_that_is_not_there_as_a_whole_is_not_removed(folder: Path, remote: Fragile, tmp_path: Path) -> None:
+def test_incompletely_uploaded_part_is_not_removed(folder: Path, remote: FailingRemote, tmp_path: Path) -> None:
     (tmp_path / "half").write_bytes(b"half of it")
     remote.put(tmp_path / "half", "stats/part-0000-000000.parquet")
     remove_sent(folder, remote)
     assert len(list((folder / "stats").iterdir())) == 2
 
 
-def test_what_is_recovered_of_a_run_whose_parts_have_moved_is_no_empty_part(folder: Path, remote: Fragile) -> None:
+def test_recovery_of_a_run_with_moved_parts_adds_no_empty_part(folder: Path, remote: FailingRemote) -> None:
     record(folder, remote=remote.address, config={"sink": {"keep_local": False}})
     send_all(folder, remote)
     remove_sent(folder, remote)
@@ -374,7 +374,7 @@ def test_what_is_recovered_of_a_run_whose_parts_have_moved_is_no_empty_part(fold
     assert send_all(folder, remote).missing == {}
 
 
-def test_parts_that_were_merged_here_are_one_there_too(folder: Path, remote: Fragile) -> None:
+def test_locally_merged_parts_are_merged_remotely(folder: Path, remote: FailingRemote) -> None:
     for number in (1, 2, 3):
         add_part(folder, Part(0, number))
     send_all(folder, remote)
@@ -386,7 +386,7 @@ def test_parts_that_were_merged_here_are_one_there_too(folder: Path, remote: Fra
         "stats/part-0000-000000-000002.parquet",
         "stats/part-0000-000003.parquet",
     ]
-    take_back(remote, 0, {"stats": 3})
+    remove_parts_after(remote, 0, {"stats": 3})
     assert sorted(name for name in remote.sizes() if "part-0000" in name) == ["stats/part-0000-000000-000002.parquet"]
-    with pytest.raises(UploadError, match="rows of before and after the checkpoint"):
-        take_back(remote, 0, {"stats": 2})
+    with pytest.raises(UploadError, match="rows from before and after the checkpoint"):
+        remove_parts_after(remote, 0, {"stats": 2})

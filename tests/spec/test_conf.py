@@ -1,4 +1,4 @@
-"""Every file in conf/ composes, parses, and builds what it names."""
+"""Every file in conf/ composes, parses and builds its object."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def config_of(*overrides: str) -> RunConfig:
         return read_config(compose("config", list(overrides)))[0]
 
 
-def over_base(group: str, option: str) -> RunConfig:
+def config_with_option(group: str, option: str) -> RunConfig:
     rest = [override for override in BASE if not override.startswith(f"{group}=")]
     return config_of(*rest, f"{group}={option}")
 
 
-def test_no_group_is_left_out_here() -> None:
+def test_conf_groups_are_all_tested() -> None:
     tested = {"exp", "model", "data", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"}
     assert {folder.name for folder in CONF.iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))} == tested
 
 
-def test_hydra_itself_leaves_runs_in_folders_of_their_own() -> None:
+def test_hydra_output_folders_are_separate_from_runs() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", list(BASE), return_hydra_config=True)
     HydraConfig.instance().set_config(config)
@@ -67,7 +67,7 @@ def test_hydra_itself_leaves_runs_in_folders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", options("exp"))
-def test_every_experiment_composes_and_its_hooks_match_its_model(name: str) -> None:
+def test_experiment_composes_and_its_hooks_match_its_model(name: str) -> None:
     config = config_of(f"+exp={name}")
     assert config.name == name
     model = build_module(config.model, "model")
@@ -78,7 +78,7 @@ def test_every_experiment_composes_and_its_hooks_match_its_model(name: str) -> N
 
 
 @pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_experiment_begins_with_the_command_that_runs_it(file: Path) -> None:
+def test_experiment_file_starts_with_its_command(file: Path) -> None:
     command = re.compile(rf"# python -m instrument (-m )?\+exp={file.stem}\b")
     assert any(command.match(line) for line in file.read_text().splitlines()[:2])
 
@@ -87,7 +87,7 @@ GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "h
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
-def test_an_option_of_every_group_composes_over_an_experiment(which: int) -> None:
+def test_one_option_of_every_group_composes_with_an_experiment(which: int) -> None:
     chosen = {group: options(group)[which] for group in GROUPS}
     more = ["train.steps=null"] if chosen["train"] == "epochs" else []
     config = config_of("+exp=mnist_hooks", *(f"{group}={option}" for group, option in chosen.items()), *more)
@@ -97,58 +97,58 @@ def test_an_option_of_every_group_composes_over_an_experiment(which: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("experiment", options("exp"))
-def test_every_option_composes_over_every_experiment(group: str, experiment: str) -> None:
+def test_every_option_composes_with_every_experiment(group: str, experiment: str) -> None:
     for option in options(group):
-        # The experiments count in steps; who wants epochs takes the steps away.
+        # The experiments set `steps`; `epochs` requires `steps` to be null.
         more = ["train.steps=null"] if option == "epochs" else []
         assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
 
 
 @pytest.fixture
-def without_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights stay as they are in memory: some models have 130 million."""
+def skip_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip weight initialisation, which is slow: some models have 130 million parameters."""
     for name in ("kaiming_uniform_", "kaiming_normal_", "normal_"):
         monkeypatch.setattr(nn.init, name, lambda tensor, *arguments, **named: tensor)
 
 
-@pytest.mark.usefixtures("without_init")
+@pytest.mark.usefixtures("skip_init")
 @pytest.mark.parametrize("name", options("model"))
-def test_every_model_builds_and_takes_its_images(name: str) -> None:
-    model = build_module(over_base("model", name).model, "model").eval()
+def test_every_model_builds_and_accepts_its_input(name: str) -> None:
+    model = build_module(config_with_option("model", name).model, "model").eval()
     inputs, output = INPUTS.get(name, (torch.zeros(2, 1, 28, 28), (2, 10)))
     assert model(inputs).shape == output
 
 
 @pytest.mark.parametrize("name", ["digits", "random"])
-def test_data_that_is_always_there_loads(name: str) -> None:
-    data = load_data(over_base("data", name).data)
+def test_data_without_download_loads(name: str) -> None:
+    data = load_data(config_with_option("data", name).data)
     image, target = data.train[0]
     assert image.shape == ((1, 8, 8) if name == "digits" else (1, 28, 28))
     assert target in range(10)
     assert data.fallback is None
 
 
-def test_mnist_loads_from_the_folder_in_the_environment(
+def test_mnist_loads_from_the_environment_folder(
     mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mnist_root is None:
         pytest.skip("MNIST is not on this disk")
     monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
-    data = load_data(over_base("data", "mnist").data)
+    data = load_data(config_with_option("data", "mnist").data)
     assert (data.source["train_samples"], data.source["eval_samples"]) == (60_000, 10_000)
     assert data.train[0][0].shape == (1, 28, 28)
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_datasets_on_disk_look_in_the_folder_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_root_comes_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTRUMENT_DATA", "/some/where")
-    assert over_base("data", name).data.dataset.to_config()["root"] == "/some/where"
+    assert config_with_option("data", name).data.dataset.to_config()["root"] == "/some/where"
     monkeypatch.delenv("INSTRUMENT_DATA")
-    assert over_base("data", name).data.dataset.to_config()["root"] == "data"
+    assert config_with_option("data", name).data.dataset.to_config()["root"] == "data"
     assert config_of("model=lenet", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
 
 
-OF_TASKS = {
+TASK_INPUTS = {
     "autoencoder": (nn.Linear(4, 4), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
     "next_token": (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)), torch.randint(7, (3, 6))),
     "wgan_gp": (DenseGAN(image=(1, 4, 4)), [torch.randn(3, 1, 4, 4), torch.tensor([1, 9, 0])]),
@@ -156,9 +156,9 @@ OF_TASKS = {
 
 
 @pytest.mark.parametrize("name", options("task"))
-def test_every_task_makes_a_loss_that_can_be_differentiated(name: str) -> None:
-    task = build(over_base("task", name).task, "task")
-    model, batch = OF_TASKS.get(name, (nn.Linear(4, 10), [torch.randn(3, 4), torch.tensor([1, 9, 0])]))
+def test_every_task_returns_a_differentiable_loss(name: str) -> None:
+    task = build(config_with_option("task", name).task, "task")
+    model, batch = TASK_INPUTS.get(name, (nn.Linear(4, 10), [torch.randn(3, 4), torch.tensor([1, 9, 0])]))
     outcome = task(model, batch)
     assert isinstance(outcome, Outcome)
     outcome.loss.backward()
@@ -168,10 +168,10 @@ def test_every_task_makes_a_loss_that_can_be_differentiated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", options("optimizer"))
-def test_every_optimizer_makes_a_step(name: str) -> None:
+def test_every_optimizer_takes_a_step(name: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("generator", "critic")})
     before = copy.deepcopy(model)
-    optimizer = _build_optimizer(over_base("optimizer", name).optimizer, model)
+    optimizer = _build_optimizer(config_with_option("optimizer", name).optimizer, model)
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     assert all((now < was).all() for now, was in zip(model.parameters(), before.parameters(), strict=True))
@@ -193,27 +193,27 @@ def test_every_scheduler_is_built_on_the_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", options("train"))
-def test_every_length_is_given_once(name: str) -> None:
-    train = over_base("train", name).train
+def test_every_train_option_sets_steps_or_epochs(name: str) -> None:
+    train = config_with_option("train", name).train
     assert (train.steps, train.epochs) == {"default": (100, None), "epochs": (None, 1)}[name]
 
 
 @pytest.mark.parametrize("name", options("sink"))
 def test_every_sink_parses(name: str) -> None:
-    assert over_base("sink", name).sink.tensors == {"parquet": "list", "volume": "bytes"}[name]
+    assert config_with_option("sink", name).sink.tensors == {"parquet": "list", "volume": "bytes"}[name]
 
 
 @pytest.mark.parametrize("name", options("hooks"))
-def test_every_set_of_hooks_matches_the_cnn(name: str) -> None:
-    config = over_base("hooks", name)
+def test_every_hooks_option_matches_the_cnn(name: str) -> None:
+    config = config_with_option("hooks", name)
     plan = make_plan(config.hooks, build_module(config.model, "model"))
     assert plan.specs
     assert all(plan.of(hook) for hook in plan.specs)
 
 
 @pytest.mark.parametrize("name", options("apply"))
-def test_every_set_of_changes_can_be_made(name: str) -> None:
-    config = over_base("apply", name)
+def test_every_apply_option_changes_the_model(name: str) -> None:
+    config = config_with_option("apply", name)
     model = build_module(config.model, "model")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     rectifiers = [module for module in model.modules() if isinstance(module, nn.ReLU)]
@@ -226,12 +226,12 @@ def test_every_set_of_changes_can_be_made(name: str) -> None:
     assert [module.inplace for module in rectifiers] == [name != "no_inplace"] * len(rectifiers)
 
 
-def test_several_groups_of_hooks_and_ones_own_go_together() -> None:
+def test_several_hooks_options_and_custom_hooks_combine() -> None:
     config = config_of(*BASE, "hooks=[gradients,dead_relu]", "+hooks.mine={layers: '.', kind: forward, action: record}")
     assert list(config.hooks) == ["output_gradients", "parameter_gradients", "dead_relu", "mine"]
 
 
-def test_a_hook_is_changed_and_taken_away_from_the_command_line() -> None:
+def test_command_line_changes_and_removes_a_hook() -> None:
     compose_here = partial(config_of, "+exp=mnist_hooks")
     assert compose_here("hooks.tame.norm=0.1").hooks["tame"].norm == 0.1  # type: ignore[union-attr]
     assert "noisy" not in compose_here("~hooks.noisy").hooks
@@ -256,7 +256,7 @@ FIT = {
 
 
 PAIRS = [(model, data) for model in options("model") for data in DATA]
-# Each model on one dataset that fits it, but for the largest; and each reason why others do not.
+# Each model (except the largest) on one dataset that fits, and one pair for each reason of a misfit.
 QUICK = {
     *{("mlp", "digits"), ("mnist_cnn", "random"), ("lenet", "digits of 28"), ("autoencoder", "digits")},
     *{("dense_gan", "digits"), ("resnet18", "colour"), ("vit", "colour"), ("tiny_gpt", "english")},
@@ -264,9 +264,9 @@ QUICK = {
 }
 
 
-@pytest.mark.usefixtures("without_init")
+@pytest.mark.usefixtures("skip_init")
 @pytest.mark.parametrize("pair", tiered(PAIRS, QUICK))
-def test_every_model_takes_every_data_or_says_why_not(pair: tuple[str, str]) -> None:
+def test_every_model_accepts_data_or_reports_the_misfit(pair: tuple[str, str]) -> None:
     model, data = pair
     task = f"task={TASKS.get(model, 'cross_entropy')}"
     config = config_of(f"model={model}", *DATA[data], task, "hooks=gradients", "train.batch_size=2")
@@ -275,14 +275,14 @@ def test_every_model_takes_every_data_or_says_why_not(pair: tuple[str, str]) -> 
         return
     with pytest.raises(ConfigError) as caught:
         prepare(config)
-    (problem,) = caught.value.mistakes
+    (problem,) = caught.value.problems
     assert problem.where in ("data, model", "task")
-    assert problem.written
+    assert problem.given
 
 
-def test_mlp_takes_its_first_size_from_the_data() -> None:
+def test_mlp_infers_its_first_size_from_the_data() -> None:
     experiment = prepare(config_of("model=mlp", "data=digits", "train.steps=1"))
     first = next(experiment.model.parameters())
     assert (type(experiment.model.layers[0][0]), first.shape) == (nn.Linear, (128, 64))  # type: ignore[index,union-attr]
-    with pytest.raises(ConfigError, match="only the first size may be null"):
+    with pytest.raises(ConfigError, match="only the first size, that of the input, may be null"):
         prepare(config_of("model=mlp", "model.sizes=[64,null,10]", "data=digits"))

@@ -1,4 +1,4 @@
-"""Globs, held against a second matcher that is written as the definition reads: segment by segment, by recursion."""
+"""Globs, compared with a second matcher that implements the definition by recursion over segments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LETTERS = "ab0+$^("
 
 @dataclass(frozen=True)
 class Set:
-    """`[...]` or `[!...]`."""
+    """A character set, `[...]` or `[!...]`."""
 
     members: tuple[str, ...]
     negated: bool
@@ -25,21 +25,21 @@ class Set:
         return f"[{'!' if self.negated else ''}{''.join(self.members)}]"
 
 
-Part = str | Set  # "*", "?", a letter, or a set
-Segment = tuple[Part, ...]
+Token = str | Set  # "*", "?", a letter, or a set
+Segment = tuple[Token, ...]
 
 
-def meant(segments: list[Segment], name: str) -> bool:
-    """Whether the pattern made of these segments means a name."""
+def expected_match(segments: list[Segment], name: str) -> bool:
+    """Return whether the pattern made of these segments matches a name."""
     return _segments(segments, name.split(".") if name else [])
 
 
-def _segments(wanted: list[Segment], there: list[str]) -> bool:
+def _segments(wanted: list[Segment], present: list[str]) -> bool:
     if not wanted:
-        return not there
+        return not present
     if wanted[0] == ("**",):
-        return any(_segments(wanted[1:], there[i:]) for i in range(len(there) + 1))
-    return bool(there) and _characters(wanted[0], there[0]) and _segments(wanted[1:], there[1:])
+        return any(_segments(wanted[1:], present[i:]) for i in range(len(present) + 1))
+    return bool(present) and _characters(wanted[0], present[0]) and _segments(wanted[1:], present[1:])
 
 
 def _characters(wanted: Segment, text: str) -> bool:
@@ -63,7 +63,7 @@ patterns = st.lists(st.one_of(plain, st.just(("**",))), min_size=1, max_size=4)
 names = st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=4).map(".".join)
 
 
-def spelled(segments: list[Segment]) -> str:
+def pattern_of(segments: list[Segment]) -> str:
     return ".".join("".join(map(str, segment)) for segment in segments)
 
 
@@ -71,23 +71,23 @@ def spelled(segments: list[Segment]) -> str:
 @example([("**",)], "")
 @example([("**",), ("a",), ("**",)], "a")
 @example([("a",), ("**",)], "a")
-def test_a_glob_means_what_its_definition_says(segments: list[Segment], name: str) -> None:
-    assert matches(spelled(segments), name) == meant(segments, name)
+def test_glob_matches_by_its_definition(segments: list[Segment], name: str) -> None:
+    assert matches(pattern_of(segments), name) == expected_match(segments, name)
 
 
 @given(names)
-def test_every_name_is_meant_by_itself_and_by_two_stars(name: str) -> None:
+def test_name_matches_itself_and_two_stars(name: str) -> None:
     assert matches("**", name)
     assert matches(name or ROOT, name)
 
 
 @given(names.filter(bool), names.filter(bool))
-def test_a_name_without_wildcards_means_no_other(pattern: str, name: str) -> None:
+def test_name_without_wildcards_matches_only_itself(pattern: str, name: str) -> None:
     assert matches(pattern, name) == (pattern == name)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "meant_names", "others"),
+    ("pattern", "matching", "others"),
     [
         (".", [""], ["a", "a.b"]),
         ("*", ["a", "0"], ["", "a.b"]),
@@ -111,8 +111,8 @@ def test_a_name_without_wildcards_means_no_other(pattern: str, name: str) -> Non
         ("re:(?i)CONV.*", ["conv1", "Conv2.x"], ["my_conv"]),
     ],
 )
-def test_examples_of_the_documentation(pattern: str, meant_names: list[str], others: list[str]) -> None:
-    assert [name for name in [*meant_names, *others] if matches(pattern, name)] == meant_names
+def test_documented_globs_match(pattern: str, matching: list[str], others: list[str]) -> None:
+    assert [name for name in [*matching, *others] if matches(pattern, name)] == matching
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_examples_of_the_documentation(pattern: str, meant_names: list[str], oth
         ("a..b", "empty segment"),
         (".a", "empty segment"),
         ("a.", "empty segment"),
-        ("a**", "stand alone"),
-        ("**a.b", "stand alone"),
-        ("***", "stand alone"),
+        ("a**", "complete segment"),
+        ("**a.b", "complete segment"),
+        ("***", "complete segment"),
         ("a[bc", "not closed"),
         ("a[", "not closed"),
         ("a[!", "not closed"),
@@ -136,6 +136,6 @@ def test_examples_of_the_documentation(pattern: str, meant_names: list[str], oth
         ("re:*", "regular expression"),
     ],
 )
-def test_a_malformed_pattern_is_refused_in_words(pattern: str, words: str) -> None:
+def test_malformed_pattern_is_refused_with_a_reason(pattern: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         compile_glob(pattern)

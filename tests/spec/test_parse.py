@@ -1,4 +1,4 @@
-"""From plain mappings to specs: what is read, and what the user is told about each mistake."""
+"""Parsing of mappings to specs: accepted input, and the message for each problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from instrument.errors import ConfigError, Mistake
+from instrument.errors import ConfigError, Problem
 from instrument.spec import apply as apply_specs
 from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
@@ -39,21 +39,21 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def mistakes_in(parse: Any, raw: Any) -> tuple[Mistake, ...]:
+def problems_in(parse: Any, raw: Any) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as caught:
         parse(raw)
-    return caught.value.mistakes
+    return caught.value.problems
 
 
-def mistake_in(parse: Any, raw: Any) -> Mistake:
-    (mistake,) = mistakes_in(parse, raw)
-    return mistake
+def problem_in(parse: Any, raw: Any) -> Problem:
+    (problem,) = problems_in(parse, raw)
+    return problem
 
 
-# ------------------------------------------------------------------------------------------------ what is read
+# ---------------------------------------------------------------------------------------------- accepted input
 
 
-def test_a_mapping_and_a_list_are_the_same_specs() -> None:
+def test_hooks_mapping_and_list_are_equivalent() -> None:
     clip = {**CLIP, "norm": 1.0}
     mapping = parse_hooks({"look": RECORD, "tame": clip})
     listed = parse_hooks([{**RECORD, "name": "look"}, {**clip, "name": "tame"}])
@@ -62,23 +62,23 @@ def test_a_mapping_and_a_list_are_the_same_specs() -> None:
     assert [spec.name for spec in mapping.values()] == ["look", "tame"]
 
 
-def test_an_item_of_a_list_without_a_name_gets_one_from_its_place() -> None:
+def test_unnamed_list_item_gets_its_index_as_name() -> None:
     assert list(parse_hooks([RECORD, {**RECORD, "name": "mine"}, RECORD])) == ["hooks_0", "mine", "hooks_2"]
     assert list(parse_apply([INIT])) == ["apply_0"]
 
 
 @pytest.mark.parametrize("parse", [parse_hooks, parse_apply])
 @pytest.mark.parametrize("empty", [None, {}, [], {"gone": None}, [None]])
-def test_null_entries_are_left_out(parse: Any, empty: Any) -> None:
+def test_null_entries_are_ignored(parse: Any, empty: Any) -> None:
     assert parse(empty) == {}
 
 
-def test_a_null_entry_leaves_the_others_in() -> None:
+def test_null_entry_keeps_other_specs() -> None:
     assert list(parse_hooks({"a": None, "b": RECORD})) == ["b"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_can_record_each_of_its_roles_and_takes_the_first_by_default(kind: str) -> None:
+def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> None:
     spec = {"layers": "**", "kind": kind, "action": "record"}
     assert parse_hooks({"x": spec})["x"].tensor_role == KINDS[kind].roles[0]
     for role in KINDS[kind].roles:
@@ -87,17 +87,17 @@ def test_every_kind_can_record_each_of_its_roles_and_takes_the_first_by_default(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_lets_interventions_change_just_the_roles_that_it_says(kind: str) -> None:
+def test_kind_allows_interventions_on_its_changeable_roles_only(kind: str) -> None:
     for role in KINDS[kind].roles:
         spec = {"layers": "**", "kind": kind, "role": role.replace(".*", ".exp_avg"), "action": "scale", "factor": 2}
         if role in KINDS[kind].changes:
             assert parse_hooks({"x": spec})["x"].tensor_role == spec["role"]
         else:
-            assert "cannot change role" in mistake_in(parse_hooks, {"x": spec}).problem
+            assert "cannot change role" in problem_in(parse_hooks, {"x": spec}).message
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("requested", "given"),
     [
         ("default", DEFAULT),
         ("all", tuple(name for name in ALL if name != "update_ratio")),
@@ -107,27 +107,27 @@ def test_a_kind_lets_interventions_change_just_the_roles_that_it_says(kind: str)
         ("none", ()),
     ],
 )
-def test_statistics_are_given_in_the_order_of_the_columns(asked: Any, given: tuple[str, ...]) -> None:
-    spec = parse_hooks({"x": {**RECORD, "tensors": True, "stats": asked}})["x"]
+def test_statistics_are_in_column_order(requested: Any, given: tuple[str, ...]) -> None:
+    spec = parse_hooks({"x": {**RECORD, "tensors": True, "stats": requested}})["x"]
     assert isinstance(spec, hook_specs.RecordSpec)
     assert spec.statistics == given
 
 
 @pytest.mark.parametrize(
-    ("asked", "levels"),
+    ("requested", "levels"),
     [(True, DEFAULT_LEVELS), (False, None), (None, None), (0.5, (0.5,)), ([0.9, 0, 0.5, 0.9], (0.0, 0.5, 0.9))],
     ids=str,
 )
-def test_quantiles_are_asked_for_by_their_levels(asked: Any, levels: tuple[float, ...] | None) -> None:
-    assert parse_hooks({"h": {**RECORD, "quantiles": asked}})["h"].quantiles == levels
+def test_quantiles_parse_to_levels(requested: Any, levels: tuple[float, ...] | None) -> None:
+    assert parse_hooks({"h": {**RECORD, "quantiles": requested}})["h"].quantiles == levels
 
 
-@pytest.mark.parametrize(("asked", "bins"), [(True, DEFAULT_BINS), (False, None), (None, None), (10, 10)])
-def test_a_histogram_is_asked_for_by_its_bins(asked: Any, bins: int | None) -> None:
-    assert parse_hooks({"h": {**RECORD, "histogram": asked}})["h"].histogram == bins
+@pytest.mark.parametrize(("requested", "bins"), [(True, DEFAULT_BINS), (False, None), (None, None), (10, 10)])
+def test_histogram_parses_to_bins(requested: Any, bins: int | None) -> None:
+    assert parse_hooks({"h": {**RECORD, "histogram": requested}})["h"].histogram == bins
 
 
-def test_stats_none_records_tensors_alone() -> None:
+def test_stats_none_records_tensors_only() -> None:
     spec = parse_hooks({"x": {**RECORD, "stats": "none", "tensors": True}})["x"]
     assert isinstance(spec, hook_specs.RecordSpec)
     assert spec.statistics == ()
@@ -143,7 +143,7 @@ def test_stats_none_records_tensors_alone() -> None:
         ({"kind": "forward", "scope": "sample"}, "sample"),
     ],
 )
-def test_the_norms_scope_is_that_of_clip_grad_norm_where_all_gradients_are_at_hand(
+def test_norm_scope_default_depends_on_the_kind(
     fields: dict[str, str], scope: str
 ) -> None:
     spec = parse_hooks({"x": {**CLIP, "norm": 1.0, **fields}})["x"]
@@ -151,13 +151,13 @@ def test_the_norms_scope_is_that_of_clip_grad_norm_where_all_gradients_are_at_ha
     assert spec.norm_scope == scope
 
 
-def test_the_order_of_a_norm_may_be_infinite() -> None:
+def test_norm_order_may_be_infinite() -> None:
     spec = parse_hooks({"x": {**CLIP, "norm": 1.0, "ord": math.inf}})["x"]
     assert isinstance(spec, hook_specs.ClipSpec)
     assert spec.ord == math.inf
 
 
-def test_a_function_of_ones_own_keeps_its_arguments() -> None:
+def test_custom_function_keeps_its_arguments() -> None:
     fn = {"_target_": "my.module.shift", "by": 2, "inner": {"_target_": "my.other"}}
     spec = parse_hooks({"x": {**SCALE, "action": "modify", "fn": fn}})["x"]
     assert isinstance(spec, hook_specs.FunctionSpec)
@@ -169,19 +169,19 @@ def test_types_alone_select_among_all_modules() -> None:
     assert (spec.globs, spec.types) == (("**",), ("Linear",))
 
 
-def test_an_init_spec_keeps_the_functions_arguments() -> None:
+def test_init_spec_keeps_the_function_arguments() -> None:
     spec = parse_apply({"x": {**INIT, "nonlinearity": "relu", "a": 0.1}})["x"]
     assert isinstance(spec, apply_specs.InitSpec)
     assert spec.arguments == {"nonlinearity": "relu", "a": 0.1}
 
 
-def test_specs_cannot_be_written_to() -> None:
+def test_specs_are_frozen() -> None:
     spec = parse_hooks({"x": RECORD})["x"]
     with pytest.raises(ValueError, match="frozen"):
         spec.every = 3
 
 
-def test_a_whole_configuration_is_read_with_its_defaults() -> None:
+def test_config_is_parsed_with_defaults() -> None:
     config = parse_config({**CONFIG, "hooks": {"look": RECORD}, "apply": {"init": INIT}, "sink": None})
     assert (config.name, config.seed, config.device, config.scheduler) == ("run", 0, "auto", None)
     assert (config.data.slice.split, config.data.eval_slice.split) == ("train", "test")
@@ -191,9 +191,9 @@ def test_a_whole_configuration_is_read_with_its_defaults() -> None:
     assert config.model.to_config() == CONFIG["model"]
 
 
-# ------------------------------------------------------------------------------------------------ mistakes in a hook
+# ----------------------------------------------------------------------------------------------------- invalid hooks
 
-# What is written over a spec, where the mistake is told, and words of its problem.
+# What is added to a spec, the location of the problem, and words of its message.
 OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"every": 0}, "every", "greater than or equal to 1"),
     (RECORD, {"every": -1}, "every", "greater than or equal to 1"),
@@ -203,20 +203,20 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"every": None}, "every", "integer"),
     (RECORD, {"start": -1}, "start", "greater than or equal to 0"),
     (RECORD, {"stop": 0}, "stop", "greater than or equal to 1"),
-    (RECORD, {"start": 5, "stop": 5}, "", "stop (5) has to be larger than start (5)"),
-    (RECORD, {"start": 5, "stop": 3}, "", "stop (3) has to be larger than start (5)"),
+    (RECORD, {"start": 5, "stop": 5}, "", "stop (5) must be larger than start (5)"),
+    (RECORD, {"start": 5, "stop": 3}, "", "stop (3) must be larger than start (5)"),
     (RECORD, {"steps": []}, "steps", "at least 1 item"),
     (RECORD, {"steps": [0, -1]}, "steps.1", "greater than or equal to 0"),
-    (RECORD, {"steps": [1], "every": 2}, "", "'steps' stands alone"),
-    (RECORD, {"steps": [1], "start": 0}, "", "'steps' stands alone"),
-    (RECORD, {"phase": "evaluation"}, "phase", "not one of the values allowed"),
-    (RECORD, {"kind": "full_backward", "phase": "eval"}, "", "needs gradients"),
-    (RECORD, {"kind": "parameter_grad", "phase": "eval"}, "", "needs gradients"),
+    (RECORD, {"steps": [1], "every": 2}, "", "'steps' cannot be combined"),
+    (RECORD, {"steps": [1], "start": 0}, "", "'steps' cannot be combined"),
+    (RECORD, {"phase": "evaluation"}, "phase", "not an allowed value"),
+    (RECORD, {"kind": "full_backward", "phase": "eval"}, "", "requires gradients"),
+    (RECORD, {"kind": "parameter_grad", "phase": "eval"}, "", "requires gradients"),
     (RECORD, {"kind": "step_post", "phase": "eval"}, "", "phase eval"),
-    (RECORD, {"role": "inputs"}, "", "has no role 'inputs'; it has output, input"),
+    (RECORD, {"role": "inputs"}, "", "has no role 'inputs'; its roles are output, input"),
     (RECORD, {"kind": "step_post", "role": "state."}, "", "has no role 'state.'"),
-    (RECORD, {"via": "module"}, "", "is for full_backward"),
-    (RECORD, {"params": "weight"}, "", "'params' is for kinds that see parameters"),
+    (RECORD, {"via": "module"}, "", "requires kind full_backward"),
+    (RECORD, {"params": "weight"}, "", "'params' requires a kind with parameters"),
     (RECORD, {"kind": "parameter_grad", "path": "0"}, "", "use 'params'"),
     (RECORD, {"path": "a..b"}, "path", "empty segment"),
     (RECORD, {"layers": []}, "layers", "at least 1 item"),
@@ -224,21 +224,21 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"layers": ["a", "b["]}, "layers.1", "not closed"),
     (RECORD, {"layers": "re:("}, "layers.0", "regular expression"),
     (RECORD, {"layers": "[z-a]"}, "layers.0", "range"),
-    (RECORD, {"exclude": "a**"}, "exclude.0", "stand alone"),
+    (RECORD, {"exclude": "a**"}, "exclude.0", "complete segment"),
     (RECORD, {"layers": None}, "", "needs 'layers'"),
     (RECORD, {"stats": "none"}, "", "records nothing"),
     (RECORD, {"stats": []}, "", "records nothing"),
     (RECORD, {"tensors": "maybe"}, "tensors", "boolean"),
     (RECORD, {"tensors": True, "samples": 0}, "samples", "greater than or equal to 1"),
     (RECORD, {"tensors": True, "max_elements": 0}, "max_elements", "greater than or equal to 1"),
-    (RECORD, {"tensors": True, "slice": "0:4, x"}, "slice", "'x' is no slice"),
-    (RECORD, {"tensors": True, "slice": "::0"}, "slice", "step cannot be 0"),
-    (RECORD, {"tensors": True, "slice": "::-1"}, "slice", "is no slice"),
-    (RECORD, {"tensors": True, "dtype": "int8"}, "dtype", "not one of the values allowed"),
-    (RECORD, {"samples": 2}, "", "say 'tensors: true' too"),
-    (CLIP, {}, "", "needs one of min/max, value, norm, quantile, ratio; it has none"),
-    (CLIP, {"norm": 1.0, "value": 1.0}, "", "it has value and norm"),
-    (CLIP, {"norm": 1.0, "max": 1.0}, "", "it has min/max and norm"),
+    (RECORD, {"tensors": True, "slice": "0:4, x"}, "slice", "'x' is not a slice"),
+    (RECORD, {"tensors": True, "slice": "::0"}, "slice", "step of a slice must not be 0"),
+    (RECORD, {"tensors": True, "slice": "::-1"}, "slice", "is not a slice"),
+    (RECORD, {"tensors": True, "dtype": "int8"}, "dtype", "not an allowed value"),
+    (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
+    (CLIP, {}, "", "needs exactly one of min/max, value, norm, quantile, ratio; given: none"),
+    (CLIP, {"norm": 1.0, "value": 1.0}, "", "given: value and norm"),
+    (CLIP, {"norm": 1.0, "max": 1.0}, "", "given: min/max and norm"),
     (CLIP, {"min": 2.0, "max": 1.0}, "", "min (2.0) is above max (1.0)"),
     (CLIP, {"min": math.nan}, "min", "finite"),
     (CLIP, {"max": math.inf}, "max", "finite"),
@@ -257,11 +257,11 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"histogram": "many"}, "histogram", "integer"),
     (CLIP, {"norm": 1.0, "ord": -1.0}, "ord", "greater than or equal to 0"),
     (CLIP, {"norm": 1.0, "ord": math.nan}, "ord", "greater than or equal to 0"),
-    (CLIP, {"value": 1.0, "ord": 1.0}, "", "belong to 'norm'"),
-    (CLIP, {"value": 1.0, "scope": "tensor"}, "", "belong to 'norm'"),
-    (CLIP, {"norm": 1.0, "scope": "batch"}, "scope", "not one of the values allowed"),
-    (CLIP, {"kind": "forward", "norm": 1.0, "scope": "all"}, "", "only kind parameter_grad has"),
-    (CLIP, {"norm": 1.0, "scope": "sample"}, "", "needs a batch dimension"),
+    (CLIP, {"value": 1.0, "ord": 1.0}, "", "require 'norm'"),
+    (CLIP, {"value": 1.0, "scope": "tensor"}, "", "require 'norm'"),
+    (CLIP, {"norm": 1.0, "scope": "batch"}, "scope", "not an allowed value"),
+    (CLIP, {"kind": "forward", "norm": 1.0, "scope": "all"}, "", "requires kind parameter_grad"),
+    (CLIP, {"norm": 1.0, "scope": "sample"}, "", "requires a batch dimension"),
     (SCALE, {}, "factor", "is missing"),
     (SCALE, {"factor": math.nan}, "factor", "finite"),
     (SCALE, {"factor": -math.inf}, "factor", "finite"),
@@ -275,24 +275,24 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (NOISE, {"std": 1.0, "mean": math.inf}, "mean", "finite"),
     (L2, {"coefficient": -1.0}, "coefficient", "greater than or equal to 0"),
     (L2, {"coefficient": math.nan}, "coefficient", "finite"),
-    (L2, {"coefficient": 1.0, "kind": "forward"}, "", "forward cannot"),
+    (L2, {"coefficient": 1.0, "kind": "forward"}, "", "not forward"),
     (L2, {"fn": {}}, "fn._target_", "is missing"),
     (L2, {"fn": {"_target_": ""}}, "fn._target_", "at least 1 character"),
 ]
 
 
-@pytest.mark.parametrize(("spec", "fields", "place", "words"), OUT_OF_RANGE)
-def test_a_value_out_of_range_is_told_with_its_place(
-    spec: dict[str, Any], fields: dict[str, Any], place: str, words: str
+@pytest.mark.parametrize(("spec", "fields", "location", "words"), OUT_OF_RANGE)
+def test_invalid_value_is_reported_with_its_location(
+    spec: dict[str, Any], fields: dict[str, Any], location: str, words: str
 ) -> None:
-    mistake = mistake_in(parse_hooks, {"mine": {**spec, **fields}})
-    assert mistake.where == ".".join(part for part in ("hooks.mine", place) if part)
-    assert words in mistake.problem
-    if place and mistake.problem != "is missing" and fields[place.split(".", maxsplit=1)[0]] is not None:
-        assert mistake.written is not None
+    problem = problem_in(parse_hooks, {"mine": {**spec, **fields}})
+    assert problem.where == ".".join(part for part in ("hooks.mine", location) if part)
+    assert words in problem.message
+    if location and problem.message != "is missing" and fields[location.split(".", maxsplit=1)[0]] is not None:
+        assert problem.given is not None
 
 
-# What is written over a spec, where it is told, what was written, what is allowed, and the nearest.
+# What is added to a spec, then where, given, allowed and similar of the problem.
 UNKNOWN: list[tuple[dict[str, Any], dict[str, Any], str, str, str, str]] = [
     (RECORD, {"evry": 2}, "hooks.mine", "evry: 2", "every", "every"),
     (RECORD, {"stat": "all"}, "hooks.mine", "stat: all", "stats", "stats"),
@@ -312,73 +312,73 @@ UNKNOWN: list[tuple[dict[str, Any], dict[str, Any], str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("spec", "fields", "where", "written", "allowed", "near"), UNKNOWN)
-def test_an_unknown_name_is_told_in_four_parts(
+def test_unknown_name_message_has_four_parts(
     spec: dict[str, Any], fields: dict[str, Any], where: str, written: str, allowed: str, near: str
 ) -> None:
-    mistake = mistake_in(parse_hooks, {"mine": {**spec, **fields}})
-    assert (mistake.where, mistake.written) == (where, written)
-    assert not allowed or allowed in mistake.allowed
-    assert not near or mistake.nearest[0] == near
-    lines = str(mistake).splitlines()
+    problem = problem_in(parse_hooks, {"mine": {**spec, **fields}})
+    assert (problem.where, problem.given) == (where, written)
+    assert not allowed or allowed in problem.allowed
+    assert not near or problem.similar[0] == near
+    lines = str(problem).splitlines()
     assert lines[0].startswith(f"{where}: ")
-    assert lines[1].split() == ["written", *written.split()]
-    assert not near or lines[-1].split()[:2] in (["nearest", near], ["nearest", f"{near},"])
+    assert lines[1].split() == ["given", *written.split()]
+    assert not near or lines[-1].split()[:2] in (["similar", near], ["similar", f"{near},"])
 
 
 @pytest.mark.parametrize(
     ("missing", "where"), [("kind", "hooks.mine.kind"), ("action", "hooks.mine.action"), ("layers", "hooks.mine")]
 )
-def test_a_missing_field_is_told(missing: str, where: str) -> None:
+def test_missing_field_is_reported(missing: str, where: str) -> None:
     spec = {key: value for key, value in RECORD.items() if key != missing}
-    mistake = mistake_in(parse_hooks, {"mine": spec})
-    assert mistake.where == where
-    assert missing in f"{mistake}"
+    problem = problem_in(parse_hooks, {"mine": spec})
+    assert problem.where == where
+    assert missing in f"{problem}"
 
 
-def test_a_misspelt_key_is_offered_where_the_right_one_is_missing() -> None:
-    missing, unknown = mistakes_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "acton": "record"}})
-    assert (missing.where, missing.problem, list(missing.nearest)) == ("hooks.mine.action", "is missing", ["acton"])
-    assert (unknown.where, unknown.problem) == ("hooks.mine", "unknown field 'acton'")
-    mistake = mistake_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "action": "modify"}})
-    assert mistake.where == "hooks.mine.fn"
-    assert "noise" in mistake.allowed
-    assert "or {_target_: package.function}" in mistake.allowed
+def test_missing_field_suggests_the_misspelt_key() -> None:
+    missing, unknown = problems_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "acton": "record"}})
+    assert (missing.where, missing.message, list(missing.similar)) == ("hooks.mine.action", "is missing", ["acton"])
+    assert (unknown.where, unknown.message) == ("hooks.mine", "unknown field 'acton'")
+    problem = problem_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "action": "modify"}})
+    assert problem.where == "hooks.mine.fn"
+    assert "noise" in problem.allowed
+    assert "or {_target_: package.function}" in problem.allowed
 
 
 @pytest.mark.parametrize("parse", [parse_hooks, parse_apply])
 @pytest.mark.parametrize("raw", ["encoder", 5, True])
-def test_a_section_that_is_no_mapping_and_no_list_is_refused(parse: Any, raw: Any) -> None:
-    mistake = mistake_in(parse, raw)
-    assert "mapping from a name to a spec, or a list" in mistake.problem
-    assert mistake.written == raw
+def test_section_of_wrong_type_is_refused(parse: Any, raw: Any) -> None:
+    problem = problem_in(parse, raw)
+    assert "mapping from names to specs, or a list" in problem.message
+    assert problem.given == raw
 
 
 @pytest.mark.parametrize("spec", ["record", 3, ["record"], False])
-def test_a_spec_that_is_no_mapping_is_refused(spec: Any) -> None:
-    mistake = mistake_in(parse_hooks, {"mine": spec})
-    assert (mistake.where, mistake.problem, mistake.written) == ("hooks.mine", "has to be a mapping", spec)
+def test_spec_of_wrong_type_is_refused(spec: Any) -> None:
+    problem = problem_in(parse_hooks, {"mine": spec})
+    assert (problem.where, problem.message, problem.given) == ("hooks.mine", "must be a mapping", spec)
 
 
 @pytest.mark.parametrize("name", ["my hook", "a.b", "1st", "", "é!"])
-def test_a_name_that_no_override_could_spell_is_refused(name: str) -> None:
-    mistake = mistake_in(parse_hooks, {name: RECORD})
-    assert (mistake.where, mistake.written) == ("hooks", name)
-    assert "letters, digits and underscores" in mistake.problem
+def test_name_that_is_no_identifier_is_refused(name: str) -> None:
+    problem = problem_in(parse_hooks, {name: RECORD})
+    assert (problem.where, problem.given) == ("hooks", name)
+    assert "letters, digits and underscores" in problem.message
 
 
-def test_a_name_used_twice_is_refused() -> None:
-    mistake = mistake_in(parse_hooks, [{**RECORD, "name": "a"}, {**RECORD, "name": "a"}])
-    assert (mistake.where, mistake.problem) == ("hooks.a", "this name is used twice; names have to differ")
+def test_duplicate_name_is_refused() -> None:
+    problem = problem_in(parse_hooks, [{**RECORD, "name": "a"}, {**RECORD, "name": "a"}])
+    assert (problem.where, problem.message) == ("hooks.a", "this name is used twice; names must be unique")
 
 
-def test_a_name_inside_a_mapping_that_is_not_its_key_is_refused() -> None:
+def test_name_field_that_differs_from_its_key_is_refused() -> None:
     assert parse_hooks({"a": {**RECORD, "name": "a"}})["a"].name == "a"
-    mistake = mistake_in(parse_hooks, {"a": {**RECORD, "name": "b"}})
-    assert (mistake.where, mistake.written) == ("hooks.a.name", "b")
+    problem = problem_in(parse_hooks, {"a": {**RECORD, "name": "b"}})
+    assert (problem.where, problem.given) == ("hooks.a.name", "b")
 
 
-def test_all_mistakes_of_all_specs_are_told_at_once() -> None:
-    mistakes = mistakes_in(
+def test_all_problems_of_all_specs_are_reported_at_once() -> None:
+    problems = problems_in(
         parse_hooks,
         {
             "fine": RECORD,
@@ -389,7 +389,7 @@ def test_all_mistakes_of_all_specs_are_told_at_once() -> None:
             "four": "record",
         },
     )
-    assert [mistake.where for mistake in mistakes] == [
+    assert [problem.where for problem in problems] == [
         "hooks.one.every",
         "hooks.one.start",
         "hooks.one.stats",
@@ -401,7 +401,7 @@ def test_all_mistakes_of_all_specs_are_told_at_once() -> None:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ mistakes in apply
+# ---------------------------------------------------------------------------------------------- invalid apply specs
 
 
 @pytest.mark.parametrize(
@@ -430,14 +430,14 @@ def test_all_mistakes_of_all_specs_are_told_at_once() -> None:
         ({"action": "freeze"}, "apply.mine", "needs 'layers'", ""),
     ],
 )
-def test_a_mistake_in_apply_is_told_with_its_place(spec: dict[str, Any], where: str, words: str, near: str) -> None:
-    mistake = mistake_in(parse_apply, {"mine": spec})
-    assert mistake.where == where
-    assert words in mistake.problem
-    assert not near or mistake.nearest[0] == near
+def test_apply_problem_is_reported_with_its_location(spec: dict[str, Any], where: str, words: str, near: str) -> None:
+    problem = problem_in(parse_apply, {"mine": spec})
+    assert problem.where == where
+    assert words in problem.message
+    assert not near or problem.similar[0] == near
 
 
-def test_the_functions_that_init_knows_are_those_of_torch() -> None:
+def test_init_functions_are_those_of_torch() -> None:
     from torch import nn
 
     assert [name for name in INIT_FUNCTIONS if not callable(getattr(nn.init, name, None))] == []
@@ -445,54 +445,54 @@ def test_the_functions_that_init_knows_are_those_of_torch() -> None:
     assert set(INIT_FUNCTIONS) == public
 
 
-# ------------------------------------------------------------------------------------------------ the whole config
+# ------------------------------------------------------------------------------------------ the full configuration
 
 
 @pytest.mark.parametrize(
     ("changes", "where", "words"),
     [
-        ({"model": None}, "model", "no model was chosen"),
-        ({"data": None}, "data", "no dataset was chosen"),
+        ({"model": None}, "model", "no model is configured"),
+        ({"data": None}, "data", "no dataset is configured"),
         ({"model": {"in_features": 2}}, "model._target_", "is missing"),
         ({"model": "mnist_cnn"}, "model", "dictionary"),
         ({"task": None}, "task", "dictionary"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),
         ({"seed": "x"}, "seed", "integer"),
         ({"seeed": 1}, "", "unknown field 'seeed'"),
-        ({"device": "gpu"}, "device", "not one of the values allowed"),
+        ({"device": "gpu"}, "device", "not an allowed value"),
         ({"name": "a/b"}, "name", "pattern"),
         ({"name": "../up"}, "name", "pattern"),
         ({"name": ""}, "name", "pattern"),
         ({"deterministic": "perhaps"}, "deterministic", "boolean"),
         ({"train": {"steps": 0}}, "train.steps", "greater than or equal to 1"),
-        ({"train": {}}, "train", "needs one of steps and epochs, the other one null; it has none"),
-        ({"train": {"steps": 1, "epochs": 2}}, "train", "it has both: steps 1 and epochs 2"),
+        ({"train": {}}, "train", "exactly one of steps and epochs must be set, the other must be null; neither is set"),
+        ({"train": {"steps": 1, "epochs": 2}}, "train", "steps is 1 and epochs is 2"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"train": {"steps": 1, "batch_size": 0}}, "train.batch_size", "greater than or equal to 1"),
         ({"train": {"steps": 1, "accumulate": 0}}, "train.accumulate", "greater than or equal to 1"),
         ({"train": {"steps": 1, "eval_every": -1}}, "train.eval_every", "greater than or equal to 0"),
         ({"train": {"steps": 1, "batchsize": 2}}, "train", "unknown field 'batchsize'"),
-        ({"data": {**CONFIG["data"], "slice": {"split": "valid"}}}, "data.slice.split", "not one of the values"),
+        ({"data": {**CONFIG["data"], "slice": {"split": "valid"}}}, "data.slice.split", "not an allowed value"),
         ({"data": {**CONFIG["data"], "slice": {"start": 4, "stop": 4}}}, "data.slice", "the slice is empty"),
         ({"data": {**CONFIG["data"], "slice": {"stride": 0}}}, "data.slice.stride", "greater than or equal to 1"),
-        ({"data": {**CONFIG["data"], "slice": {"indices": [0], "stop": 4}}}, "data.slice", "stands alone"),
+        ({"data": {**CONFIG["data"], "slice": {"indices": [0], "stop": 4}}}, "data.slice", "cannot be combined"),
         ({"data": {**CONFIG["data"], "slice": {"indices": []}}}, "data.slice.indices", "at least 1"),
         ({"data": {**CONFIG["data"], "slice": {"classes": []}}}, "data.slice.classes", "at least 1"),
         ({"data": {**CONFIG["data"], "slice": {"per_class": 0}}}, "data.slice.per_class", "greater than or equal to"),
         ({"data": {**CONFIG["data"], "slice": {"stp": 4}}}, "data.slice", "unknown field 'stp'"),
-        ({"data": {**CONFIG["data"], "fallback": "mnist"}}, "data.fallback", "not one of the values"),
-        ({"sink": {"tensors": "csv"}}, "sink.tensors", "not one of the values"),
-        ({"sink": {"when_full": "perhaps"}}, "sink.when_full", "not one of the values allowed"),
+        ({"data": {**CONFIG["data"], "fallback": "mnist"}}, "data.fallback", "not an allowed value"),
+        ({"sink": {"tensors": "csv"}}, "sink.tensors", "not an allowed value"),
+        ({"sink": {"when_full": "perhaps"}}, "sink.when_full", "not an allowed value"),
         ({"sink": {"on_error": True}}, "sink.on_error", "YAML reads this as True"),
-        ({"hooks": "all"}, "hooks", "has to be a mapping"),
-        ({"apply": 3}, "apply", "has to be a mapping"),
+        ({"hooks": "all"}, "hooks", "must be a mapping"),
+        ({"apply": 3}, "apply", "must be a mapping"),
     ],
 )
-def test_a_mistake_anywhere_in_the_configuration_is_told_with_its_place(
+def test_config_problem_is_reported_with_its_location(
     changes: dict[str, Any], where: str, words: str
 ) -> None:
-    mistake = mistake_in(parse_config, {**CONFIG, **changes})
-    assert (mistake.where, words in mistake.problem) == (where, True), str(mistake)
+    problem = problem_in(parse_config, {**CONFIG, **changes})
+    assert (problem.where, words in problem.message) == (where, True), str(problem)
 
 
 @pytest.mark.parametrize(
@@ -506,13 +506,13 @@ def test_a_mistake_anywhere_in_the_configuration_is_told_with_its_place(
         ({"device": "cdua"}, "cuda"),
     ],
 )
-def test_an_unknown_key_of_any_section_is_answered_with_the_nearest(changes: dict[str, Any], near: str) -> None:
-    mistake = mistake_in(parse_config, {**CONFIG, **changes})
-    assert mistake.nearest[0] == near
-    assert near in mistake.allowed
+def test_unknown_config_key_suggests_the_nearest(changes: dict[str, Any], near: str) -> None:
+    problem = problem_in(parse_config, {**CONFIG, **changes})
+    assert problem.similar[0] == near
+    assert near in problem.allowed
 
 
-def test_mistakes_of_all_sections_are_told_at_once() -> None:
+def test_all_problems_of_all_sections_are_reported_at_once() -> None:
     raw = {
         **CONFIG,
         "model": None,
@@ -521,36 +521,36 @@ def test_mistakes_of_all_sections_are_told_at_once() -> None:
         "hooks": {"a": {**RECORD, "every": 0}},
         "apply": {"b": {**INIT, "fn": "no"}},
     }
-    mistakes = mistakes_in(parse_config, raw)
-    assert {mistake.where for mistake in mistakes} == {"hooks.a.every", "apply.b.fn", "model", "train.steps", ""}
-    assert len(mistakes) == 5
+    problems = problems_in(parse_config, raw)
+    assert {problem.where for problem in problems} == {"hooks.a.every", "apply.b.fn", "model", "train.steps", ""}
+    assert len(problems) == 5
 
 
-def test_a_mistake_can_be_sent_to_another_process() -> None:
-    error = ConfigError(*mistakes_in(parse_hooks, {"mine": {**RECORD, "evry": 2}}))
+def test_config_error_can_be_pickled() -> None:
+    error = ConfigError(*problems_in(parse_hooks, {"mine": {**RECORD, "evry": 2}}))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 @pytest.mark.parametrize("written", [1, "1"])
-def test_the_path_of_an_item_may_be_written_as_a_number(written: int | str) -> None:
+def test_path_of_an_item_may_be_a_number(written: int | str) -> None:
     hook = {"layers": "lstm", "kind": "forward", "action": "record", "path": written}
     assert parse_hooks({"x": hook})["x"].path == "1"
 
 
-def test_the_deprecated_backward_kind_is_refused_with_the_right_name() -> None:
+def test_backward_kind_is_refused_with_full_backward_suggested() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_hooks({"old": {"layers": "**", "kind": "backward", "action": "record"}})
-    (mistake,) = refused.value.mistakes
-    assert "deprecated in PyTorch: it sees wrong gradients of modules with several operations" in str(mistake)
-    assert "nearest  full_backward" in str(mistake)
+    (problem,) = refused.value.problems
+    assert "deprecated in PyTorch: its gradients are wrong for modules with several operations" in str(problem)
+    assert "similar  full_backward" in str(problem)
 
 
-def own_function(tensor: Any, context: Any) -> Any:
+def custom_function(tensor: Any, context: Any) -> Any:
     return tensor
 
 
-@pytest.mark.parametrize("function", [own_function, Mistake], ids=["function", "class"])
-def test_in_python_a_function_may_stand_for_its_own_path(function: Any) -> None:
+@pytest.mark.parametrize("function", [custom_function, Problem], ids=["function", "class"])
+def test_python_function_is_stored_as_its_import_path(function: Any) -> None:
     spec = {"layers": "**", "kind": "forward", "action": "modify", "fn": function}
     found = parse_hooks({"mine": spec})["mine"]
     path = f"{function.__module__}.{function.__name__}"
@@ -559,10 +559,10 @@ def test_in_python_a_function_may_stand_for_its_own_path(function: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda tensor, context: tensor, functools.partial(own_function)], ids=["lambda", "partial"]
+    "function", [lambda tensor, context: tensor, functools.partial(custom_function)], ids=["lambda", "partial"]
 )
-def test_a_function_without_a_path_is_refused(function: Any) -> None:
-    with pytest.raises(ConfigError, match=r"hooks\.mine\.fn.*name at the top of its module"):
+def test_function_without_import_path_is_refused(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"hooks\.mine\.fn.*top level of a module"):
         parse_hooks({"mine": {"layers": "**", "kind": "forward", "action": "modify", "fn": function}})
 
 
@@ -570,7 +570,7 @@ def test_a_function_without_a_path_is_refused(function: Any) -> None:
 
 
 def numeric_fields() -> list[tuple[type[Any], str]]:
-    """Every field of a spec that takes a number which need not be whole."""
+    """Return every spec field that takes a number and is not limited to integers."""
     models = [*hook_specs.ACTIONS.values(), *FUNCTIONS.values(), *apply_specs.ACTIONS.values(), BudgetConfig]
     return [
         (model, name)
@@ -582,43 +582,43 @@ def numeric_fields() -> list[tuple[type[Any], str]]:
 
 @pytest.mark.parametrize(("model", "field"), numeric_fields(), ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("shape", [float, lambda x: [x], lambda x: {0: x}], ids=["number", "list", "mapping"])
-def test_no_number_of_a_spec_is_nan(model: type[Any], field: str, shape: Any) -> None:
+def test_numeric_field_refuses_nan(model: type[Any], field: str, shape: Any) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate({"layers": "**", field: shape(math.nan)})
     assert any(error["loc"][:1] == (field,) for error in caught.value.errors())
 
 
-def test_every_numeric_field_is_found() -> None:
+def test_numeric_fields_include_all_known_ones() -> None:
     names = {field for _, field in numeric_fields()}
     assert names >= {"std", "mean", "p", "coefficient", "norm", "ord", "factor", "quantiles", "ratio", "value", "time"}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_arguments_of_init_are_finite(number: float) -> None:
-    with pytest.raises(ConfigError, match="std has to be finite"):
+def test_init_arguments_have_to_be_finite(number: float) -> None:
+    with pytest.raises(ConfigError, match="std must be finite"):
         parse_apply({"a": {"layers": "**", "action": "init", "fn": "normal_", "std": number}})
 
 
-def test_an_attribute_is_not_set_to_nan() -> None:
-    with pytest.raises(ConfigError, match="other than NaN"):
+def test_set_refuses_nan_and_accepts_infinity() -> None:
+    with pytest.raises(ConfigError, match="must not be NaN"):
         parse_apply({"a": {"layers": "**", "action": "set", "attribute": "p", "value": math.nan}})
     assert parse_apply({"a": {"layers": "**", "action": "set", "attribute": "p", "value": math.inf}})
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_hyperparameters_are_finite(section: str, number: float) -> None:
+def test_hyperparameters_have_to_be_finite(section: str, number: float) -> None:
     given = {"_target_": "torch.optim.SGD", "lr": 0.1, "groups": [{"lr": number}]}
     with pytest.raises(ConfigError) as caught:
         parse_config({section: given})
-    assert f"{section}.groups[0].lr" in {problem.where for problem in caught.value.mistakes}
+    assert f"{section}.groups[0].lr" in {problem.where for problem in caught.value.problems}
 
 
-# ------------------------------------------------------------------------------------------------ words that YAML reads otherwise
+# ------------------------------------------------------------------------------------------ words that YAML converts
 
 
 @pytest.mark.parametrize("written", ["nan", math.nan, yaml.safe_load(".nan")])
-def test_nan_is_a_function_however_yaml_reads_it(written: Any) -> None:
+def test_nan_function_parses_from_any_yaml_form(written: Any) -> None:
     (spec,) = parse_hooks({"h": _nan(written)}).values()
     assert spec.fn == "nan"  # type: ignore[union-attr]
 
@@ -630,7 +630,7 @@ def _nan(written: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("written", "value"), [(math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan"), ("inf", "inf")]
 )
-def test_bad_values_may_be_numbers_to_yaml(written: Any, value: str) -> None:
+def test_put_value_may_be_a_float_in_yaml(written: Any, value: str) -> None:
     assert parse_hooks({"h": {**_nan("nan"), "value": written}})["h"].value == value  # type: ignore[union-attr]
 
 
@@ -648,46 +648,46 @@ def test_bad_values_may_be_numbers_to_yaml(written: Any, value: str) -> None:
         ("{layers: a, phase: no, kind: forward, action: record}", "hooks.h.phase"),
     ],
 )
-def test_a_word_that_yaml_reads_otherwise_is_named(spec: str, where: str) -> None:
-    (found,) = mistakes_in(parse_hooks, yaml.safe_load(f"h: {spec}"))
+def test_word_converted_by_yaml_is_reported(spec: str, where: str) -> None:
+    (found,) = problems_in(parse_hooks, yaml.safe_load(f"h: {spec}"))
     assert found.where == where
-    assert found.problem.startswith("YAML reads this as ")
+    assert found.message.startswith("YAML reads this as ")
 
 
 @pytest.mark.parametrize("key", ["fn", "action"])
-def test_null_is_a_missing_word(key: str) -> None:
-    (found,) = mistakes_in(parse_hooks, {"h": {**_nan("nan"), key: None}})
-    assert (found.where, found.problem) == (f"hooks.h.{key}", "is missing")
-    assert key not in found.nearest
+def test_null_is_reported_as_missing(key: str) -> None:
+    (found,) = problems_in(parse_hooks, {"h": {**_nan("nan"), key: None}})
+    assert (found.where, found.message) == (f"hooks.h.{key}", "is missing")
+    assert key not in found.similar
 
 
 @pytest.mark.parametrize("name", ["on", "no", "null", "1.5"])
-def test_a_name_that_yaml_reads_otherwise_is_refused(name: str) -> None:
-    (found,) = mistakes_in(parse_hooks, yaml.safe_load(f"{name}: {{layers: a, kind: forward, action: record}}"))
+def test_spec_name_converted_by_yaml_is_refused(name: str) -> None:
+    (found,) = problems_in(parse_hooks, yaml.safe_load(f"{name}: {{layers: a, kind: forward, action: record}}"))
     assert found.where == "hooks"
-    assert found.problem.startswith("YAML reads this as ")
+    assert found.message.startswith("YAML reads this as ")
 
 
-def test_layers_and_runs_may_be_called_by_numbers() -> None:
+def test_layers_and_run_names_may_be_numbers() -> None:
     (spec,) = parse_hooks({"h": {**RECORD, "layers": [0, 2], "exclude": 1}}).values()
     assert (spec.layers, spec.exclude) == (("0", "2"), ("1",))
     assert parse_config({**CONFIG, "name": 2024}).name == "2024"
 
 
 def test_unknown_fields_are_reported_with_missing_layers() -> None:
-    found = mistakes_in(parse_hooks, {"q": {"layerz": "fc", "kind": "forwrd", "action": "record"}})
+    found = problems_in(parse_hooks, {"q": {"layerz": "fc", "kind": "forwrd", "action": "record"}})
     assert [problem.where for problem in found] == ["hooks.q", "hooks.q.kind", "hooks.q"]
-    assert "needs 'layers'" in found[0].problem
-    assert found[1].nearest[0] == "forward"
-    assert (found[2].problem, found[2].nearest[0]) == ("unknown field 'layerz'", "layers")
+    assert "needs 'layers'" in found[0].message
+    assert found[1].similar[0] == "forward"
+    assert (found[2].message, found[2].similar[0]) == ("unknown field 'layerz'", "layers")
 
 
 def test_unknown_fields_are_reported_with_a_missing_action() -> None:
-    found = mistakes_in(parse_apply, {"q": {"layerz": "fc", "acton": "freeze"}})
-    assert [problem.problem for problem in found] == ["is missing", "unknown field 'layerz'", "unknown field 'acton'"]
+    found = problems_in(parse_apply, {"q": {"layerz": "fc", "acton": "freeze"}})
+    assert [problem.message for problem in found] == ["is missing", "unknown field 'layerz'", "unknown field 'acton'"]
 
 
-def test_what_is_evaluated_on_is_of_the_split_test() -> None:
+def test_eval_slice_defaults_to_the_test_split() -> None:
     data = {**CONFIG["data"], "eval_slice": {"stop": 8}}
     assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "test"
     data = {**CONFIG["data"], "eval_slice": {"split": "train"}}

@@ -1,4 +1,4 @@
-"""When a hook is due: the half-open window, every N-th step of it, or a list of steps, in one phase."""
+"""Schedules: the half-open window, every N-th step of it, or a list of steps, in one phase."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ END = 60
 
 
 @given(every=st.integers(1, 15), start=small, length=st.none() | st.integers(1, 40))
-def test_a_window_is_half_open_and_counted_from_its_start(every: int, start: int, length: int | None) -> None:
+def test_window_is_half_open_and_counted_from_its_start(every: int, start: int, length: int | None) -> None:
     stop = None if length is None else start + length
     schedule = Schedule(every=every, start=start, stop=stop)
-    due = {step for step in range(END) if schedule.due(step, "train")}
+    due = {step for step in range(END) if schedule.includes(step, "train")}
     assert due == set(range(start, END if stop is None else min(stop, END), every))
 
 
 @given(steps=st.frozensets(small, min_size=1))
-def test_a_list_of_steps_is_due_at_these_alone(steps: frozenset[int]) -> None:
+def test_list_of_steps_schedules_only_these_steps(steps: frozenset[int]) -> None:
     schedule = Schedule(steps=steps)
-    assert {step for step in range(END) if schedule.due(step, "train")} == steps
+    assert {step for step in range(END) if schedule.includes(step, "train")} == steps
 
 
 @given(step=small, phase=st.sampled_from(["train", "eval"]), every=st.integers(1, 5))
-def test_in_the_other_phase_nothing_is_due(step: int, phase: Phase, every: int) -> None:
+def test_schedule_ignores_the_other_phase(step: int, phase: Phase, every: int) -> None:
     other = {"train": "eval", "eval": "train"}[phase]
-    assert Schedule(every=every, phase=phase).due(step * every, phase)
-    assert not Schedule(every=every, phase=phase).due(step * every, other)
-    assert not Schedule(steps=frozenset([step]), phase=phase).due(step, other)
+    assert Schedule(every=every, phase=phase).includes(step * every, phase)
+    assert not Schedule(every=every, phase=phase).includes(step * every, other)
+    assert not Schedule(steps=frozenset([step]), phase=phase).includes(step, other)
 
 
 ranges = st.builds(range, st.integers(0, 40), st.integers(0, 200), st.integers(1, 12))
@@ -46,32 +46,32 @@ ranges = st.builds(range, st.integers(0, 40), st.integers(0, 200), st.integers(1
     phase=st.sampled_from(["train", "eval"]),
     steps=ranges,
 )
-def test_among_steps_are_those_that_are_due_in_the_schedules_own_phase(
+def test_among_returns_the_scheduled_steps(
     every: int, start: int, stop: int | None, chosen: frozenset[int] | None, phase: Phase, steps: range
 ) -> None:
     schedule = Schedule(every=every, start=start, stop=stop, steps=chosen, phase=phase)
-    assert list(schedule.among(steps)) == [step for step in steps if schedule.due(step, phase)]
+    assert list(schedule.steps_in(steps)) == [step for step in steps if schedule.includes(step, phase)]
 
 
 @given(one=ranges, other=ranges)
-def test_what_two_ranges_have_in_common(one: range, other: range) -> None:
+def test_common_is_the_intersection_of_two_ranges(one: range, other: range) -> None:
     assert list(common(one, other)) == sorted(set(one) & set(other))
 
 
 @given(steps=st.integers(1, 60), every=st.integers(0, 20), hook=st.integers(1, 9), start=st.integers(0, 30))
-def test_how_many_evaluations_a_schedule_is_due_at(steps: int, every: int, hook: int, start: int) -> None:
+def test_scheduled_evaluations_are_counted(steps: int, every: int, hook: int, start: int) -> None:
     schedule, evaluations = Schedule(every=hook, start=start, phase="eval"), Evaluations(steps, every)
     held = [step for step in range(steps + 1) if step in evaluations]
     assert (
         held == sorted({*range(every, steps + 1, every or 1)} & {*range(1, steps + 1)} | {steps}) if every else [steps]
     )
-    assert len(evaluations.among(schedule)) == sum(schedule.due(step, "eval") for step in held)
+    assert len(evaluations.steps_in(schedule)) == sum(schedule.includes(step, "eval") for step in held)
 
 
-def test_the_longest_run_is_counted_at_once() -> None:
+def test_long_run_is_counted_without_iterating() -> None:
     schedule, evaluations = Schedule(every=7, start=3, phase="eval"), Evaluations(10**12, 5)
-    assert len(schedule.among(range(10**12))) == 142857142857
-    assert len(evaluations.among(schedule)) == (10**12 - 10) // 35 + 1  # those that are 3 modulo 7 and 0 modulo 5
+    assert len(schedule.steps_in(range(10**12))) == 142857142857
+    assert len(evaluations.steps_in(schedule)) == (10**12 - 10) // 35 + 1  # equal to 3 modulo 7 and 0 modulo 5
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_longest_run_is_counted_at_once() -> None:
         ({"steps": [3], "phase": "eval"}, [], "steps 3, in eval"),
     ],
 )
-def test_a_specs_fields_become_its_schedule(fields: dict[str, object], due: list[int], words: str) -> None:
+def test_spec_fields_become_its_schedule(fields: dict[str, object], due: list[int], words: str) -> None:
     spec = parse_hooks({"look": {"layers": "**", "kind": "forward", "action": "record", **fields}})["look"]
-    assert [step for step in range(10) if spec.schedule.due(step, "train")] == due
+    assert [step for step in range(10) if spec.schedule.includes(step, "train")] == due
     assert str(spec.schedule) == words

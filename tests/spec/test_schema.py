@@ -1,4 +1,4 @@
-"""The JSON Schema that editors check experiment files with."""
+"""The JSON Schema that editors use to validate experiment files."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SCHEMA = json.loads((CONF / "schema.json").read_text())
 HOOK = {"layers": "**", "kind": "forward", "action": "record"}
 
 
-def complaints(experiment: Any) -> list[str]:
+def validation_errors(experiment: Any) -> list[str]:
     return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(experiment)]
 
 
-def test_the_file_is_what_the_specs_say_today() -> None:
+def test_schema_file_is_up_to_date() -> None:
     assert (CONF / "schema.json").read_text() == render(), "run: python -m instrument.spec.schema"
 
 
-def test_the_command_writes_the_file(tmp_path: Path) -> None:
+def test_schema_command_writes_the_file(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     subprocess.run(
         [sys.executable, "-m", "instrument.spec.schema"],
@@ -40,23 +40,23 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "conf" / "schema.json").read_text() == render()
 
 
-def test_it_is_a_json_schema() -> None:
+def test_schema_is_a_valid_json_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
 @pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_experiment_fits_and_names_the_schema(file: Path) -> None:
+def test_every_experiment_is_valid_and_refers_to_the_schema(file: Path) -> None:
     text = file.read_text()
-    assert complaints(yaml.safe_load(text)) == []
+    assert validation_errors(yaml.safe_load(text)) == []
     (comment,) = [line for line in text.splitlines() if "yaml-language-server" in line]
     assert (file.parent / comment.partition("$schema=")[2]).resolve() == CONF / "schema.json"
 
 
 @pytest.mark.parametrize("section", ["hooks", "apply"])
-def test_every_ready_made_set_of_specs_fits(section: str) -> None:
+def test_every_hooks_and_apply_option_is_valid(section: str) -> None:
     files = sorted((CONF / section).glob("*.yaml"))
     assert files
-    assert [complaints({section: yaml.safe_load(file.read_text())}) for file in files] == [[]] * len(files)
+    assert [validation_errors({section: yaml.safe_load(file.read_text())}) for file in files] == [[]] * len(files)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_every_ready_made_set_of_specs_fits(section: str) -> None:
         {"defaults": [{"override /model": "mlp"}, "_self_"], "hydra": {"sweeper": {}}},
     ],
 )
-def test_what_can_be_written_is_let_through(experiment: Any) -> None:
-    assert complaints(experiment) == []
+def test_valid_config_is_accepted(experiment: Any) -> None:
+    assert validation_errors(experiment) == []
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_what_can_be_written_is_let_through(experiment: Any) -> None:
         {"name": "a/b"},
     ],
 )
-def test_what_cannot_be_meant_is_underlined(experiment: Any) -> None:
-    assert complaints(experiment) != []
+def test_invalid_config_is_refused(experiment: Any) -> None:
+    assert validation_errors(experiment) != []

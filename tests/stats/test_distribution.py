@@ -1,4 +1,4 @@
-"""Quantiles and histograms: NumPy's numbers, every element counted, a sample only where it is said, any kind of tensor."""
+"""Quantiles and histograms: equal to NumPy's, with every element counted, for any kind of tensor."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from instrument.stats import single_pass
-from instrument.stats.distribution import SAMPLE, _places, cells, distribution, distribution_on_device
+from instrument.stats.distribution import SAMPLE, _sample_indices, distribution_columns, distribution, distribution_on_device
 
 LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-WAYS = ("compiled", "portable", "on a device")
+IMPLEMENTATIONS = ("compiled", "portable", "on a device")
 
 
-def found(tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, way: str = "compiled") -> dict[str, Any]:
-    if way == "on a device":
+def compute(tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, implementation: str = "compiled") -> dict[str, Any]:
+    if implementation == "on a device":
         values = distribution_on_device(tensor.reshape(-1), levels, bins).tolist()
-    elif way == "portable":
+    elif implementation == "portable":
         with mock.patch.object(single_pass, "native", None):
             values = list(distribution(tensor, levels, bins))
     else:
         values = list(distribution(tensor, levels, bins))
     names = ("sampled", "levels", "quantiles", "low", "high", "counts")
-    return dict(zip(names, cells(levels, bins, values), strict=True))
+    return dict(zip(names, distribution_columns(levels, bins, values), strict=True))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64],
     ids=str,
 )
-def test_up_to_the_sample_they_are_numpys(way: str, dtype: torch.dtype) -> None:
+def test_quantiles_of_small_tensors_equal_numpy(implementation: str, dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
     x = tensor.double().numpy().reshape(-1)
-    answer = found(tensor, way=way)
+    answer = compute(tensor, implementation=implementation)
     assert answer["sampled"] == 3000
     assert answer["quantiles"] == pytest.approx(np.quantile(x, LEVELS), rel=1e-12)
     assert (answer["low"], answer["high"]) == (x.min(), x.max())
     edges = np.linspace(x.min(), x.max(), 9)
-    # An element within a rounding of an edge may be counted on either side of it.
+    # An element within a rounding error of an edge may be counted on either side of it.
     near = (np.abs(x[:, None] - edges[None, 1:-1]) < 1e-9).sum()
     assert near < 30
     assert np.abs(np.array(answer["counts"]) - np.histogram(x, 8)[0]).sum() <= 2 * near
     assert sum(answer["counts"]) == 3000
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_element_on_an_edge_belongs_to_the_bin_above_and_the_largest_to_the_last(way: str) -> None:
-    answer = found(torch.arange(9.0), bins=4, way=way)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_element_on_an_edge_belongs_to_the_bin_above(implementation: str) -> None:
+    answer = compute(torch.arange(9.0), bins=4, implementation=implementation)
     assert answer["counts"] == [2, 2, 2, 3]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [2 * SAMPLE + 1, 300_000, 1 << 21])
-def test_beyond_the_sample_quantiles_are_within_a_hundredth_in_rank_and_every_element_is_counted(
-    way: str, numel: int
+def test_sampled_quantiles_are_accurate_and_all_elements_counted(
+    implementation: str, numel: int
 ) -> None:
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).exp()
-    answer = found(tensor, LEVELS[1:-1], way=way)
+    answer = compute(tensor, LEVELS[1:-1], implementation=implementation)
     assert answer["sampled"] == SAMPLE
     x = np.sort(tensor.numpy())
     ranks = np.searchsorted(x, answer["quantiles"]) / numel
@@ -74,54 +74,54 @@ def test_beyond_the_sample_quantiles_are_within_a_hundredth_in_rank_and_every_el
     assert (answer["low"], answer["high"]) == (x[0], x[-1])
 
 
-def test_no_element_is_in_the_sample_twice() -> None:
+def test_sample_has_no_duplicates() -> None:
     for numel in (2 * SAMPLE + 1, 40_000, 123_457, 10_000_019):
-        places = _places(numel, torch.device("cpu"))
-        assert len(places.unique()) == SAMPLE
-        assert places.min() >= 0
-        assert places.max() < numel
+        indices = _sample_indices(numel, torch.device("cpu"))
+        assert len(indices.unique()) == SAMPLE
+        assert indices.min() >= 0
+        assert indices.max() < numel
 
 
 @pytest.mark.parametrize("channels", [2, 3, 16, 64, 128, 1000])
-def test_the_sample_misses_no_channel(channels: int) -> None:
-    """Whatever stride a channel has: each holds its own number, and all have to be met as often."""
+def test_sample_covers_every_channel(channels: int) -> None:
+    """Each channel holds its own number and has to be sampled equally often, whatever its stride."""
     tensor = torch.arange(float(channels)).repeat(2_000_000 // channels, 1)
     for layout in (tensor, tensor.t().contiguous()):
-        answer = found(layout, LEVELS[1:-1], bins=2)
+        answer = compute(layout, LEVELS[1:-1], bins=2)
         wanted = np.array(LEVELS[1:-1]) * (channels - 1)
         assert np.abs(np.array(answer["quantiles"]) - wanted).max() <= 0.015 * channels + 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_only_finite_elements_count(way: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_only_finite_elements_are_counted(implementation: str) -> None:
     tensor = torch.tensor([math.nan, 1.0, math.inf, 2.0, -math.inf, 3.0, math.nan])
-    answer = found(tensor, (0.0, 0.5, 1.0), bins=2, way=way)
+    answer = compute(tensor, (0.0, 0.5, 1.0), bins=2, implementation=implementation)
     assert answer["sampled"] == 3
     assert answer["quantiles"] == [1.0, 2.0, 3.0]
     assert (answer["low"], answer["high"], answer["counts"]) == (1.0, 3.0, [1, 2])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(0, 3), torch.full((5,), math.nan)])
-def test_where_nothing_is_finite_there_is_no_number(way: str, tensor: Tensor) -> None:
-    answer = found(tensor, bins=3, way=way)
+def test_distribution_without_finite_values_is_none(implementation: str, tensor: Tensor) -> None:
+    answer = compute(tensor, bins=3, implementation=implementation)
     assert answer["sampled"] == 0
     assert answer["quantiles"] is answer["low"] is answer["high"] is None
     assert answer["counts"] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("value", [0.1, 0.0, 1e200, -1.7e308, 5e-324])
-def test_equal_elements_are_all_in_the_first_bin(way: str, value: float) -> None:
-    answer = found(torch.full((100,), value, dtype=torch.float64), bins=3, way=way)
+def test_equal_elements_are_all_in_the_first_bin(implementation: str, value: float) -> None:
+    answer = compute(torch.full((100,), value, dtype=torch.float64), bins=3, implementation=implementation)
     assert answer["counts"] == [100, 0, 0]
     assert set(answer["quantiles"]) == {value}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("extreme", [[-1.7e308, 0.0, 1.7e308], [0.0, 5e-324, 1e-323], [1e300, 1e300 * (1 + 1e-15)]])
-def test_extremes_overflow_nothing(way: str, extreme: list[float]) -> None:
-    answer = found(torch.tensor(extreme, dtype=torch.float64), (0.0, 0.5, 1.0), bins=4, way=way)
+def test_extreme_values_do_not_overflow(implementation: str, extreme: list[float]) -> None:
+    answer = compute(torch.tensor(extreme, dtype=torch.float64), (0.0, 0.5, 1.0), bins=4, implementation=implementation)
     assert sum(answer["counts"]) == len(extreme)
     assert answer["counts"][0] >= 1
     assert answer["counts"][-1] >= 1
@@ -134,9 +134,9 @@ def test_extremes_overflow_nothing(way: str, extreme: list[float]) -> None:
     bins=st.integers(2, 70),
     levels=st.lists(st.floats(0, 1), min_size=1, max_size=5).map(lambda found: tuple(sorted(set(found)))),
 )
-def test_all_ways_agree(elements: list[float], bins: int, levels: tuple[float, ...]) -> None:
+def test_all_implementations_agree(elements: list[float], bins: int, levels: tuple[float, ...]) -> None:
     tensor = torch.tensor(elements, dtype=torch.float32)
-    first, *others = (found(tensor, levels, bins, way) for way in WAYS)
+    first, *others = (compute(tensor, levels, bins, implementation) for implementation in IMPLEMENTATIONS)
     for other in others:
         assert other["counts"] == first["counts"]
         assert (other["low"], other["high"], other["sampled"]) == (first["low"], first["high"], first["sampled"])
@@ -144,9 +144,9 @@ def test_all_ways_agree(elements: list[float], bins: int, levels: tuple[float, .
             assert other["quantiles"] == pytest.approx(first["quantiles"], rel=1e-12, abs=1e-300)
 
 
-def test_other_layouts_and_types() -> None:
+def test_distribution_is_independent_of_layout_and_type() -> None:
     plain = torch.arange(24.0).reshape(2, 3, 4)
-    wanted = found(plain)
+    wanted = compute(plain)
     strided = torch.zeros(2, 3, 8)[..., ::2].copy_(plain)
     nested = torch.nested.nested_tensor([plain[0], plain[1]])
     negative = torch.complex(torch.zeros_like(plain), -plain).conj().imag
@@ -161,16 +161,16 @@ def test_other_layouts_and_types() -> None:
         negative,
         nn.Parameter(plain),
     ):
-        assert found(same) == wanted
+        assert compute(same) == wanted
 
 
-def test_what_is_not_asked_for_is_not_there() -> None:
+def test_cells_contain_only_what_was_requested() -> None:
     tensor = torch.arange(4.0)
-    assert cells((), 2, list(distribution(tensor, (), 2))) == (None, None, None, 0.0, 3.0, [2, 2])
-    assert cells((0.5,), 0, list(distribution(tensor, (0.5,), 0))) == (4, [0.5], [1.5], None, None, None)
+    assert distribution_columns((), 2, list(distribution(tensor, (), 2))) == (None, None, None, 0.0, 3.0, [2, 2])
+    assert distribution_columns((0.5,), 0, list(distribution(tensor, (0.5,), 0))) == (4, [0.5], [1.5], None, None, None)
 
 
-def test_the_kernel_refuses_what_it_cannot_do() -> None:
+def test_kernel_refuses_invalid_arguments() -> None:
     assert single_pass.native is not None
     counts = np.zeros(4, np.int64)
     for kind, count, bins in ((3, 0, 4), (0, -1, 4), (0, 0, 0), (0, 0, 10**6)):
@@ -178,14 +178,14 @@ def test_the_kernel_refuses_what_it_cannot_do() -> None:
             single_pass.native.histogram(0, count, kind, 0.0, 1.0, bins, counts.ctypes.data)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16], ids=str)
-def test_every_number_of_a_narrow_float_is_counted(way: str, dtype: torch.dtype) -> None:
+def test_every_narrow_float_is_counted(implementation: str, dtype: torch.dtype) -> None:
     bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
     tensor = torch.arange(1 << 8 * dtype.itemsize, dtype=torch.int32).to(bits).view(dtype)
     x = tensor.to(torch.float32).double().numpy()
     x = x[np.isfinite(x)]
-    answer = found(tensor[tensor.to(torch.float32).isfinite()][:1000], bins=2, way=way)
+    answer = compute(tensor[tensor.to(torch.float32).isfinite()][:1000], bins=2, implementation=implementation)
     assert answer["quantiles"] == pytest.approx(np.quantile(x[:1000], LEVELS), rel=1e-12)
-    answer = found(tensor, (), 2, way)
+    answer = compute(tensor, (), 2, implementation)
     assert (answer["low"], answer["high"], sum(answer["counts"])) == (x.min(), x.max(), len(x))

@@ -1,7 +1,7 @@
-"""Law 5: the number is right, whatever the shape, layout, dtype, mean or non-finite values.
+"""Law 5: statistics are correct for every shape, layout, dtype, mean and non-finite value.
 
-The reference is NumPy's, in two passes over an extended type (80 bits where the machine has it), and knows nothing of
-the kernel. All of the kernel's ways are held against it: one pass, blocks, and whole-tensor operations.
+The reference is NumPy's, in two passes over an extended type (80 bits where available), independent of the
+kernel. All implementations are compared with it: one pass, blocks, and operations on the full tensor.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
-from instrument.spec.statistics import DEFAULT, OF_VALUES, STATISTICS
+from instrument.spec.statistics import DEFAULT, VALUE_STATISTICS, STATISTICS
 from instrument.stats import single_pass
 from instrument.stats.blocks import BLOCK
 from instrument.stats.measure import measure, measure_on_device
 
 EXACT = ("numel", "min", "max", "abs_max", "zero_fraction", "nan_count", "inf_count")
-SMALLEST = 5e-324  # of float64's numbers: the last bit of those that have no others
+SMALLEST = 5e-324  # the smallest positive float64
 RELATIVE = ("std", "rms", "l1", "l2")
 Numbers = dict[str, float | None]
-Way = Callable[[Tensor], Numbers]
+Implementation = Callable[[Tensor], Numbers]
 
 
-def in_one_pass(tensor: Tensor) -> Numbers:
-    values = measure(tensor, OF_VALUES)
+def measure_in_one_pass(tensor: Tensor) -> Numbers:
+    values = measure(tensor, VALUE_STATISTICS)
     assert isinstance(values, list)
-    return dict(zip(OF_VALUES, values, strict=True))
+    return dict(zip(VALUE_STATISTICS, values, strict=True))
 
 
-def in_blocks(tensor: Tensor) -> Numbers:
-    """As where there was no C compiler."""
+def measure_in_blocks(tensor: Tensor) -> Numbers:
+    """Measure as on a machine without a C compiler."""
     with mock.patch.object(single_pass, "native", None):
-        return in_one_pass(tensor)
+        return measure_in_one_pass(tensor)
 
 
-def on_device(tensor: Tensor) -> Numbers:
-    """What a GPU would be asked for; on the CPU, so that its numbers can be seen."""
-    values = measure_on_device(tensor, OF_VALUES)
+def measure_with_device_operations(tensor: Tensor) -> Numbers:
+    """Measure with the operations used on a GPU, here on the CPU."""
+    values = measure_on_device(tensor, VALUE_STATISTICS)
     assert values.dtype == torch.float64
-    assert values.shape == (len(OF_VALUES),)
-    return {name: None if math.isnan(value) else value for name, value in zip(OF_VALUES, values.tolist(), strict=True)}
+    assert values.shape == (len(VALUE_STATISTICS),)
+    return {name: None if math.isnan(value) else value for name, value in zip(VALUE_STATISTICS, values.tolist(), strict=True)}
 
 
 def reference(elements: Any) -> Numbers:
-    """The definitions, one by one."""
+    """Compute each statistic from its definition."""
     x = np.asarray(elements).reshape(-1)
     with np.errstate(invalid="ignore"):  # a signalling NaN
         x = np.abs(x.astype(np.clongdouble)) if np.iscomplexobj(x) else x.astype(np.longdouble)
@@ -62,8 +62,8 @@ def reference(elements: Any) -> Numbers:
     n = finite.size
     counts: Numbers = {"numel": x.size, "nan_count": int(np.isnan(x).sum()), "inf_count": int(np.isinf(x).sum())}
     if n == 0:
-        return {name: counts.get(name) for name in OF_VALUES}
-    moved = finite - finite[0]  # so that equal values have no spread, whatever their mean is rounded to
+        return {name: counts.get(name) for name in VALUE_STATISTICS}
+    moved = finite - finite[0]  # so that the std of equal values is 0, however their mean is rounded
     return {
         **counts,
         "mean": float(finite.sum() / n),
@@ -79,7 +79,7 @@ def reference(elements: Any) -> Numbers:
 
 
 def assert_law_5(got: Numbers, wanted: Numbers) -> None:
-    assert {name for name in OF_VALUES if got[name] is None} == {name for name in OF_VALUES if wanted[name] is None}
+    assert {name for name in VALUE_STATISTICS if got[name] is None} == {name for name in VALUE_STATISTICS if wanted[name] is None}
     for name in EXACT:
         assert got[name] == wanted[name], name
     if wanted["mean"] is None:
@@ -105,8 +105,8 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, *UNSIGNED)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-ALL_WAYS: tuple[Way, ...] = (in_one_pass, in_blocks, on_device)
-WAYS = pytest.mark.parametrize("way", ALL_WAYS)
+ALL_IMPLEMENTATIONS: tuple[Implementation, ...] = (measure_in_one_pass, measure_in_blocks, measure_with_device_operations)
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -133,15 +133,15 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", SHAPES)
-def test_every_layout_in_every_float(way: Way, dtype: torch.dtype, layout: str) -> None:
+def test_statistics_of_every_layout_and_float_type(implementation: Implementation, dtype: torch.dtype, layout: str) -> None:
     tensor = SHAPES[layout](drawn(4, 3, 8, 10).to(dtype))
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     "special",
@@ -160,57 +160,57 @@ def test_every_layout_in_every_float(way: Way, dtype: torch.dtype, layout: str) 
     ],
     ids=str,
 )
-def test_values_that_are_not_finite_are_counted_and_left_out(
-    way: Way, dtype: torch.dtype, special: list[float]
+def test_non_finite_values_are_counted_and_excluded(
+    implementation: Implementation, dtype: torch.dtype, special: list[float]
 ) -> None:
     tensor = torch.tensor(special, dtype=dtype)
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_more_than_one_block(way: Way, dtype: torch.dtype, size: int) -> None:
+def test_statistics_of_several_blocks(implementation: Implementation, dtype: torch.dtype, size: int) -> None:
     tensor = drawn(size, dtype=dtype) + torch.linspace(0, 50, size).to(dtype)  # blocks of different means
     tensor[::1001] = math.nan
     tensor[5::997] = -math.inf
     tensor[:: size // 3] = 0.0
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
-def test_a_block_without_a_finite_value_between_others(way: Way) -> None:
+@IMPLEMENTATIONS
+def test_statistics_with_a_block_without_finite_values(implementation: Implementation) -> None:
     tensor = drawn(3 * BLOCK)
     tensor[BLOCK : 2 * BLOCK] = math.nan
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
     tensor[:BLOCK] = math.inf
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [100, 2 * BLOCK + 3])
-def test_a_spread_of_a_hundredth_around_ten_thousand(way: Way, dtype: torch.dtype, size: int) -> None:
+def test_std_of_a_small_spread_around_a_large_mean(implementation: Implementation, dtype: torch.dtype, size: int) -> None:
     tensor = (drawn(size, dtype=torch.float64) * 1e-2 + 1e4).to(dtype)
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
-def test_a_spread_in_the_last_bits_of_float64(way: Way) -> None:
-    tensor = 1e4 + (torch.arange(2 * BLOCK + 5) % 7).double() * 2.0**-38  # steps of two units in the last place
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+@IMPLEMENTATIONS
+def test_std_of_a_spread_in_the_last_bits_of_float64(implementation: Implementation) -> None:
+    tensor = 1e4 + (torch.arange(2 * BLOCK + 5) % 7).double() * 2.0**-38  # steps of two units in the last index of float64
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("size", [1000, BLOCK + 1000])
-def test_a_constant_has_no_spread(way: Way, size: int) -> None:
+def test_constant_tensor_has_zero_std(implementation: Implementation, size: int) -> None:
     tensor = torch.full((size,), 0.1)
-    got = way(tensor)
+    got = implementation(tensor)
     assert got["std"] == 0.0
     assert got["mean"] == tensor[0].item()
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize(
     ("dtype", "magnitude"),
     [
@@ -229,63 +229,63 @@ def test_a_constant_has_no_spread(way: Way, size: int) -> None:
         (torch.float64, 5e-324),
     ],
 )
-def test_huge_and_tiny_values_neither_overflow_nor_vanish(way: Way, dtype: torch.dtype, magnitude: float) -> None:
+def test_huge_and_tiny_values_do_not_overflow_or_vanish(implementation: Implementation, dtype: torch.dtype, magnitude: float) -> None:
     pattern = torch.tensor([1.0, -1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     tensor = (pattern * magnitude).to(dtype)
     wanted = reference(numpy_of(tensor))
     if wanted["l1"] == math.inf:  # the sum itself is beyond float64
-        wanted["l1"] = way(tensor)["l1"]
+        wanted["l1"] = implementation(tensor)["l1"]
         assert wanted["l1"] == math.inf
     if wanted["l2"] == math.inf:
-        wanted["l2"] = way(tensor)["l2"]
+        wanted["l2"] = implementation(tensor)["l2"]
         assert wanted["l2"] == math.inf
-    assert_law_5(way(tensor), wanted)
+    assert_law_5(implementation(tensor), wanted)
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_integers_and_booleans_are_numbers(way: Way, dtype: torch.dtype) -> None:
+def test_integers_and_booleans_are_measured(implementation: Implementation, dtype: torch.dtype) -> None:
     info = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     some = torch.randint(max(info[0], -1000), min(info[1], 1000) + 1, (50,), generator=torch.Generator().manual_seed(0))
     tensor = torch.cat([some.to(dtype), torch.tensor(info[:1], dtype=dtype), torch.tensor(info[1:], dtype=dtype)])
     wanted = reference(numpy_of(tensor))
-    wanted |= {name: float(np.float64(wanted[name])) for name in ("min", "max", "abs_max")}  # as exact as the column
-    assert_law_5(way(tensor), wanted)
+    wanted |= {name: float(np.float64(wanted[name])) for name in ("min", "max", "abs_max")}  # rounded like the column
+    assert_law_5(implementation(tensor), wanted)
 
 
 def numbers_of(dtype: torch.dtype) -> Tensor:
-    """Every number of a floating type of 8 or 16 bits, with its infinities and NaN."""
+    """Return every number of an 8-bit or 16-bit floating type, with its infinities and NaN."""
     if dtype.itemsize == 1:
         return torch.arange(256, dtype=torch.uint8).view(dtype)
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FLOAT8], ids=str)
-def test_every_number_of_a_narrow_float_is_measured(way: Way, dtype: torch.dtype) -> None:
+def test_every_narrow_float_is_measured(implementation: Implementation, dtype: torch.dtype) -> None:
     tensor = numbers_of(dtype)
-    assert_law_5(way(tensor), reference(numpy_of(tensor)))
+    assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", COMPLEX, ids=str)
-def test_complex_values_are_measured_by_their_magnitude(dtype: torch.dtype) -> None:
+def test_complex_values_are_measured_by_magnitude(dtype: torch.dtype) -> None:
     tensor = torch.complex(drawn(40, seed=1, dtype=torch.float64), drawn(40, seed=2, dtype=torch.float64)).to(dtype)
     tensor[3] = complex(math.nan, 1.0)
     tensor[4] = complex(math.inf, 1.0)
     tensor[5] = 0
     for view in (tensor, tensor.conj(), tensor.reshape(5, 8).t(), tensor.imag, tensor.conj().imag):
-        # float64 of float32 parts is what the magnitude is taken in
+        # The magnitude is computed in float64.
         wide = numpy_of(view).astype(np.complex128) if view.is_complex() else numpy_of(view)
-        got, wanted = in_one_pass(view), reference(wide)
+        got, wanted = measure_in_one_pass(view), reference(wide)
         for name in ("min", "max", "abs_max") if view.is_complex() else ():
             assert got[name] == pytest.approx(wanted[name], rel=1e-15)
             got[name] = wanted[name]
         assert_law_5(got, wanted)
 
 
-def test_a_magnitude_larger_than_its_parts_type_can_hold_is_finite() -> None:
-    got = in_one_pass(torch.tensor([complex(3e38, 3e38)], dtype=torch.complex64))
+def test_magnitude_beyond_the_dtype_of_the_parts_is_finite() -> None:
+    got = measure_in_one_pass(torch.tensor([complex(3e38, 3e38)], dtype=torch.complex64))
     assert got["inf_count"] == 0
     assert got["max"] == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
 
@@ -295,44 +295,44 @@ def test_sparse_tensors_are_measured_with_their_zeros(to_sparse: Callable[[Tenso
     dense = drawn(6, 7).relu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's note that CSR is in beta
-        assert_law_5(in_one_pass(to_sparse(dense)), reference(dense.numpy()))
+        assert_law_5(measure_in_one_pass(to_sparse(dense)), reference(dense.numpy()))
 
 
-def test_an_uncoalesced_sparse_tensor_counts_its_sums() -> None:
-    places, values = torch.tensor([[1, 1, 2]]), torch.tensor([1.0, 2.0, -3.0])
-    tensor = torch.sparse_coo_tensor(places, values, (4,), check_invariants=True)
-    assert_law_5(in_one_pass(tensor), reference([0.0, 3.0, -3.0, 0.0]))
+def test_uncoalesced_sparse_tensor_is_measured_by_its_sums() -> None:
+    indices, values = torch.tensor([[1, 1, 2]]), torch.tensor([1.0, 2.0, -3.0])
+    tensor = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
+    assert_law_5(measure_in_one_pass(tensor), reference([0.0, 3.0, -3.0, 0.0]))
 
 
-def test_parameters_leaves_and_results_of_a_graph_are_measured_outside_it() -> None:
+def test_parameters_and_graph_results_are_measured() -> None:
     weight = nn.Parameter(drawn(3, 4))
     result = (weight * 2).relu()
     for tensor in (weight, result):
-        assert_law_5(in_one_pass(tensor), reference(numpy_of(tensor)))
+        assert_law_5(measure_in_one_pass(tensor), reference(numpy_of(tensor)))
 
 
-@WAYS
-def test_the_tensor_is_left_as_it_was(way: Way) -> None:
+@IMPLEMENTATIONS
+def test_measuring_does_not_change_the_tensor(implementation: Implementation) -> None:
     tensor = drawn(2, BLOCK)
     tensor[0, 0] = math.nan
     before, version = tensor.clone(), tensor._version
-    way(tensor)
+    implementation(tensor)
     assert torch.equal(tensor.nan_to_num(7.0), before.nan_to_num(7.0))
     assert tensor._version == version
 
 
 @pytest.mark.parametrize("names", [DEFAULT, ("l2",), ("l1", "mean"), ("max", "min", "max"), ()])
-def test_values_come_in_the_order_asked_for(names: Sequence[str]) -> None:
+def test_values_are_in_the_requested_order(names: Sequence[str]) -> None:
     tensor = drawn(50)
-    everything = in_one_pass(tensor)
+    everything = measure_in_one_pass(tensor)
     assert measure(tensor, names) == [everything[name] for name in names]
     if names:
         assert measure_on_device(tensor, names).tolist() == pytest.approx([everything[name] for name in names])
 
 
-def test_counts_are_whole_numbers_and_the_rest_are_floats() -> None:
-    got = in_one_pass(torch.tensor([1.0, math.nan]))
-    for name in OF_VALUES:
+def test_counts_are_integers_and_other_statistics_floats() -> None:
+    got = measure_in_one_pass(torch.tensor([1.0, math.nan]))
+    for name in VALUE_STATISTICS:
         assert type(got[name]) is {"int64": int, "float64": float}[STATISTICS[name].dtype], name
 
 
@@ -344,21 +344,21 @@ floats32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
     npst.arrays(np.float32, npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6), elements=floats32),
     st.randoms(use_true_random=False),
 )
-def test_law_5_for_any_float32_in_any_order_of_dimensions(array: np.ndarray[Any, Any], random: Any) -> None:
+def test_law_5_for_any_float32_and_dimension_order(array: np.ndarray[Any, Any], random: Any) -> None:
     tensor = torch.from_numpy(array)
     tensor = tensor.permute(random.sample(range(tensor.dim()), tensor.dim()))
     wanted = reference(array)
-    for way in ALL_WAYS:
-        assert_law_5(way(tensor), wanted)
+    for implementation in ALL_IMPLEMENTATIONS:
+        assert_law_5(implementation(tensor), wanted)
 
 
 @given(npst.arrays(np.float64, st.integers(0, 30), elements=st.floats(allow_nan=True, allow_infinity=True)))
-def test_law_5_for_any_float64_whose_sums_can_be_held(array: np.ndarray[Any, Any]) -> None:
+def test_law_5_for_any_float64_with_representable_sums(array: np.ndarray[Any, Any]) -> None:
     wanted = reference(array)
     if wanted["l1"] == math.inf or wanted["l2"] == math.inf:
         return
-    for way in ALL_WAYS:
-        assert_law_5(way(torch.from_numpy(array)), wanted)
+    for implementation in ALL_IMPLEMENTATIONS:
+        assert_law_5(implementation(torch.from_numpy(array)), wanted)
 
 
 @given(
@@ -371,8 +371,8 @@ def test_law_5_for_any_float64_whose_sums_can_be_held(array: np.ndarray[Any, Any
 def test_law_5_for_any_mean_and_spread(dtype: torch.dtype, mean: float, spread: float, size: int, seed: int) -> None:
     tensor = (drawn(size, seed=seed, dtype=torch.float64) * spread + mean).to(dtype)
     wanted = reference(numpy_of(tensor))
-    for way in ALL_WAYS:
-        assert_law_5(way(tensor), wanted)
+    for implementation in ALL_IMPLEMENTATIONS:
+        assert_law_5(implementation(tensor), wanted)
 
 
 ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
@@ -395,59 +395,59 @@ ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 @pytest.mark.parametrize("size", [5, 700, 20_091, 2 * BLOCK + 3])
 @pytest.mark.parametrize("scale", [1e-13, 1e-11, 1e-3, 1.0, 1e12, 3e15, 1e17])
 @pytest.mark.parametrize("adversary", ADVERSARIES)
-def test_law_5_where_float32_adds_up(adversary: str, scale: float, size: int) -> None:
+def test_law_5_for_ill_conditioned_float32_sums(adversary: str, scale: float, size: int) -> None:
     values = ADVERSARIES[adversary](np.random.default_rng(size), size) * scale
     tensor = torch.from_numpy(values.astype(np.float32))
     wanted = reference(tensor.numpy())
-    for way in (in_one_pass, in_blocks):
-        assert_law_5(way(tensor), wanted)
+    for implementation in (measure_in_one_pass, measure_in_blocks):
+        assert_law_5(implementation(tensor), wanted)
 
 
 @pytest.mark.parametrize("names", [("mean",), ("min", "max"), ("zero_fraction",), ("l1", "std"), DEFAULT], ids=str)
-def test_what_is_not_asked_for_changes_nothing_of_what_is(names: tuple[str, ...]) -> None:
+def test_statistic_does_not_depend_on_the_others_requested(names: tuple[str, ...]) -> None:
     tensor = torch.randn(3 * BLOCK).relu()
-    wanted = in_one_pass(tensor)
+    wanted = measure_in_one_pass(tensor)
     assert list(measure(tensor, names)) == [wanted[name] for name in names]
 
 
-def test_threads_that_measure_at_once_do_not_mix_their_numbers() -> None:
+def test_measuring_is_thread_safe() -> None:
     tensors = [torch.randn(2 * BLOCK) * 10.0**i for i in range(8)]
-    wanted = [measure(tensor, OF_VALUES) for tensor in tensors]
+    wanted = [measure(tensor, VALUE_STATISTICS) for tensor in tensors]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
-            assert list(pool.map(lambda tensor: measure(tensor, OF_VALUES), tensors)) == wanted
+            assert list(pool.map(lambda tensor: measure(tensor, VALUE_STATISTICS), tensors)) == wanted
 
 
-def test_a_tensor_of_inference_mode_is_measured_and_so_is_the_next_one() -> None:
+def test_inference_tensor_is_measured() -> None:
     with torch.inference_mode():
-        inside = in_one_pass(torch.arange(5.0))
-    assert in_one_pass(torch.arange(5.0)) == inside
+        inside = measure_in_one_pass(torch.arange(5.0))
+    assert measure_in_one_pass(torch.arange(5.0)) == inside
 
 
-def test_the_compiled_kernel_is_there() -> None:
-    """Where there is no C compiler all is as right, and several times slower; the tests are to see both."""
+def test_compiled_kernel_is_available() -> None:
+    """Without a C compiler, results are equally correct but several times slower; the tests have to cover both."""
     assert single_pass.native is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 4095, 4096, 4097, 4111, 4112, 8191, 8192, 8209])
-def test_values_at_the_edges_of_lanes_and_chunks_count_like_all_others(dtype: torch.dtype, size: int) -> None:
+def test_special_values_at_lane_and_chunk_edges(dtype: torch.dtype, size: int) -> None:
     tensor = (drawn(size, dtype=torch.float64).abs() + 0.5).to(dtype)
     for special in (math.nan, math.inf, -math.inf, 0.0, -0.0, -700.0, 700.0):
-        for place in {0, 15, 16, 4095, 4096, size // 2, size - 1}:
-            if place < size:
+        for index in {0, 15, 16, 4095, 4096, size // 2, size - 1}:
+            if index < size:
                 changed = tensor.clone()
-                changed[place] = special
-                assert_law_5(in_one_pass(changed), reference(numpy_of(changed)))
+                changed[index] = special
+                assert_law_5(measure_in_one_pass(changed), reference(numpy_of(changed)))
 
 
-def test_every_element_is_met_once() -> None:
+def test_every_element_is_counted_once() -> None:
     for size in range(1, 200):
-        assert in_one_pass(torch.ones(size))["l2"] == math.sqrt(size)
-        assert in_one_pass(torch.zeros(size).index_fill_(0, torch.tensor([size - 1]), 1.0))["l1"] == 1.0
+        assert measure_in_one_pass(torch.ones(size))["l2"] == math.sqrt(size)
+        assert measure_in_one_pass(torch.zeros(size).index_fill_(0, torch.tensor([size - 1]), 1.0))["l1"] == 1.0
 
 
-def test_nothing_but_known_types_are_read() -> None:
+def test_kernel_refuses_unknown_types() -> None:
     assert single_pass.native is not None
     with pytest.raises(ValueError, match="kind has to be 0, 1 or 2"):
         single_pass.native.moments(0, 0, 3, 0.0, False)

@@ -1,4 +1,4 @@
-"""Statistics of a tensor from those of its parts: equal to those of the whole."""
+"""Statistics of a full tensor, merged from those of its shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instrument.spec.statistics import OF_VALUES
+from instrument.spec.statistics import VALUE_STATISTICS
 from instrument.stats.distribution import SAMPLE, distribution
 from instrument.stats.measure import measure
 from instrument.stats.merge import (
@@ -23,7 +23,7 @@ from instrument.stats.merge import (
     merge_units,
     merged,
     pack_units,
-    part_of,
+    partial_statistics,
     sketch,
     sums,
 )
@@ -33,28 +33,28 @@ NAMES = (*MEASURED, "l1")
 EXACT = {"numel", "min", "max", "abs_max", "nan_count", "inf_count", "zero_fraction"}
 
 
-def together(parts: list[Tensor], **more: list[float | None]) -> dict[str, float]:
-    """The statistics of parts, as processes form them."""
+def merge_parts(parts: list[Tensor], **more: list[float | None]) -> dict[str, float]:
+    """Return the statistics merged from shards, as processes compute them."""
     none: list[float | None] = [None] * len(parts)
     saturated, weights = more.get("saturated", none), more.get("weights", none)
-    measured = [part_of(measure(p, NAMES), s, w) for p, s, w in zip(parts, saturated, weights, strict=True)]
+    measured = [partial_statistics(measure(p, NAMES), s, w) for p, s, w in zip(parts, saturated, weights, strict=True)]
     rows = [torch.tensor(part, dtype=torch.float64)[None] for part in measured]
     most = torch.stack([extremes(row) for row in rows]).amax(dim=0)
     total = torch.stack([sums(row, most) for row in rows]).sum(dim=0)
     return dict(zip(MERGED, merged(most, total)[0].tolist(), strict=True))
 
 
-def agree(parts: list[Tensor]) -> None:
-    names = tuple(OF_VALUES)
-    whole = dict(zip(names, measure(torch.cat([part.flatten() for part in parts]), names), strict=True))
-    found = together(parts)
-    for name, expected in whole.items():
+def check_merge(parts: list[Tensor]) -> None:
+    names = tuple(VALUE_STATISTICS)
+    full = dict(zip(names, measure(torch.cat([part.flatten() for part in parts]), names), strict=True))
+    found = merge_parts(parts)
+    for name, expected in full.items():
         if expected is None:
             assert math.isnan(found[name]), name
         elif name in EXACT:
             assert found[name] == pytest.approx(expected, rel=1e-15), name
         else:
-            scale = max(abs(expected), whole["std"] or 0.0) if name == "mean" else abs(expected)
+            scale = max(abs(expected), full["std"] or 0.0) if name == "mean" else abs(expected)
             assert abs(found[name] - expected) <= 1e-5 * scale + 1e-300, (name, found[name], expected)
 
 
@@ -66,37 +66,37 @@ numbers = st.one_of(
 
 @settings(max_examples=150)
 @given(st.lists(st.lists(numbers, max_size=20), min_size=1, max_size=5))
-def test_any_parts_are_one(values: list[list[float]]) -> None:
-    agree([torch.tensor(part, dtype=torch.float32) for part in values])
+def test_merged_statistics_equal_those_of_the_full_tensor(values: list[list[float]]) -> None:
+    check_merge([torch.tensor(part, dtype=torch.float32) for part in values])
 
 
 @pytest.mark.parametrize("sizes", [(1000, 1000), (7, 50_000, 0, 3)])
 @pytest.mark.parametrize("mean", [0.0, 1e4])
-def test_parts_of_any_size_and_place(sizes: tuple[int, ...], mean: float) -> None:
+def test_merge_of_shards_of_any_size_and_mean(sizes: tuple[int, ...], mean: float) -> None:
     torch.manual_seed(0)
-    agree([torch.randn(size, dtype=torch.float64) + mean * (1 + i) for i, size in enumerate(sizes)])
+    check_merge([torch.randn(size, dtype=torch.float64) + mean * (1 + i) for i, size in enumerate(sizes)])
 
 
-def test_large_values_do_not_overflow() -> None:
-    agree([torch.tensor([1e200, -1e200], dtype=torch.float64), torch.tensor([3e199], dtype=torch.float64)])
+def test_merge_does_not_overflow() -> None:
+    check_merge([torch.tensor([1e200, -1e200], dtype=torch.float64), torch.tensor([3e199], dtype=torch.float64)])
 
 
-def test_saturation_and_updates_are_of_the_whole() -> None:
+def test_merge_of_saturation_and_update_ratio() -> None:
     torch.manual_seed(0)
     parts = [torch.tanh(2 * torch.randn(40, 3)), torch.tanh(torch.randn(11, 3))]
-    shares: list[Any] = [saturated_fraction(part, (-1.0, 1.0)) for part in parts]
+    saturated: list[Any] = [saturated_fraction(part, (-1.0, 1.0)) for part in parts]
     weights = [5.0, 12.0]
-    found = together(parts, saturated=shares, weights=weights)
-    whole = torch.cat(parts)
-    assert found["saturated_fraction"] == pytest.approx(saturated_fraction(whole, (-1.0, 1.0)))
-    assert found["update_ratio"] == pytest.approx(whole.norm().item() / 13.0)
-    without = together(parts)
+    found = merge_parts(parts, saturated=saturated, weights=weights)
+    full = torch.cat(parts)
+    assert found["saturated_fraction"] == pytest.approx(saturated_fraction(full, (-1.0, 1.0)))
+    assert found["update_ratio"] == pytest.approx(full.norm().item() / 13.0)
+    without = merge_parts(parts)
     assert math.isnan(without["saturated_fraction"])
     assert math.isnan(without["update_ratio"])
 
 
 @pytest.mark.parametrize("units", [1, 47, 48, 49, 300])
-def test_a_unit_is_dead_where_all_parts_have_it_dead(units: int) -> None:
+def test_unit_is_dead_if_it_is_dead_in_all_shards(units: int) -> None:
     torch.manual_seed(units)
     parts = [torch.randn(4, units) * (torch.rand(units) < 0.5) for _ in range(3)]
     packed = np.stack([pack_units(dead_units(part, 1)).numpy() for part in parts])
@@ -108,7 +108,7 @@ LEVELS = (0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.99, 1.0)
 
 
 @pytest.mark.parametrize("sizes", [(20_000, 20_000), (500_000, 300), (3_000, 3_000, 3_000, 3_000)])
-def test_quantiles_are_within_one_percent_of_their_rank(sizes: tuple[int, ...]) -> None:
+def test_merged_quantiles_are_within_one_percent_rank(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     parts = [torch.randn(size) * (1 + i) + i for i, size in enumerate(sizes)]
     rows = np.stack([sketch(part, True, 0).numpy() for part in parts])
@@ -116,41 +116,41 @@ def test_quantiles_are_within_one_percent_of_their_rank(sizes: tuple[int, ...]) 
     _, quantiles, low, high, counts = merge_distributions(rows, LEVELS, 0)
     assert quantiles is not None
     assert low is high is counts is None
-    whole = torch.cat(parts).sort().values
+    full = torch.cat(parts).sort().values
     for level, value in zip(LEVELS, quantiles, strict=True):
-        rank = torch.searchsorted(whole, torch.tensor(value)).item() / len(whole)
+        rank = torch.searchsorted(full, torch.tensor(value)).item() / len(full)
         assert abs(rank - level) < 0.01, level
-    if max(sizes) <= 2 * SAMPLE:  # beyond, a part's own quantiles are those of a sample
-        assert quantiles[0] == whole[0]
-        assert quantiles[-1] == whole[-1]
+    if max(sizes) <= 2 * SAMPLE:  # larger shards have sampled quantiles
+        assert quantiles[0] == full[0]
+        assert quantiles[-1] == full[-1]
 
 
-def test_one_part_alone_keeps_its_quantiles() -> None:
+def test_single_shard_keeps_its_quantiles() -> None:
     x = torch.arange(1001.0)
     _, quantiles, *_ = merge_distributions(sketch(x, True, 0).numpy()[None], (0.25, 0.5), 0)
     assert quantiles == pytest.approx([250.0, 500.0])
 
 
-def test_histograms_are_spread_over_the_common_range() -> None:
+def test_merged_histograms_use_the_common_range() -> None:
     torch.manual_seed(0)
     parts = [torch.rand(10_000), torch.rand(30_000) * 2 - 1, torch.full((100,), 0.5), torch.empty(0)]
     rows = np.stack([sketch(part, False, 16).numpy() for part in parts])
     _, _, low, high, counts = merge_distributions(rows, (), 16)
-    whole = torch.cat(parts)
-    assert (low, high) == (whole.min().item(), whole.max().item())
+    full = torch.cat(parts)
+    assert (low, high) == (full.min().item(), full.max().item())
     assert counts is not None
-    assert sum(counts) == len(whole)
-    exact = distribution(whole, (), 16)[2:]
+    assert sum(counts) == len(full)
+    exact = distribution(full, (), 16)[2:]
     for count, expected in zip(counts, exact, strict=True):
-        assert abs(count - expected) < 0.02 * len(whole)  # type: ignore[operator]
+        assert abs(count - expected) < 0.02 * len(full)  # type: ignore[operator]
 
 
-def test_parts_on_a_common_range_have_exact_counts() -> None:
+def test_shards_with_a_common_range_have_exact_counts() -> None:
     parts = [torch.tensor([0.0, 1.0, 1.0, 4.0]), torch.tensor([0.0, 3.0, 4.0])]
     rows = np.stack([sketch(part, False, 4).numpy() for part in parts])
     assert merge_distributions(rows, (), 4)[-1] == [2, 2, 0, 3]
 
 
-def test_nothing_finite_has_no_distribution() -> None:
+def test_merge_without_finite_values_is_empty() -> None:
     rows = np.stack([sketch(torch.tensor([math.nan]), True, 4).numpy()] * 2)
     assert merge_distributions(rows, LEVELS, 4) == (0, None, None, None, [0, 0, 0, 0])

@@ -1,4 +1,4 @@
-"""Statistics of more than a tensor's values: dead units, saturation, the ratio of an update to its parameter."""
+"""Statistics that need more than a tensor's values: dead units, saturation, update ratio."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import instrument
 from instrument.actions.record import Record
 from instrument.errors import ConfigError
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, DEFAULT, OF_VALUES
+from instrument.spec.statistics import ALL, DEFAULT, VALUE_STATISTICS
 from instrument.stats.units import (
     dead_fraction,
     dead_fraction_on_device,
-    range_of,
+    saturation_limits,
     ratio_of_norms,
     saturated_fraction,
     saturated_fraction_on_device,
@@ -49,7 +49,7 @@ def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str,
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
-def test_modules_that_say_so_have_their_units_elsewhere(module: nn.Module, shape: tuple[int, ...], dim: int) -> None:
+def test_unit_dim_follows_the_module_type(module: nn.Module, shape: tuple[int, ...], dim: int) -> None:
     assert unit_dim(torch.zeros(shape), module, of_parameter=False) == dim
 
 
@@ -67,7 +67,7 @@ def test_modules_that_say_so_have_their_units_elsewhere(module: nn.Module, shape
         ((), True, None),
     ],
 )
-def test_units_are_along_the_usual_dimension(shape: tuple[int, ...], of_parameter: bool, dim: int | None) -> None:
+def test_unit_dim_default_depends_on_the_shape(shape: tuple[int, ...], of_parameter: bool, dim: int | None) -> None:
     assert unit_dim(torch.zeros(shape), nn.ReLU(), of_parameter=of_parameter) == dim
 
 
@@ -79,7 +79,7 @@ def test_units_are_along_the_usual_dimension(shape: tuple[int, ...], of_paramete
     ),
     st.data(),
 )
-def test_a_unit_is_dead_where_all_of_it_is_zero(array: np.ndarray[Any, Any], data: Any) -> None:
+def test_unit_is_dead_if_all_its_values_are_zero(array: np.ndarray[Any, Any], data: Any) -> None:
     dim = data.draw(st.integers(0, array.ndim - 1))
     rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
     wanted = np.mean([all(x == 0 for x in row) for row in rows])
@@ -95,30 +95,30 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.f
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FLOAT8)
 INTEGERS = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int64)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-OF_MORE = {"dead_fraction", "saturated_fraction", "update_ratio"}  # each has a test for every dtype below
+OTHER_STATISTICS = {"dead_fraction", "saturated_fraction", "update_ratio"}  # each has a test for every dtype below
 
 
 def test_every_statistic_is_tested_for_every_dtype() -> None:
-    assert set(ALL) == {*OF_VALUES, *OF_MORE}, "test_measure.py tests OF_VALUES, this file the others"
+    assert set(ALL) == {*VALUE_STATISTICS, *OTHER_STATISTICS}, "test_measure.py tests VALUE_STATISTICS, this file the other statistics"
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
-def test_units_of_every_type_are_counted(dtype: torch.dtype) -> None:
+def test_dead_fraction_of_every_dtype(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
     assert dead_fraction(tensor, 1) == pytest.approx(1 / 3)
     assert dead_fraction_on_device(tensor, 1).item() == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_smallest_number_of_a_type_is_no_zero(dtype: torch.dtype) -> None:
+def test_smallest_number_of_a_dtype_is_not_zero(dtype: torch.dtype) -> None:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     tensor = torch.tensor([[0, 1], [0, 0]], dtype=bits).view(dtype)
     assert dead_fraction(tensor, 1) == dead_fraction_on_device(tensor, 1).item() == 0.5
 
 
-def around(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.Tensor:
-    """Every number of a narrow type; of a wider one those nearest to where saturation begins."""
+def numbers_near(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.Tensor:
+    """Return every number of a narrow type, or the numbers nearest to the saturation thresholds of a wider one."""
     if dtype.itemsize == 1:
         return torch.arange(256, dtype=torch.uint8).view(dtype)
     if dtype.itemsize == 2:
@@ -132,8 +132,8 @@ def around(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.Tensor
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("ends", [(-1.0, 1.0), (0.0, 1.0), (None, 6.0), (-0.3, 7.7)], ids=str)
-def test_saturation_is_counted_as_in_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
-    tensor = around(dtype, ends)
+def test_saturated_fraction_equals_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
+    tensor = numbers_near(dtype, ends)
     x = tensor.to(torch.float32 if dtype.itemsize == 1 else dtype).double().numpy()
     x = x[np.isfinite(x)]
     low, high = ends
@@ -144,7 +144,7 @@ def test_saturation_is_counted_as_in_float64(dtype: torch.dtype, ends: tuple[flo
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_ratio_of_norms_is_that_of_float64(dtype: torch.dtype) -> None:
+def test_ratio_of_norms_equals_float64(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     update, weight = (torch.randn(300, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     wide = torch.float32 if dtype.itemsize == 1 else dtype
@@ -153,8 +153,8 @@ def test_the_ratio_of_norms_is_that_of_float64(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_an_update_is_measured_as_in_float64(dtype: torch.dtype) -> None:
-    """The difference of two numbers in half precision is in general not one."""
+def test_update_is_measured_in_float64(dtype: torch.dtype) -> None:
+    """The difference of two half-precision numbers is in general not representable in half precision."""
     weight = nn.Parameter(torch.linspace(-1.0, 1.0, 101, dtype=torch.float64).to(dtype))
     model = nn.ParameterList([weight])
     before = weight.detach().clone().double()
@@ -170,11 +170,11 @@ def test_an_update_is_measured_as_in_float64(dtype: torch.dtype) -> None:
     assert row["update_ratio"] == pytest.approx(((after - before).norm() / after.norm()).item(), rel=1e-5)
 
 
-def test_a_tensor_without_elements_has_no_dead_units() -> None:
+def test_dead_fraction_of_an_empty_tensor_is_none() -> None:
     assert dead_fraction(torch.zeros(0, 5), 1) is None
 
 
-def test_the_recorded_share_of_dead_units_is_that_of_the_activation() -> None:
+def test_recorded_dead_fraction_is_that_of_the_activation() -> None:
     layer = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
     with torch.no_grad():
         layer[0].weight.fill_(0.1)
@@ -183,14 +183,14 @@ def test_the_recorded_share_of_dead_units_is_that_of_the_activation() -> None:
     assert (row["dead_fraction"], row["zero_fraction"]) == (0.75, 0.75)
 
 
-def test_unit_dim_says_where_the_units_are() -> None:
+def test_unit_dim_field_selects_the_dimension() -> None:
     value = torch.zeros(2, 3, 4)
     value[:, 0, 0] = 1.0
     assert recorded(nn.Identity(), value, stats="dead_fraction")["dead_fraction"] == 0.75
     assert recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=1)["dead_fraction"] == pytest.approx(2 / 3)
     with pytest.raises(ConfigError, match=r"hooks.h.unit_dim: dimension 3 does not exist in .*\[2, 3, 4\]"):
         recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=3)
-    with pytest.raises(ConfigError, match="unit_dim is for dead_fraction"):
+    with pytest.raises(ConfigError, match="'unit_dim' requires dead_fraction"):
         parse_hooks({"h": {**RECORD, "unit_dim": 1}})
 
 
@@ -223,11 +223,11 @@ def test_units_of_a_gradient_are_rows_of_the_parameter() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
-def test_saturated_is_what_lies_at_the_ends_of_the_range(
+def test_saturated_values_are_at_the_ends_of_the_range(
     module: nn.Module, values: list[float], saturated: float | None
 ) -> None:
     assert recorded(module, torch.tensor(values), stats="saturated_fraction")["saturated_fraction"] == saturated
-    ends = range_of(module)
+    ends = saturation_limits(module)
     if ends is not None:
         on_device = saturated_fraction(module(torch.tensor(values)).to("meta"), ends)
         assert isinstance(on_device, torch.Tensor)
@@ -235,12 +235,12 @@ def test_saturated_is_what_lies_at_the_ends_of_the_range(
 
 
 def test_tanh_is_saturated_beyond_097() -> None:
-    ends = range_of(nn.Tanh())
+    ends = saturation_limits(nn.Tanh())
     assert ends is not None
     assert saturated_fraction(torch.tensor([0.969, -0.969, 0.971, -0.971]), ends) == 0.5
 
 
-def test_the_ratio_of_an_update_is_to_the_parameter_after_it() -> None:
+def test_update_ratio_is_relative_to_the_updated_parameter() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": ["update_ratio", "l2"]}}
@@ -255,7 +255,7 @@ def test_the_ratio_of_an_update_is_to_the_parameter_after_it() -> None:
         assert row["update_ratio"] == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_an_update_of_nothing_has_no_ratio() -> None:
+def test_update_ratio_of_zeros_is_none() -> None:
     model = nn.Linear(3, 2, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -267,28 +267,28 @@ def test_an_update_of_nothing_has_no_ratio() -> None:
     assert [row["update_ratio"] for row in probe.sink.records("stats")] == [None]
 
 
-def test_a_statistic_that_the_role_does_not_have_is_named() -> None:
+def test_statistic_of_another_role_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="update_ratio is a statistic of kind step_post, role update; this is kind forward"
+        ConfigError, match="statistic update_ratio requires kind step_post, role update; this hook has kind forward"
     ):
         parse_hooks({"h": {**RECORD, "stats": ["update_ratio"]}})
-    with pytest.raises(ConfigError, match="saturated_fraction is a statistic of kind forward, role output"):
+    with pytest.raises(ConfigError, match="statistic saturated_fraction requires kind forward, role output"):
         parse_hooks({"h": {**RECORD, "kind": "forward_pre", "stats": "saturated_fraction"}})
 
 
-def test_default_may_stand_in_a_list() -> None:
+def test_default_is_allowed_in_a_list() -> None:
     spec = parse_hooks({"h": {**RECORD, "stats": ["default", "dead_fraction", "l2"]}})["h"]
     assert spec.statistics == tuple(name for name in ALL if name in (*DEFAULT, "dead_fraction"))
 
 
-def test_a_budget_leaves_no_record_of_nothing() -> None:
-    class Nowhere:
+def test_budget_never_drops_the_last_output() -> None:
+    class NoRecorder:
         add_stats = add_distribution = add_tensor = add_effect = None
 
-    alone = Record(parse_hooks({"h": {**RECORD, "stats": "dead_fraction"}})["h"], Nowhere())  # type: ignore[arg-type]
-    assert alone.without_the_dearest() is None
-    both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], Nowhere())  # type: ignore[arg-type]
-    lighter = both.without_the_dearest()
+    alone = Record(parse_hooks({"h": {**RECORD, "stats": "dead_fraction"}})["h"], NoRecorder())  # type: ignore[arg-type]
+    assert alone.without_most_expensive() is None
+    both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], NoRecorder())  # type: ignore[arg-type]
+    lighter = both.without_most_expensive()
     assert lighter is not None
-    assert (lighter[0].more, lighter[1]) == ((), "dead_fraction")
+    assert (lighter[0].derived, lighter[1]) == ((), "dead_fraction")
     assert lighter[0].statistics == ("numel", "l2", "nan_count", "inf_count")

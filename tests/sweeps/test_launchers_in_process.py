@@ -1,4 +1,4 @@
-"""What is the package's own of each launcher, without its processes: jobs are pickled, and done in this one."""
+"""Launchers without worker processes: jobs are pickled and run in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from swept import job as made
+from run_folders import write_run
 from tiers import tiered
 
 import instrument
@@ -21,71 +21,72 @@ from instrument.sweeps.jobs import Sweep
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
-HERE = {"processes": ("hydra/launcher=processes", "hydra.launcher.n_jobs=1")}  # joblib's own way: no other process
+# With one job at a time, joblib starts no process.
+IN_PROCESS = {"processes": ("hydra/launcher=processes", "hydra.launcher.n_jobs=1")}
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Have submitit and Ray do jobs in this process; what Ray is started with, and what each of its jobs is given."""
+def ray_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run jobs of submitit and Ray in this process; collect the arguments given to Ray."""
     import cloudpickle
 
     Plugins.instance()  # imports the plugins
     submitit = import_module("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
     ray = import_module("hydra_plugins.hydra_ray_launcher._core")
     monkeypatch.setattr(submitit.LocalLauncher, "_EXECUTOR", "debug")
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def launch(context: Any, remote: Any, config: Any, task: Any, state: Any) -> Any:
         from hydra_plugins.hydra_ray_launcher._launcher_util import _run_job
 
-        asked["remote"] = dict(remote)
+        arguments["remote"] = dict(remote)
         return _run_job(*cloudpickle.loads(cloudpickle.dumps((context, config, task))), state)
 
-    monkeypatch.setattr(ray, "start_ray", asked.update)
+    monkeypatch.setattr(ray, "start_ray", arguments.update)
     monkeypatch.setattr(ray, "launch_job_on_ray", launch)
     monkeypatch.setattr(ray.ray, "get", lambda result: result)
     for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    return asked
+    return arguments
 
 
 @pytest.mark.parametrize("launcher", ["processes", "slurm_local", "ray_local"])
-def test_a_job_that_fails_stops_no_other_and_the_exit_code_says_so(
-    cli: Cli, started: dict[str, Any], launcher: str
+def test_refused_job_does_not_stop_others_and_sets_the_exit_code(
+    cli: Cli, ray_arguments: dict[str, Any], launcher: str
 ) -> None:
     hook = ("+hooks.seen={layers:layers.0,kind:forward,action:record}", "hooks.seen.layers=decodr,layers.0")
-    asked = (*TINY, *hook, "hydra.sweep.dir=out", *HERE.get(launcher, (f"hydra/launcher={launcher}",)))
-    answer = cli("-m", *asked)
+    arguments = (*TINY, *hook, "hydra.sweep.dir=out", *IN_PROCESS.get(launcher, (f"hydra/launcher={launcher}",)))
+    answer = cli("-m", *arguments)
     assert answer.code == 2, answer.err
     assert "Traceback" not in answer.err
     assert list(instrument.load("out").runs.status) == ["done"]
-    assert all(info["command"] == ["instrument", "-m", *asked] for info in instrument.load("out").infos)
+    assert all(info["command"] == ["instrument", "-m", *arguments] for info in instrument.load("out").infos)
     assert "2 jobs in out: 1 done, 1 failed" in answer.err
     assert "out/0  failed  hooks.seen.layers=decodr  hooks.seen.layers: this pattern matches" in answer.err
     assert "python -m instrument.sweep out --rerun" in answer.err
     assert answer.out.count("out/1  hooks.seen.layers=layers.0  loss") == 1
-    assert ("terminals    out/.submitit" in answer.err) == (launcher == "slurm_local")
+    assert ("job output   out/.submitit" in answer.err) == (launcher == "slurm_local")
     if launcher == "ray_local":
-        assert_ray_was_asked(started, {"address": "local", "include_dashboard": False})
+        assert_ray_was_asked(ray_arguments, {"address": "local", "include_dashboard": False})
     else:
-        assert "address" not in started
+        assert "address" not in ray_arguments
 
 
-def assert_ray_was_asked(started: dict[str, Any], init: dict[str, Any]) -> None:
-    assert {name: started[name] for name in init} == init
-    assert started["remote"] == {"num_cpus": 1, "max_retries": 0}
+def assert_ray_was_asked(ray_arguments: dict[str, Any], init: dict[str, Any]) -> None:
+    assert {name: ray_arguments[name] for name in init} == init
+    assert ray_arguments["remote"] == {"num_cpus": 1, "max_retries": 0}
     assert os.environ["RAY_DEDUP_LOGS"] == os.environ["RAY_COLOR_PREFIX"] == "0"
 
 
-def test_a_ray_cluster_that_is_there_is_joined(cli: Cli, started: dict[str, Any]) -> None:
-    where = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=host:1")
-    answer = cli("-m", *TINY, "seed=-1", "hydra.sweep.dir=out", *where)
+def test_existing_ray_cluster_is_used(cli: Cli, ray_arguments: dict[str, Any]) -> None:
+    launcher = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=host:1")
+    answer = cli("-m", *TINY, "seed=-1", "hydra.sweep.dir=out", *launcher)
     assert answer.code == 2, answer.err
-    assert_ray_was_asked(started, {"address": "host:1"})
+    assert_ray_was_asked(ray_arguments, {"address": "host:1"})
 
 
-def test_jobs_of_submitit_share_the_cores(cli: Cli, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitit_jobs_share_the_cores(cli: Cli, ray_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     Path("noting.py").write_text(
         "import os, pathlib, torch\n\n\n"
@@ -94,8 +95,8 @@ def test_jobs_of_submitit_share_the_cores(cli: Cli, started: dict[str, Any], mon
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
         "        pathlib.Path(f'note_{note}').write_text(os.environ['OMP_NUM_THREADS'])\n"
     )
-    own = ("data=digits", "train.steps=1", "+model._target_=noting.Net", "+model.note=0,1")
-    answer = cli("-m", *own, "hydra/launcher=slurm_local", "hydra.sweep.dir=out")
+    model = ("data=digits", "train.steps=1", "+model._target_=noting.Net", "+model.note=0,1")
+    answer = cli("-m", *model, "hydra/launcher=slurm_local", "hydra.sweep.dir=out")
     assert answer.code == 0, answer.err
     assert [int(file.read_text()) for file in Path().glob("note_*")] == [max((os.cpu_count() or 1) // 2, 1)] * 2
     assert "OMP_NUM_THREADS" not in os.environ
@@ -106,17 +107,17 @@ def test_jobs_of_submitit_share_the_cores(cli: Cli, started: dict[str, Any], mon
     assert [jobs.label(job) for job in jobs.jobs()] == ["model.note=0", "model.note=1"]
 
 
-def test_a_process_that_dies_is_told_of_and_what_was_done_stays(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_is_reported_and_finished_jobs_are_kept(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     def dies(parallel: joblib.Parallel, jobs: Any) -> Any:
         next(iter(jobs))
-        made(Path("out/0"), status="running")
+        write_run(Path("out/0"), status="running")
         raise TerminatedWorkerError("A worker process managed by the executor was unexpectedly terminated")
 
     monkeypatch.setattr(joblib.Parallel, "__call__", dies)
-    answer = cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out", *HERE["processes"])
+    answer = cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out", *IN_PROCESS["processes"])
     assert answer.code == 1
     assert "hydra_joblib_launcher failed: TerminatedWorkerError" in answer.err
     assert "Traceback" not in answer.err
@@ -124,9 +125,9 @@ def test_a_process_that_dies_is_told_of_and_what_was_done_stays(cli: Cli, monkey
 
 
 @pytest.mark.parametrize(
-    "launcher", [(), pytest.param(HERE["processes"], marks=pytest.mark.slow)], ids=["basic", "processes"]
+    "launcher", [(), pytest.param(IN_PROCESS["processes"], marks=pytest.mark.slow)], ids=["basic", "processes"]
 )
-def test_a_sweep_that_is_interrupted_says_what_is_left(cli: Cli, launcher: tuple[str, ...]) -> None:
+def test_interrupted_sweep_lists_the_remaining_jobs(cli: Cli, launcher: tuple[str, ...]) -> None:
     Path("stopping.py").write_text(
         "import signal\n\n\ndef stop(tensor, context):\n"
         "    if context.step == 2:\n        signal.raise_signal(signal.SIGINT)\n    return tensor\n"
@@ -142,7 +143,7 @@ def test_a_sweep_that_is_interrupted_says_what_is_left(cli: Cli, launcher: tuple
 
 
 @pytest.mark.parametrize("launcher", tiered(["processes", "slurm_local", "ray_local"], ["processes"]))
-def test_a_sweep_without_jobs_is_told_of_before_anything_is_started(cli: Cli, launcher: str) -> None:
+def test_sweep_without_jobs_is_refused_before_the_launch(cli: Cli, launcher: str) -> None:
     answer = cli("-m", *TINY, "seed=range(3,3)", f"hydra/launcher={launcher}")
     assert answer.code == 2
     assert "the sweep has no jobs" in answer.err
@@ -160,17 +161,17 @@ def test_a_sweep_without_jobs_is_told_of_before_anything_is_started(cli: Cli, la
         ("search", "sweeper", "optuna", "optuna"),
     ],
 )
-def test_a_preset_whose_plugin_is_missing_names_the_extra(
+def test_preset_without_its_plugin_names_the_extra(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, preset: str, group: str, plugin: str, extra: str
 ) -> None:
     Plugins.instance()  # imports the plugins
     monkeypatch.delitem(ConfigStore.instance().repo["hydra"][group], f"{plugin}.yaml")
     answer = cli("-m", *TINY, "seed=1,2", f"hydra/{group}={preset}")
     assert answer.code == 2
-    assert answer.err == (f"\nhydra/{group}: needs a package that is not installed: {pip_command(extra)}\n\n")
+    assert answer.err == (f"\nhydra/{group}: requires a package that is not installed: {pip_command(extra)}\n\n")
 
 
-def test_slurm_where_there_is_none_is_told_of(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     answer = cli("-m", *TINY, "seed=1,2", "hydra/launcher=slurm", "hydra.sweep.dir=out")
     assert answer.code == 2
@@ -180,12 +181,12 @@ def test_slurm_where_there_is_none_is_told_of(cli: Cli, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_sweep_under_torchrun_is_refused_by_one_of_its_processes(
+def test_sweep_under_torchrun_is_refused_by_rank_0(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", rank)
     answer = cli("-m", *TINY, "seed=1,2")
     assert answer.code == 2
-    assert ("each of torchrun's processes" in answer.err) == (rank == "0")
+    assert ("each process of torchrun" in answer.err) == (rank == "0")
     assert list(Path.cwd().iterdir()) == []

@@ -1,4 +1,4 @@
-"""Autoencoder, next token and Wasserstein GAN: their losses by hand, and their experiments."""
+"""Autoencoder, next-token and Wasserstein GAN tasks: losses against formulas, and their experiments."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch.nn import functional as F
 
 import instrument
 from instrument import ConfigError
-from instrument.plan.shape_inference import try_forward
+from instrument.plan.shape_inference import infer_shapes
 from instrument.tasks import Autoencoder, NextToken, Supervised, Task, WassersteinGAN
-from instrument.tasks.gan import gradient_penalty, held_still
+from instrument.tasks.gan import frozen_parameters, gradient_penalty
 from instrument.training.datasets import english
 from instrument.training.models import DenseGAN, TinyGPT
 
 TOKENS, CLASS = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([0, 1])
 
 
-def test_an_autoencoder_is_held_against_its_input() -> None:
+def test_autoencoder_loss_compares_output_and_input() -> None:
     model, batch = nn.Linear(4, 4), torch.randn(3, 4)
     for given in (batch, [batch, torch.zeros(3)]):
         outcome = Autoencoder(nn.MSELoss())(model, given)
         assert torch.equal(outcome.loss, F.mse_loss(model(batch), batch))
         assert outcome.correct is None
-    with pytest.raises(ValueError, match=r"the output is \[3, 2\], the input that it is held against \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"the output has shape \[3, 2\], but the input has shape \[3, 4\]"):
         Autoencoder(nn.MSELoss())(nn.Linear(4, 2), batch)
 
 
-def test_each_token_is_predicted_from_the_place_before_it() -> None:
+def test_next_token_is_predicted_from_the_position_before() -> None:
     tokens = torch.tensor([[1, 2, 3], [3, 2, 1]])
     table = nn.Embedding(4, 4)
     outcome = NextToken()(table, tokens)
-    wanted = sum(F.cross_entropy(table(tokens[:, i]), tokens[:, i + 1]) for i in range(2)) / 2
-    torch.testing.assert_close(outcome.loss, wanted)
+    expected = sum(F.cross_entropy(table(tokens[:, i]), tokens[:, i + 1]) for i in range(2)) / 2
+    torch.testing.assert_close(outcome.loss, expected)
     with torch.no_grad():
         table.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 0]]))
     correct = NextToken()(table, tokens).correct
     assert correct is not None
-    assert correct.item() == pytest.approx(1.0 + 0.5)  # 1-2-3 in full, of 3-2-1 the first
+    assert correct.item() == pytest.approx(1.0 + 0.5)  # both tokens of 1-2-3, and the first of 3-2-1
 
 
 def test_next_token_uses_the_targets_of_a_pair() -> None:
@@ -59,30 +59,30 @@ def test_next_token_uses_the_targets_of_a_pair() -> None:
     targets[1] = torch.tensor([3, 2, 0])
     outcome = NextToken()(table, (tokens, targets))
     assert outcome.correct is not None
-    assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that count
+    assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that are not ignored
 
 
 @pytest.mark.parametrize(
     "batch", [(TOKENS, CLASS), (TOKENS, TOKENS[:, 1:]), TOKENS[:, :1], (TOKENS,) * 3, {"ids": TOKENS}]
 )
-def test_next_token_refuses_shapes_that_do_not_fit(batch: object) -> None:
+def test_next_token_refuses_invalid_shapes(batch: object) -> None:
     task, model = NextToken(), nn.Embedding(4, 4)
-    with pytest.raises(ConfigError, match=r"task: .*\n.*written  (ValueError: targets|TypeError: the)"):
-        try_forward(model, lambda: task(model, batch), training=True)
+    with pytest.raises(ConfigError, match=r"task: .*\n.*given    (ValueError: targets|TypeError: the)"):
+        infer_shapes(model, lambda: task(model, batch), training=True)
 
 
 @pytest.mark.parametrize("task", [Autoencoder(nn.MSELoss()), Supervised(nn.MSELoss()), NextToken(), WassersteinGAN()])
-def test_a_batch_for_another_task_is_refused(task: Task) -> None:
-    with pytest.raises(TypeError, match="write a task for this batch"):
+def test_batch_for_another_task_is_refused(task: Task) -> None:
+    with pytest.raises(TypeError, match="write a custom task for this batch"):
         task(nn.Identity(), {"a": torch.zeros(2, 3), "b": torch.zeros(2)})
 
 
-def test_two_samples_without_targets_are_no_pair() -> None:
+def test_two_samples_without_targets_are_refused() -> None:
     with pytest.raises(TypeError, match=r"the batch is a Tensor of 2, .* a pair \(inputs, targets\)"):
         Supervised(nn.MSELoss())(nn.Identity(), torch.zeros(2, 3))
 
 
-def test_a_language_model_does_not_see_what_comes_after() -> None:
+def test_language_model_does_not_depend_on_later_tokens() -> None:
     torch.manual_seed(0)
     model = TinyGPT(length=8).eval()
     tokens = torch.randint(128, (1, 8))
@@ -91,7 +91,7 @@ def test_a_language_model_does_not_see_what_comes_after() -> None:
     assert torch.allclose(model(tokens)[0, :5], model(other)[0, :5], atol=1e-6)
 
 
-def test_text_is_there_in_windows_and_the_splits_do_not_meet() -> None:
+def test_text_dataset_has_windows_in_two_splits() -> None:
     train, test = english("train", 32), english("test", 32)
     assert len(train) > 5 * len(test) > 0
     assert train[0].shape == (32,)
@@ -105,14 +105,14 @@ class Quadratic(nn.Module):
         return samples.square().sum(1) / 2
 
 
-def test_the_gradient_penalty_is_that_of_the_paper() -> None:
+def test_gradient_penalty_matches_the_paper() -> None:
     torch.manual_seed(1)
     real, fake = torch.randn(6, 3), torch.randn(6, 3)
     torch.manual_seed(2)
     penalty = gradient_penalty(Quadratic(), real, fake)
     torch.manual_seed(2)
-    share = torch.rand(6, 1)
-    mixture = share * real + (1 - share) * fake
+    weight = torch.rand(6, 1)
+    mixture = weight * real + (1 - weight) * fake
     torch.testing.assert_close(penalty, (mixture.norm(dim=1) - 1).square().mean())
 
 
@@ -125,7 +125,7 @@ def gan_gradients(hooks: dict[str, object]) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_each_half_gets_the_gradient_of_its_own_loss() -> None:
+def test_generator_and_critic_get_gradients_of_their_own_loss() -> None:
     torch.manual_seed(0)
     model = DenseGAN(image=(1, 4, 4), width=8)
     real = torch.randn(5, 1, 4, 4)
@@ -135,23 +135,23 @@ def test_each_half_gets_the_gradient_of_its_own_loss() -> None:
     critic = torch.autograd.grad(critic_loss, list(model.critic.parameters()), allow_unused=True)
     generator = torch.autograd.grad(-model.critic(fake).mean(), list(model.generator.parameters()))
     ours = gan_gradients({})
-    wanted = dict(zip((f"generator.{name}" for name, _ in model.generator.named_parameters()), generator, strict=True))
-    wanted |= dict(zip((f"critic.{name}" for name, _ in model.critic.named_parameters()), critic, strict=True))
-    for name, gradient in wanted.items():
+    expected = dict(zip((f"generator.{name}" for name, _ in model.generator.named_parameters()), generator, strict=True))
+    expected |= dict(zip((f"critic.{name}" for name, _ in model.critic.named_parameters()), critic, strict=True))
+    for name, gradient in expected.items():
         if gradient is not None:
             torch.testing.assert_close(ours[name], gradient)
 
 
-def test_double_backward_is_not_changed_by_looking_at_it() -> None:
+def test_recording_keeps_double_backward_bit_identical() -> None:
     kinds = {"f": "forward", "b": "full_backward", "p": "full_backward_pre", "t": "tensor", "m": "parameter_grad_micro"}
     hooks = {name: {"layers": "**", "kind": kind, "action": "record"} for name, kind in kinds.items()}
-    bare, looked_at = gan_gradients({}), gan_gradients(hooks)
-    assert all(torch.equal(bare[name], looked_at[name]) for name in bare)
+    baseline, recorded = gan_gradients({}), gan_gradients(hooks)
+    assert all(torch.equal(baseline[name], recorded[name]) for name in baseline)
 
 
-def test_what_is_held_still_passes_gradients_on_and_takes_none() -> None:
+def test_frozen_module_passes_gradients_to_its_input() -> None:
     layer, inputs = nn.Linear(2, 2), torch.randn(1, 2, requires_grad=True)
-    with held_still(layer):
+    with frozen_parameters(layer):
         output = layer(inputs)
     output.sum().backward()
     assert inputs.grad is not None
@@ -160,7 +160,7 @@ def test_what_is_held_still_passes_gradients_on_and_takes_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["autoencoder", "language", "wgan_gp"])
-def test_the_experiments_run(cli: Callable[..., Answer], name: str) -> None:
+def test_experiment_runs(cli: Callable[..., Answer], name: str) -> None:
     answer = cli(f"+exp={name}", "train.steps=3", "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     run = instrument.load("out")

@@ -1,4 +1,4 @@
-"""The apply section: what is done to modules once, before step 0."""
+"""The `apply` section: changes to modules before step 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instrument import ConfigError
 from instrument.spec.parse import parse_apply
 from instrument.training.apply import apply_specs
 
-SEEN: list[tuple[str, str]] = []
+CALLS: list[tuple[str, str]] = []
 
 
 class Block(nn.Module):
@@ -43,11 +43,11 @@ def apply(model: nn.Module, **specs: dict[str, Any]) -> nn.Module:
     return model
 
 
-def note(module: nn.Module, name: str, mark: str = "") -> None:
-    SEEN.append((name, mark))
+def record_call(module: nn.Module, name: str, mark: str = "") -> None:
+    CALLS.append((name, mark))
 
 
-def break_down(module: nn.Module, name: str) -> None:
+def raise_error(module: nn.Module, name: str) -> None:
     raise RuntimeError("no")
 
 
@@ -68,7 +68,7 @@ def test_init_fills_weights_by_a_function_of_torch_nn_init(model: Net) -> None:
     assert torch.equal(model.one[0].bias, bias)
 
 
-def test_init_takes_other_parameters_where_params_says_so(model: Net) -> None:
+def test_init_uses_the_parameters_selected_by_params(model: Net) -> None:
     apply(model, a={"layers": "one.0", "params": "bias", "action": "init", "fn": "constant_", "val": 3.0})
     assert (model.one[0].bias == 3).all()
     assert not (model.one[0].weight == 3).any()
@@ -82,13 +82,13 @@ def test_fill_sets_every_element(model: Net) -> None:
     assert not any((parameter == -2.5).any() for parameter in model.one.parameters())
 
 
-def test_freeze_takes_parameters_out_of_training(model: Net) -> None:
+def test_freeze_disables_the_gradient(model: Net) -> None:
     apply(model, a={"layers": "**", "exclude": "one.**", "params": "weight", "action": "freeze"})
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"block.conv.weight", "two.0.weight"}
 
 
-def test_replace_puts_a_new_module_in_every_place_of_each_one_that_matches(model: Net) -> None:
+def test_replace_creates_a_new_module_for_every_match(model: Net) -> None:
     apply(model, a={"types": ["ReLU"], "action": "replace", "module": {"_target_": "torch.nn.GELU"}})
     assert {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.GELU)} == {
         "block.act",
@@ -96,23 +96,23 @@ def test_replace_puts_a_new_module_in_every_place_of_each_one_that_matches(model
         "two.1",
         "last",
     }
-    assert model.one[1] is model.two[1] is model.last  # still one module under three names
+    assert model.one[1] is model.two[1] is model.last  # one module under three names
     assert model.last is not model.block.act
 
 
-def test_replace_by_one_of_several_names_replaces_under_all(model: Net) -> None:
+def test_replace_of_a_shared_module_applies_to_all_names(model: Net) -> None:
     apply(model, a={"layers": "two.1", "action": "replace", "module": {"_target_": "torch.nn.GELU"}})
     assert isinstance(model.last, nn.GELU)
     assert model.one[1] is model.last
     assert isinstance(model.block.act, nn.ReLU)
 
 
-def test_set_changes_an_attribute_that_is_there(model: Net) -> None:
+def test_set_changes_an_existing_attribute(model: Net) -> None:
     apply(model, a={"types": ["ReLU"], "action": "set", "attribute": "inplace", "value": False})
     assert not model.block.act.inplace
 
 
-def test_add_parameter_registers_one_that_trains(model: Net) -> None:
+def test_add_parameter_registers_a_trainable_parameter(model: Net) -> None:
     spec = {"types": ["Linear"], "action": "add_parameter", "parameter": "gain", "shape": [4], "value": 0.5}
     apply(model, a=spec)
     gain = model.one[0].gain
@@ -122,20 +122,20 @@ def test_add_parameter_registers_one_that_trains(model: Net) -> None:
     assert apply(model, b={**spec, "parameter": "scalar", "shape": []}).two[0].scalar.shape == ()
 
 
-def test_call_hands_over_the_module_its_name_and_its_arguments(model: Net) -> None:
-    SEEN.clear()
-    apply(model, a={"layers": "one.*", "action": "call", "fn": {"_target_": f"{__name__}.note", "mark": "x"}})
-    assert SEEN == [("one.0", "x"), ("one.1", "x")]
+def test_call_passes_the_module_its_name_and_the_arguments(model: Net) -> None:
+    CALLS.clear()
+    apply(model, a={"layers": "one.*", "action": "call", "fn": {"_target_": f"{__name__}.record_call", "mark": "x"}})
+    assert CALLS == [("one.0", "x"), ("one.1", "x")]
 
 
-def test_children_come_before_their_parents_and_a_shared_module_once(model: Net) -> None:
-    SEEN.clear()
-    apply(model, a={"layers": "**", "action": "call", "fn": {"_target_": f"{__name__}.note"}})
-    order = [name for name, _ in SEEN]
+def test_children_come_before_parents_and_shared_modules_once(model: Net) -> None:
+    CALLS.clear()
+    apply(model, a={"layers": "**", "action": "call", "fn": {"_target_": f"{__name__}.record_call"}})
+    order = [name for name, _ in CALLS]
     assert order == ["block.conv", "block.act", "block", "one.0", "one.1", "one", "two.0", "two", ""]
 
 
-def test_specs_act_one_after_the_other_on_what_the_ones_before_left(model: Net) -> None:
+def test_specs_are_applied_in_order(model: Net) -> None:
     apply(
         model,
         first={
@@ -149,20 +149,20 @@ def test_specs_act_one_after_the_other_on_what_the_ones_before_left(model: Net) 
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         (
             {"layers": "onee", "action": "freeze"},
-            r"apply\.a\.layers: this pattern matches no module\n.*onee\n.*\n.*nearest  one",
+            r"apply\.a\.layers: this pattern matches no module\n.*onee\n.*\n.*similar  one",
         ),
         (
             {"layers": "one.1", "action": "freeze"},
-            r"apply\.a\.layers: none of the modules matched has such a parameter",
+            r"apply\.a\.layers: no matched module has such a parameter",
         ),
-        ({"layers": "one", "action": "fill", "value": 1}, r"nearest  one\.\*\*"),
+        ({"layers": "one", "action": "fill", "value": 1}, r"similar  one\.\*\*"),
         (
             {"types": "Linear", "params": "wieght", "action": "freeze"},
-            r"apply\.a\.params: this pattern matches no parameter\n(.*\n)*.*nearest  weight",
+            r"apply\.a\.params: this pattern matches no parameter\n(.*\n)*.*similar  weight",
         ),
         (
             {"types": "Linear", "action": "init", "fn": "dirac_"},
@@ -178,7 +178,7 @@ def test_specs_act_one_after_the_other_on_what_the_ones_before_left(model: Net) 
         ),
         (
             {"layers": "one", "action": "replace", "module": {"_target_": "builtins.dict"}},
-            r"apply\.a\.module: builtins\.dict gave a dict",
+            r"apply\.a\.module: builtins\.dict returned dict",
         ),
         (
             {"layers": "one", "action": "replace", "module": {"_target_": "torch.nn.Lineer"}},
@@ -186,21 +186,21 @@ def test_specs_act_one_after_the_other_on_what_the_ones_before_left(model: Net) 
         ),
         (
             {"types": "ReLU", "action": "set", "attribute": "inplce", "value": 1},
-            r"apply\.a\.attribute: layer .* no such attribute\n.*inplce\n.*nearest  inplace",
+            r"apply\.a\.attribute: layer .* no such attribute\n.*inplce\n.*similar  inplace",
         ),
         (
             {"types": "Linear", "action": "add_parameter", "parameter": "weight"},
-            r"apply\.a\.parameter: .* has this attribute already",
+            r"apply\.a\.parameter: .* already has this attribute",
         ),
         (
-            {"layers": "one.0", "action": "call", "fn": {"_target_": f"{__name__}.break_down"}},
-            r"apply\.a: call failed at layer 'one\.0' \(Linear\): RuntimeError: no \(in .*break_down\)",
+            {"layers": "one.0", "action": "call", "fn": {"_target_": f"{__name__}.raise_error"}},
+            r"apply\.a: call failed at layer 'one\.0' \(Linear\): RuntimeError: no \(in .*raise_error\)",
         ),
     ],
     ids=lambda value: value["action"] if isinstance(value, dict) else None,
 )
-def test_what_cannot_be_done_is_told_with_its_key_and_layer(model: Net, spec: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_apply_error_has_its_key_and_layer(model: Net, spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         apply(model, a=spec)
 
 
@@ -213,7 +213,7 @@ class Doubled(nn.Module):
         return self.factor * self.inner(inputs)
 
 
-def test_wrap_puts_a_module_around_each_one_under_all_of_its_names(model: Net) -> None:
+def test_wrap_wraps_a_module_under_all_of_its_names(model: Net) -> None:
     act = model.one[1]
     apply(model, w={"layers": "one.1", "action": "wrap", "module": {"_target_": f"{__name__}.Doubled", "factor": 3.0}})
     assert isinstance(model.one[1], Doubled)
@@ -222,7 +222,7 @@ def test_wrap_puts_a_module_around_each_one_under_all_of_its_names(model: Net) -
     assert all(module is not act for module in (model.one[1], model.two[1]))
 
 
-def test_repr_is_a_label_that_print_shows_and_a_copy_keeps(model: Net) -> None:
+def test_repr_label_is_printed_and_copied(model: Net) -> None:
     apply(model, r={"layers": "one.0", "action": "repr", "label": "the first one"})
     assert "Linear(the first one, in_features=4, out_features=4, bias=True)" in str(model)
     assert "the first one" in str(copy.deepcopy(model))

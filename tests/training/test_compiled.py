@@ -1,4 +1,4 @@
-"""torch.compile: hooks fire whenever they were attached, and what cannot be is refused with what can."""
+"""Hooks on models compiled with torch.compile, and half precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOOKS = {
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def reset_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -27,11 +27,11 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_hooks_fire_on_a_compiled_model_whether_it_was_called_before(called_before: bool, in_place: bool) -> None:
+def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     batch = torch.randn(3, 4)
-    bare = model(batch).detach()
+    baseline = model(batch).detach()
     compiled = model
     if in_place:
         model.compile(backend="eager")
@@ -44,18 +44,18 @@ def test_hooks_fire_on_a_compiled_model_whether_it_was_called_before(called_befo
             output = compiled(batch)
             output.sum().backward()
             probe.end_step()
-    assert torch.equal(output, bare)
+    assert torch.equal(output, baseline)
     assert {(row["hook"], row["layer"], row["fired"]) for row in probe.coverage()} == {
         (hook, layer, 2) for hook in HOOKS for layer in "012"
     }
-    assert torch.equal(compiled(batch), bare)
+    assert torch.equal(compiled(batch), baseline)
     (message,) = [row["message"] for row in probe.sink.records("events") if row["rule"] == "graph_break"]
     count = int(message.split()[0])
     assert count >= 1
     assert message.startswith(f"{count} graph breaks: ")
 
 
-def test_hooks_fire_where_the_compiler_is_imported_after_they_were_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     batch = torch.randn(3, 4)
@@ -73,14 +73,14 @@ def test_hooks_fire_where_the_compiler_is_imported_after_they_were_attached(monk
     assert [row["fired"] for row in probe.coverage()] == [3] * 6
 
 
-def test_fullgraph_is_refused_with_the_kinds_that_can_be() -> None:
+def test_fullgraph_is_refused_with_the_supported_kinds() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager", fullgraph=True)
     with pytest.raises(ConfigError) as caught, instrument.attach(compiled, {"seen": {**HOOKS["seen"], "layers": "."}}):
         pass
-    (mistake,) = caught.value.mistakes
-    assert mistake.where == "hooks.seen.kind"
+    (problem,) = caught.value.problems
+    assert problem.where == "hooks.seen.kind"
     allowed = "parameter_grad, parameter_grad_micro, post_accumulate_grad, step_pre, step_post, state_dict_pre"
-    assert str(mistake.allowed).startswith(allowed)
+    assert str(problem.allowed).startswith(allowed)
     sums = {"layers": ".", "kind": "post_accumulate_grad", "action": "record"}
     with instrument.attach(compiled, {"sums": sums}) as probe:
         compiled(torch.zeros(1, 2)).sum().backward()
@@ -88,7 +88,7 @@ def test_fullgraph_is_refused_with_the_kinds_that_can_be() -> None:
     assert [row["fired"] for row in probe.coverage()] == [1, 1]
 
 
-def test_the_runner_compiles_and_counts_what_breaks_the_graph(cli: Callable[..., Answer]) -> None:
+def test_run_with_compile_reports_graph_breaks(cli: Callable[..., Answer]) -> None:
     hook = "+hooks.seen={layers:layers.*,kind:forward,action:record}"
     size = ["model=mlp", "data=digits", "model.sizes=[64,8,10]", "train.steps=3", "hydra.run.dir=out"]
     answer = cli(*size, "train.compile=true", hook)
@@ -100,7 +100,7 @@ def test_the_runner_compiles_and_counts_what_breaks_the_graph(cli: Callable[...,
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_runner_trains_in_half_precision(cli: Callable[..., Answer], precision: str) -> None:
+def test_run_trains_in_half_precision(cli: Callable[..., Answer], precision: str) -> None:
     hooks = [
         "+hooks.seen={layers:layers.*,kind:forward,action:record}",
         "+hooks.g={layers:'**',kind:parameter_grad,action:record}",

@@ -1,4 +1,4 @@
-"""Slices and batches."""
+"""Dataset slices and batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.data import Dataset
 
 from instrument import ConfigError
 from instrument.spec.config import DataConfig, SliceSpec, TrainConfig
-from instrument.training.data import Batches, choose, first_batch, load_data
+from instrument.training.data import Batches, first_batch, load_data, slice_indices
 from instrument.training.datasets import digits, random_tensors
 
 CLASSES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 class Numbers(Dataset[tuple[Tensor, int]]):
-    """Item i is the number i, of a class."""
+    """Dataset whose item i is the number i and its class."""
 
     def __init__(self, classes: list[int] = CLASSES) -> None:
         self.classes = classes
@@ -38,12 +38,12 @@ class Vectors(Numbers):
         return torch.tensor(float(i)), torch.ones(3)
 
 
-def chosen(dataset: Dataset[Any] | None = None, **which: Any) -> list[int]:
-    return choose(dataset or Numbers(), SliceSpec(**which), "data.slice")
+def choose_indices(dataset: Dataset[Any] | None = None, **slice_fields: Any) -> list[int]:
+    return slice_indices(dataset or Numbers(), SliceSpec(**slice_fields), "data.slice")
 
 
 @pytest.mark.parametrize(
-    ("which", "indices"),
+    ("slice_fields", "indices"),
     [
         ({}, list(range(10))),
         ({"stop": 3}, [0, 1, 2]),
@@ -52,7 +52,7 @@ def chosen(dataset: Dataset[Any] | None = None, **which: Any) -> list[int]:
         ({"stop": 99}, list(range(10))),
         ({"indices": [9, 0, 4]}, [9, 0, 4]),
         ({"classes": [2]}, [2, 5, 8]),
-        ({"classes": [0, 2], "start": 1, "stop": 4}, [2, 3, 5]),  # counted on what the classes left
+        ({"classes": [0, 2], "start": 1, "stop": 4}, [2, 3, 5]),  # indices count after the selection of classes
         ({"classes": [1], "indices": [2, 0]}, [7, 1]),
         ({"per_class": 2}, [0, 1, 2, 3, 4, 5]),
         ({"per_class": 1, "start": 3}, [3, 4, 5]),
@@ -60,20 +60,20 @@ def chosen(dataset: Dataset[Any] | None = None, **which: Any) -> list[int]:
         ({"classes": [0, 1], "stride": 3, "per_class": 1}, [0, 4]),
     ],
 )
-def test_a_slice_takes_classes_then_indices_or_a_range_then_so_many_of_each_class(
-    which: dict[str, Any], indices: list[int]
+def test_slice_selects_classes_then_range_then_per_class(
+    slice_fields: dict[str, Any], indices: list[int]
 ) -> None:
-    assert chosen(**which) == indices
+    assert choose_indices(**slice_fields) == indices
 
 
-def test_shuffle_reorders_before_the_range_is_counted_the_same_way_for_the_same_seed() -> None:
-    order = chosen(shuffle=True, seed=3)
+def test_shuffle_precedes_the_range_and_depends_on_the_seed() -> None:
+    order = choose_indices(shuffle=True, seed=3)
     assert sorted(order) == list(range(10))
-    assert order not in (list(range(10)), chosen(shuffle=True, seed=4))
+    assert order not in (list(range(10)), choose_indices(shuffle=True, seed=4))
     state = torch.get_rng_state()
-    assert chosen(shuffle=True, seed=3, start=2, stop=8, stride=2) == order[2:8:2]
+    assert choose_indices(shuffle=True, seed=3, start=2, stop=8, stride=2) == order[2:8:2]
     assert torch.equal(torch.get_rng_state(), state)
-    assert chosen(shuffle=True, seed=3, classes=[0], per_class=2) == chosen(shuffle=True, seed=3, classes=[0])[:2]
+    assert choose_indices(shuffle=True, seed=3, classes=[0], per_class=2) == choose_indices(shuffle=True, seed=3, classes=[0])[:2]
 
 
 @given(
@@ -84,45 +84,45 @@ def test_shuffle_reorders_before_the_range_is_counted_the_same_way_for_the_same_
     per_class=st.one_of(st.none(), st.integers(1, 4)),
     shuffle=st.booleans(),
 )
-def test_any_slice_is_what_its_definition_says_or_is_refused_as_empty(
+def test_random_slices_match_their_definition(
     start: int, stop: int | None, stride: int, classes: set[int] | None, per_class: int | None, shuffle: bool
 ) -> None:
     if stop is not None and stop <= start:
         stop = None
-    which = {"start": start, "stop": stop, "stride": stride, "classes": classes, "per_class": per_class}
+    slice_fields = {"start": start, "stop": stop, "stride": stride, "classes": classes, "per_class": per_class}
     everything = [i for i in range(10) if classes is None or CLASSES[i] in classes]
-    order = chosen(shuffle=shuffle, classes=classes) if shuffle else everything
+    order = choose_indices(shuffle=shuffle, classes=classes) if shuffle else everything
     expected: list[int] = []
     for i in order[start:stop:stride]:
         if per_class is None or sum(CLASSES[j] == CLASSES[i] for j in expected) < per_class:
             expected.append(i)
     if expected:
-        assert chosen(shuffle=shuffle, **which) == expected
+        assert choose_indices(shuffle=shuffle, **slice_fields) == expected
     else:
         with pytest.raises(ConfigError, match="the slice is empty"):
-            chosen(shuffle=shuffle, **which)
+            choose_indices(shuffle=shuffle, **slice_fields)
 
 
 @pytest.mark.parametrize(
-    ("which", "told"),
+    ("slice_fields", "message"),
     [
         ({"start": 10}, r"data\.slice: the slice is empty: the train split has 10 samples"),
         ({"classes": [7]}, r"data\.slice: the slice is empty"),
-        ({"indices": [3, 10, 11]}, r"data\.slice\.indices: out of range\n    written  \[10, 11\]\n    allowed  0 to 9"),
+        ({"indices": [3, 10, 11]}, r"data\.slice\.indices: out of range\n    given    \[10, 11\]\n    allowed  0 to 9"),
     ],
 )
-def test_a_slice_of_nothing_is_refused(which: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        chosen(**which)
+def test_empty_slice_is_refused(slice_fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_indices(**slice_fields)
 
 
-@pytest.mark.parametrize("which", [{"classes": [1]}, {"per_class": 1}])
-def test_classes_of_targets_that_are_none_are_refused(which: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="targets of this dataset are no classes"):
-        chosen(Vectors(), **which)
+@pytest.mark.parametrize("slice_fields", [{"classes": [1]}, {"per_class": 1}])
+def test_classes_of_non_integer_targets_are_refused(slice_fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="targets of this dataset are not integer classes"):
+        choose_indices(Vectors(), **slice_fields)
 
 
-def test_the_datasets_own_split_is_asked_for_in_the_way_that_it_takes_it() -> None:
+def test_split_is_passed_as_the_dataset_expects_it() -> None:
     config = {
         "dataset": {"_target_": "instrument.training.datasets.digits"},
         "eval_slice": {"split": "test", "stop": 5},
@@ -139,13 +139,13 @@ def test_the_datasets_own_split_is_asked_for_in_the_way_that_it_takes_it() -> No
 
 
 def given_train(train: bool) -> Numbers:
-    """As torchvision's datasets take their split."""
+    """Return a dataset by a boolean split, like the datasets of torchvision."""
     return Numbers(CLASSES if train else [0])
 
 
-def test_a_missing_dataset_falls_back_only_where_it_is_told_to() -> None:
+def test_missing_dataset_falls_back_only_if_configured() -> None:
     target = {"_target_": "instrument.training.datasets.mnist", "root": "nowhere", "download": False}
-    with pytest.raises(ConfigError, match="Three ways out"):
+    with pytest.raises(ConfigError, match="Do one of the following"):
         load_data(DataConfig.model_validate({"dataset": target, "root": "nowhere"}))
     data = load_data(DataConfig.model_validate({"dataset": target, "root": "nowhere", "fallback": "digits"}))
     assert data.train[0][0].shape == (1, 28, 28)
@@ -153,7 +153,7 @@ def test_a_missing_dataset_falls_back_only_where_it_is_told_to() -> None:
     assert "instrument.training.datasets.mnist is missing" in data.fallback
 
 
-def test_digits_are_real_in_two_splits_and_resized_on_request() -> None:
+def test_digits_have_two_splits_and_can_be_resized() -> None:
     train, test = digits("train"), digits("test")
     assert (len(train), len(test)) == (1437, 360)
     assert train[0][0].shape == (1, 8, 8)
@@ -164,7 +164,7 @@ def test_digits_are_real_in_two_splits_and_resized_on_request() -> None:
     assert abs(pixels.std() - 1) < 0.01
 
 
-def test_random_tensors_are_the_same_each_time_and_differ_between_splits_and_seeds() -> None:
+def test_random_tensors_depend_on_split_and_seed() -> None:
     def first(split: str, seed: int) -> Tensor:
         return random_tensors(split, shape=(2, 3), samples=4, seed=seed)[0][0]
 
@@ -179,7 +179,7 @@ def test_random_tensors_have_any_shape(shape: tuple[int, ...]) -> None:
     assert len(dataset) == 200
     assert {item[0].shape for item in dataset} == {shape}
     assert sorted({int(target) for _, target in dataset}) == [0, 1, 2, 3]
-    assert len(chosen(dataset, per_class=2)) == 8
+    assert len(choose_indices(dataset, per_class=2)) == 8
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -190,53 +190,53 @@ def numbers_of(group: list[Any]) -> list[list[int]]:
 
 
 def batches(seed: int = 0, **train: Any) -> list[tuple[int, list[list[int]]]]:
-    made = Batches(Numbers(), TrainConfig(**{"steps": None, "epochs": None, **train}), seed)
-    found = [(epoch, numbers_of(group)) for epoch, group in made]
-    assert made.steps == len(found)
-    return found
+    loader = Batches(Numbers(), TrainConfig(**{"steps": None, "epochs": None, **train}), seed)
+    result = [(epoch, numbers_of(group)) for epoch, group in loader]
+    assert loader.steps == len(result)
+    return result
 
 
-def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
-    found = batches(epochs=3, batch_size=4)
-    assert [epoch for epoch, _ in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [[len(batch) for batch in group] for _, group in found] == [[4], [4], [2]] * 3
-    orders = [[i for epoch, group in found if epoch == e for batch in group for i in batch] for e in range(3)]
+def test_epoch_has_every_sample_once_in_a_new_order() -> None:
+    result = batches(epochs=3, batch_size=4)
+    assert [epoch for epoch, _ in result] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [[len(batch) for batch in group] for _, group in result] == [[4], [4], [2]] * 3
+    orders = [[i for epoch, group in result if epoch == e for batch in group for i in batch] for e in range(3)]
     assert all(sorted(order) == list(range(10)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_the_order_is_the_seeds() -> None:
+def test_order_depends_on_the_seed() -> None:
     assert batches(seed=1, epochs=2, batch_size=4) == batches(seed=1, epochs=2, batch_size=4)
     assert batches(seed=1, epochs=2, batch_size=4) != batches(seed=2, epochs=2, batch_size=4)
 
 
-def test_a_step_accumulates_micro_batches_and_the_last_one_of_an_epoch_may_have_fewer() -> None:
-    found = batches(epochs=2, batch_size=2, accumulate=2)  # 5 batches an epoch
-    assert [len(group) for _, group in found] == [2, 2, 1, 2, 2, 1]
-    assert [epoch for epoch, _ in found] == [0, 0, 0, 1, 1, 1]
-    assert sorted(i for epoch, group in found if epoch == 0 for batch in group for i in batch) == list(range(10))
+def test_last_step_of_an_epoch_can_have_fewer_micro_batches() -> None:
+    result = batches(epochs=2, batch_size=2, accumulate=2)  # 5 batches per epoch
+    assert [len(group) for _, group in result] == [2, 2, 1, 2, 2, 1]
+    assert [epoch for epoch, _ in result] == [0, 0, 0, 1, 1, 1]
+    assert sorted(i for epoch, group in result if epoch == 0 for batch in group for i in batch) == list(range(10))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 7])
-def test_so_many_steps_go_through_the_data_as_often_as_it_takes(steps: int) -> None:
-    found = batches(steps=steps, batch_size=4)
-    assert [epoch for epoch, _ in found] == [step // 3 for step in range(steps)]
+def test_number_of_epochs_follows_from_the_steps(steps: int) -> None:
+    result = batches(steps=steps, batch_size=4)
+    assert [epoch for epoch, _ in result] == [step // 3 for step in range(steps)]
 
 
-def test_the_first_batch_is_for_trying_and_leaves_the_order_as_it_is() -> None:
-    made = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
+def test_first_batch_does_not_change_the_order() -> None:
+    loader = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
     state = torch.get_rng_state()
     assert numbers_of([first_batch(Numbers(), 4)]) == [[0, 1, 2, 3]]
     assert torch.equal(torch.get_rng_state(), state)
-    assert [(epoch, numbers_of(group)) for epoch, group in made] == batches(seed=5, steps=3, batch_size=4)
+    assert [(epoch, numbers_of(group)) for epoch, group in loader] == batches(seed=5, steps=3, batch_size=4)
 
 
-def test_the_first_batch_of_little_data_is_all_of_it() -> None:
+def test_first_batch_of_a_small_dataset_has_all_samples() -> None:
     assert len(first_batch(Numbers(), 64)[0]) == 10
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (3, 2), (4, 3), (64, 1), (3, 3)])
-def test_the_sizes_of_a_steps_batches_are_known_beforehand(batch_size: int, accumulate: int) -> None:
-    made = Batches(Numbers(), TrainConfig(steps=7, epochs=None, batch_size=batch_size, accumulate=accumulate), 0)
-    for step, (_, group) in enumerate(made):
-        assert [len(batch[0]) for batch in group] == made.sizes(step)
+def test_sizes_predicts_the_batch_sizes_of_a_step(batch_size: int, accumulate: int) -> None:
+    loader = Batches(Numbers(), TrainConfig(steps=7, epochs=None, batch_size=batch_size, accumulate=accumulate), 0)
+    for step, (_, group) in enumerate(loader):
+        assert [len(batch[0]) for batch in group] == loader.sizes(step)

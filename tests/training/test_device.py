@@ -1,4 +1,4 @@
-"""The device, the seeds, and a process that is left as it was found."""
+"""Device selection, seeds, and restoring the state of the process."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from instrument import ConfigError
 from instrument.training.device import choose_device, process_state
 
 
-def draws() -> tuple[float, float, float]:
+def draw_numbers() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-def test_the_same_seed_draws_the_same_numbers_from_all_three_generators() -> None:
-    found = []
+def test_equal_seeds_give_equal_numbers_in_all_generators() -> None:
+    draws = []
     for seed in (1, 1, 2):
         with process_state(seed=seed, deterministic=False):
-            found.append(draws())
-    assert found[0] == found[1]
-    assert all(a != b for a, b in zip(found[0], found[2], strict=True))
+            draws.append(draw_numbers())
+    assert draws[0] == draws[1]
+    assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_process_is_left_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_state_is_restored(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     random.seed(11)
     np.random.seed(12)
     torch.manual_seed(13)
-    expected = draws()
+    expected = draw_numbers()
     random.seed(11)
     np.random.seed(12)
     torch.manual_seed(13)
@@ -43,19 +43,19 @@ def test_the_process_is_left_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPa
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
             torch.set_default_dtype(torch.float64)
             torch.set_num_threads(threads + 1)
-            draws()
+            draw_numbers()
             if fails:
                 raise ZeroDivisionError
     except ZeroDivisionError:
         assert fails
-    assert draws() == expected
+    assert draw_numbers() == expected
     assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_num_threads() == threads
 
 
-def test_a_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_cublas_workspace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with process_state(seed=0, deterministic=True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
@@ -63,17 +63,17 @@ def test_a_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("seed", [0, 2**32, 2**63 - 1])
-def test_every_seed_that_a_configuration_allows_can_be_set(seed: int) -> None:
+def test_all_allowed_seeds_can_be_set(seed: int) -> None:
     with process_state(seed=seed, deterministic=False):
         assert torch.initial_seed() == seed
 
 
-def test_auto_is_the_gpu_where_there_is_one() -> None:
+def test_auto_selects_the_gpu_if_available() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device: there is no GPU"):
+def test_missing_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device: no GPU is available"):
         choose_device("cuda")

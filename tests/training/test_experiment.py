@@ -1,4 +1,4 @@
-"""Experiments made ready: models of every make, checked before a step is made, and two steps of them."""
+"""Preparation of experiments: checks before training, and two steps of many models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from instrument import ConfigError, MemorySink, Probe
-from instrument.dry_run.dry_run import rehearse
+from instrument.dry_run.dry_run import dry_run
 from instrument.spec.parse import parse_config
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
@@ -24,7 +24,7 @@ class Lazy(nn.Sequential):
 
 
 class Stateful(nn.Module):
-    """A model whose forward pass moves a counter, a buffer and the random state."""
+    """A model whose forward pass changes a counter, buffers and the random state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Stateful(nn.Module):
         return torch.dropout(self.norm(self.linear(images.flatten(1))), 0.5, self.training)
 
 
-def made(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **over: Any) -> Experiment:
+def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **overrides: Any) -> Experiment:
     dataset = {"_target_": "instrument.training.datasets.random_tensors", "shape": list(shape), "samples": 8}
     raw = {
         "model": model,
@@ -50,7 +50,7 @@ def made(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **over: Any)
             "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
             "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
         },
-        **over,
+        **overrides,
     }
     torch.manual_seed(0)
     return prepare(parse_config(raw))
@@ -83,8 +83,8 @@ def trained(experiment: Experiment) -> MemorySink:
     ],
     ids=lambda value: value["_target_"].rpartition(".")[2] if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_models_of_every_make_train_with_hooks_on_every_layer(model: dict[str, Any], shape: tuple[int, ...]) -> None:
-    experiment = made(model, shape)
+def test_models_train_with_hooks_on_every_layer(model: dict[str, Any], shape: tuple[int, ...]) -> None:
+    experiment = prepare_experiment(model, shape)
     before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
     sink = trained(experiment)
     assert any(not torch.equal(a, b) for a, b in zip(before, experiment.model.parameters(), strict=True))
@@ -92,7 +92,7 @@ def test_models_of_every_make_train_with_hooks_on_every_layer(model: dict[str, A
     assert list(frame.phase) == ["train", "train", "eval"]
     assert frame.loss.notna().all()
     stats = sink.frame("stats")
-    called = {layer.name for layer in experiment.plan.layers if id(layer.module) in experiment.trials["train"]}
+    called = {layer.name for layer in experiment.plan.layers if id(layer.module) in experiment.inferred_by_phase["train"]}
     assert set(stats[stats.hook == "seen"].layer) == called
     parameters = [name for name, _ in experiment.model.named_parameters()]
     gradients = stats[(stats.hook == "gradients") & (stats.step == 1)]
@@ -105,9 +105,9 @@ def test_models_of_every_make_train_with_hooks_on_every_layer(model: dict[str, A
     )
 
 
-def test_lazy_modules_get_their_shapes_before_anything_else_needs_them() -> None:
+def test_lazy_modules_are_initialized_first() -> None:
     apply = {"init": {"types": ["Linear", "LazyLinear"], "action": "fill", "value": 0.0}}
-    experiment = made({"_target_": f"{__name__}.Lazy"}, (3, 12, 12), apply=apply)
+    experiment = prepare_experiment({"_target_": f"{__name__}.Lazy"}, (3, 12, 12), apply=apply)
     linear = experiment.model[4]  # type: ignore[index]
     assert linear.weight.shape == (10, 400)
     assert not linear.weight.any()
@@ -115,11 +115,11 @@ def test_lazy_modules_get_their_shapes_before_anything_else_needs_them() -> None
     assert optimized == {id(parameter) for parameter in experiment.model.parameters()}
 
 
-def test_making_ready_runs_the_model_and_leaves_no_trace_of_it() -> None:
+def test_prepare_does_not_change_the_model_or_random_state() -> None:
     torch.manual_seed(0)
     plain = Stateful()
     state = torch.get_rng_state()
-    experiment = made({"_target_": f"{__name__}.Stateful"})
+    experiment = prepare_experiment({"_target_": f"{__name__}.Stateful"})
     assert torch.equal(torch.get_rng_state(), state)
     for (name, a), b in zip(plain.state_dict().items(), experiment.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -129,7 +129,7 @@ def test_making_ready_runs_the_model_and_leaves_no_trace_of_it() -> None:
 
 def test_frozen_parameters_are_not_optimized() -> None:
     apply = {"off": {"layers": "layers.0.**", "action": "freeze"}}
-    experiment = made({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]}, apply=apply)
+    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]}, apply=apply)
     frozen = experiment.model.layers[0][0]  # type: ignore[index, union-attr]
     before = frozen.weight.clone()
     trained(experiment)
@@ -139,28 +139,28 @@ def test_frozen_parameters_are_not_optimized() -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "told"),
+    ("overrides", "message"),
     [
-        ({"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}}, "model: no parameter trains"),
-        ({"optimizer": {"_target_": "torch.nn.Identity"}}, "optimizer: torch.nn.Identity gave a Identity"),
-        ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: torch.nn.Identity gave a Identity"),
+        ({"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}}, "model: the model has no trainable parameter"),
+        ({"optimizer": {"_target_": "torch.nn.Identity"}}, "optimizer: torch.nn.Identity returned Identity"),
+        ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: torch.nn.Identity returned Identity"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(over: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        made({"_target_": "instrument.training.models.MLP", "sizes": [64, 10]}, **over)
+def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 10]}, **overrides)
 
 
-def test_the_first_layer_that_a_batch_does_not_fit_is_named_with_both_shapes() -> None:
+def test_layer_with_a_wrong_input_shape_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        made({"_target_": "instrument.training.models.MnistCNN"}, (1, 20, 20))
-    told = str(caught.value)
-    assert "layer 'decoder.0.0' was given [4, 800]" in told
-    assert "Linear with weight [64, 1568]" in told
+        prepare_experiment({"_target_": "instrument.training.models.MnistCNN"}, (1, 20, 20))
+    message = str(caught.value)
+    assert "layer 'decoder.0.0' was given [4, 800]" in message
+    assert "Linear with weight [64, 1568]" in message
 
 
-def test_the_cost_foretells_the_rows() -> None:
-    experiment = made({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    foretold = {name: cost.rows for name, cost in rehearse(experiment).cost.items()}
-    experiment = made({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    assert trained(experiment).frame("stats").hook.value_counts().to_dict() == foretold
+def test_dry_run_predicts_the_rows() -> None:
+    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
+    predicted = {name: cost.rows for name, cost in dry_run(experiment).cost.items()}
+    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
+    assert trained(experiment).frame("stats").hook.value_counts().to_dict() == predicted

@@ -1,4 +1,4 @@
-"""A function of the user's is tried on a copy before step 0, and leaves no trace there."""
+"""Trials of custom hook functions on a copy of the model before step 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, Context
-from instrument.plan.shape_inference import try_forward
+from instrument.plan.shape_inference import infer_shapes
 from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_hooks
-from instrument.training.function_checks import FunctionTrial
+from instrument.training.function_checks import FunctionCheck
 
 CALLS: list[tuple[str, str, int, str]] = []
 
@@ -57,25 +57,25 @@ def draws_globally(tensor: Tensor, context: Context) -> Tensor:
     return tensor + torch.rand(())
 
 
-def tried(function: Callable[..., Any], *, evaluate: bool = False, **fields: Any) -> nn.Module:
-    """The model after a trial with this function."""
+def try_function(function: Callable[..., Any], *, evaluate: bool = False, **fields: Any) -> nn.Module:
+    """Return the model after a trial of a function."""
     spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    trial = FunctionTrial(make_plan(parse_hooks({"mine": spec}), model), seed=0)
+    trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0)
     batch = torch.ones(2, 4, requires_grad=True)
 
     def forward() -> None:
-        trial.see_loss(model(batch).sum())
-        trial.see_parameters()
+        trial.check_loss(model(batch).sum())
+        trial.check_parameters()
 
-    try_forward(model, forward, training=True, see=trial.see)
+    infer_shapes(model, forward, training=True, observe=trial.check_tensors)
     if evaluate:
-        try_forward(
+        infer_shapes(
             model,
             forward,
             training=False,
-            see=lambda module, role, value: trial.see(module, role, value, phase="eval"),
+            observe=lambda module, role, value: trial.check_tensors(module, role, value, phase="eval"),
         )
     return model
 
@@ -97,29 +97,29 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 @pytest.mark.parametrize("function", [too_short, in_place, fails], ids=lambda function: function.__name__)
-def test_function_that_does_not_fit_is_refused(function: Callable[..., Any], fields: dict[str, Any]) -> None:
+def test_invalid_function_is_refused(function: Callable[..., Any], fields: dict[str, Any]) -> None:
     if function is too_short and fields.get("kind") == "loss":
-        return  # a scalar cannot be cut
+        return  # a scalar cannot be sliced
     with pytest.raises(ConfigError) as caught:
-        tried(function, **fields)
-    (problem,) = caught.value.mistakes
+        try_function(function, **fields)
+    (problem,) = caught.value.problems
     assert problem.where == "hooks.mine.fn"
-    assert problem.written == f"{__name__}.{function.__name__}"
-    assert "hook 'mine'" in problem.problem
+    assert problem.given == f"{__name__}.{function.__name__}"
+    assert "hook 'mine'" in problem.message
     assert "a new tensor of the same shape and dtype" in str(problem.allowed)
 
 
-@pytest.mark.parametrize(("function", "told"), [(cut_off, "cut off"), (draws_globally, "global random state")])
-def test_function_that_changes_training_is_refused(function: Callable[..., Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        tried(function)
+@pytest.mark.parametrize(("function", "message"), [(cut_off, "detached from the graph"), (draws_globally, "global random state")])
+def test_function_that_changes_training_is_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        try_function(function)
 
 
-def test_function_is_called_once_a_tensor_at_the_first_step_it_is_scheduled_for() -> None:
+def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
     CALLS.clear()
-    tried(seen, layers="**", types=["Linear", "Tanh"], start=7)
-    tried(seen, kind="parameter_grad", steps=[9, 3])
-    tried(seen, phase="eval", evaluate=True)
+    try_function(seen, layers="**", types=["Linear", "Tanh"], start=7)
+    try_function(seen, kind="parameter_grad", steps=[9, 3])
+    try_function(seen, phase="eval", evaluate=True)
     assert [
         *[("0", "", 7, "train"), ("1", "", 7, "train")],
         *[("0", "weight", 3, "train"), ("0", "bias", 3, "train")],
@@ -128,15 +128,15 @@ def test_function_is_called_once_a_tensor_at_the_first_step_it_is_scheduled_for(
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "parameter_grad"])
-def test_function_gets_the_value_that_its_gradient_is_of(kind: str) -> None:
-    tried(values, kind=kind)
+def test_function_gets_the_value_of_its_gradient(kind: str) -> None:
+    try_function(values, kind=kind)
 
 
 def test_trial_keeps_values_and_random_states() -> None:
     random.seed(1)
     np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
-    model = tried(draws, layers="**", types=["Linear"])
+    model = try_function(draws, layers="**", types=["Linear"])
     after_trial = torch.rand(3)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[union-attr]
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The training loop: what it computes, when it evaluates, and what it leaves as it was."""
+"""The training loop: steps, accumulation, evaluations, metrics and schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instrument.training.data import first_batch
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, evaluate, gradient_norm, make_step, train
 
-BASE: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
     "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
     "data": {
         "dataset": {"_target_": "instrument.training.datasets.digits"},
@@ -35,15 +35,15 @@ BASE: dict[str, Any] = {
 
 
 class Dropping(nn.Sequential):
-    """A model whose training draws random numbers, and whose evaluation does not."""
+    """A model that uses random numbers in training only."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 10))
 
 
-def made(*, seed: int = 0, **over: Any) -> Experiment:
+def prepare_experiment(*, seed: int = 0, **overrides: Any) -> Experiment:
     torch.manual_seed(seed)
-    return prepare(parse_config({**BASE, "seed": seed, **over}))
+    return prepare(parse_config({**CONFIG, "seed": seed, **overrides}))
 
 
 def trained(experiment: Experiment) -> tuple[MemorySink, list[Progress], dict[str, float | None]]:
@@ -57,8 +57,8 @@ def weights(experiment: Experiment) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in experiment.model.parameters()]
 
 
-def test_it_computes_what_the_plain_textbook_loop_computes_to_the_bit() -> None:
-    experiment, plain = made(), made()
+def test_loop_is_bit_identical_to_a_plain_pytorch_loop() -> None:
+    experiment, plain = prepare_experiment(), prepare_experiment()
     sink, _, _ = trained(experiment)
     losses = []
     model, optimizer = plain.model, plain.optimizer
@@ -75,14 +75,14 @@ def test_it_computes_what_the_plain_textbook_loop_computes_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(16, 3), (20, 3), (7, 7)])
-def test_accumulated_micro_batches_give_the_gradient_of_one_big_batch(batch_size: int, accumulate: int) -> None:
-    parts = made(train={"steps": 1, "batch_size": batch_size, "accumulate": accumulate})
-    whole = made(train={"steps": 1, "batch_size": 48})
-    found = [trained(experiment)[0].frame("metrics").iloc[0] for experiment in (parts, whole)]
+def test_accumulated_gradient_equals_that_of_one_batch(batch_size: int, accumulate: int) -> None:
+    parts = prepare_experiment(train={"steps": 1, "batch_size": batch_size, "accumulate": accumulate})
+    single_batch = prepare_experiment(train={"steps": 1, "batch_size": 48})
+    found = [trained(experiment)[0].frame("metrics").iloc[0] for experiment in (parts, single_batch)]
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
     assert found[0].accuracy == pytest.approx(found[1].accuracy)
     assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-5)
-    for a, b in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
+    for a, b in zip(parts.model.parameters(), single_batch.model.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
@@ -90,7 +90,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_big_batch(batch_size
 
 
 def partly_ignored(split: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets, of which samples have 1, 0, 5 and 5 that count, over and over."""
+    """Return tokens and targets; 1, 0, 5 and 5 targets of successive samples are not ignored, repeatedly."""
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(7, (2, 48, 5), generator=generator)
     targets[::4, 1:] = targets[1::4] = -100
@@ -105,18 +105,18 @@ LANGUAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("batch_size", [1, 12, 20])
-def test_accumulated_tokens_weigh_alike_where_targets_are_ignored(batch_size: int) -> None:
-    parts = made(**LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1})
-    whole = made(**LANGUAGE, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
-    found, wanted = (trained(experiment)[0].frame("metrics") for experiment in (parts, whole))
+def test_accumulation_weights_tokens_equally(batch_size: int) -> None:
+    parts = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1})
+    single_batch = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
+    found, expected = (trained(experiment)[0].frame("metrics") for experiment in (parts, single_batch))
     for column in ("loss", "accuracy", "grad_norm"):
-        assert list(found[column]) == pytest.approx(list(wanted[column]), rel=1e-5, nan_ok=True)
-    gradients = [next(experiment.model.parameters()).grad for experiment in (parts, whole)]
+        assert list(found[column]) == pytest.approx(list(expected[column]), rel=1e-5, nan_ok=True)
+    gradients = [next(experiment.model.parameters()).grad for experiment in (parts, single_batch)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_without_targets_that_count_changes_nothing() -> None:
-    experiment = made(**LANGUAGE, train={"steps": 1, "batch_size": 1})
+def test_step_with_only_ignored_targets_changes_nothing() -> None:
+    experiment = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": 1})
     before = weights(experiment)
     task, (_, group) = experiment.task, next(iter(experiment.batches))
     group[0][1].fill_(-100)
@@ -128,14 +128,14 @@ def test_a_step_without_targets_that_count_changes_nothing() -> None:
 
 
 def named_rows(split: str) -> list[UserDict[str, Any]]:
-    """Items of three entries; batches of them are mappings of another class than dict."""
+    """Return items with three entries, whose batches are `UserDict` mappings."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(150, 8, generator=generator)
     return [UserDict(id=i, rows=row, classes=int(row[0] > 0) + int(row[1] > 0)) for i, row in enumerate(rows)]
 
 
-class Named:
-    """A task of the user's on such batches."""
+class MappingTask:
+    """Custom task for batches of `named_rows`."""
 
     def __call__(self, model: nn.Module, batch: UserDict[str, Any]) -> Outcome:
         assert isinstance(batch, UserDict)
@@ -143,20 +143,20 @@ class Named:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_batches_that_are_mappings_train_as_in_plain_pytorch(accumulate: int) -> None:
-    over: dict[str, Any] = {
+def test_mapping_batches_train_like_plain_pytorch(accumulate: int) -> None:
+    overrides: dict[str, Any] = {
         "model": {"_target_": "instrument.training.models.MLP", "sizes": [8, 6, 3]},
         "data": {"dataset": {"_target_": f"{__name__}.named_rows"}},
-        "task": {"_target_": f"{__name__}.Named"},
+        "task": {"_target_": f"{__name__}.MappingTask"},
         "train": {"steps": 5, "batch_size": 64, "accumulate": accumulate},
     }
-    experiment, plain = made(**over), made(**over)
+    experiment, plain = prepare_experiment(**overrides), prepare_experiment(**overrides)
     trained(experiment)
     sizes = []
     plain.model.train()
     for _, micro_batches in plain.batches:
         plain.optimizer.zero_grad()
-        total = sum(len(batch["id"]) for batch in micro_batches)  # of an epoch: 64, 64 and 22
+        total = sum(len(batch["id"]) for batch in micro_batches)  # batches of an epoch: 64, 64 and 22
         for batch in micro_batches:
             loss = nn.functional.cross_entropy(plain.model(batch["rows"]), batch["classes"])
             (loss * (len(batch["id"]) / total)).backward()
@@ -167,35 +167,35 @@ def test_batches_that_are_mappings_train_as_in_plain_pytorch(accumulate: int) ->
 
 
 @dataclass
-class Glued:
-    """A sample whose batches PyTorch is told how to make: of all rows together, as graphs are batched."""
+class GraphSample:
+    """A sample with a custom collate function that concatenates rows, as for batches of graphs."""
 
     rows: torch.Tensor
     graph: bool = True
 
 
-def glue(items: list[Glued], **_: Any) -> Any:
+def concatenate(items: list[GraphSample], **_: Any) -> Any:
     rows = torch.cat([item.rows for item in items])
     return {"rows": rows, "sizes": torch.tensor([len(item.rows) for item in items])} if items[0].graph else rows
 
 
 @pytest.mark.parametrize(
-    ("graph", "said"),
+    ("graph", "message"),
     [(True, r"ambiguous: rows \[32, 8\], sizes \[16\]"), (False, r"batch of 16 items have 32 samples")],
 )
-def test_a_batch_that_cannot_be_counted_is_refused(graph: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(default_collate_fn_map, Glued, glue)
-    items = [Glued(torch.zeros(2, 8), graph)] * 16
-    with pytest.raises(ConfigError, match=said):
+def test_batch_with_an_ambiguous_size_is_refused(graph: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, GraphSample, concatenate)
+    items = [GraphSample(torch.zeros(2, 8), graph)] * 16
+    with pytest.raises(ConfigError, match=message):
         first_batch(items, 16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("steps", "every", "at"), [(10, 0, [10]), (10, 5, [5, 10]), (10, 4, [4, 8, 10]), (3, 7, [3]), (2, 1, [1, 2])]
 )
-def test_it_evaluates_every_so_many_steps_and_at_the_end(steps: int, every: int, at: list[int]) -> None:
+def test_evaluations_are_every_n_steps_and_at_the_end(steps: int, every: int, at: list[int]) -> None:
     assert [step for step in range(steps + 2) if step in Evaluations(steps, every)] == at
-    sink, shown, last = trained(made(train={"steps": steps, "batch_size": 16, "eval_every": every}))
+    sink, shown, last = trained(prepare_experiment(train={"steps": steps, "batch_size": 16, "eval_every": every}))
     frame = sink.frame("metrics")
     assert list(frame[frame.phase == "eval"].step) == at
     assert list(frame[frame.phase == "train"].step) == list(range(steps))
@@ -203,8 +203,8 @@ def test_it_evaluates_every_so_many_steps_and_at_the_end(steps: int, every: int,
     assert last["loss"] == frame[frame.phase == "eval"].loss.iloc[-1]
 
 
-def test_an_evaluation_is_of_the_whole_slice_in_eval_mode_and_puts_the_mode_back() -> None:
-    experiment = made(
+def test_evaluation_uses_the_full_slice_in_eval_mode() -> None:
+    experiment = prepare_experiment(
         model={"_target_": f"{__name__}.Dropping"}, train={"steps": 1, "batch_size": 16, "eval_batch_size": 7}
     )
     model = experiment.model
@@ -222,26 +222,26 @@ def test_an_evaluation_is_of_the_whole_slice_in_eval_mode_and_puts_the_mode_back
         assert found["accuracy"] == pytest.approx((output.argmax(1) == classes).float().mean().item())
 
 
-def test_how_often_it_evaluates_does_not_change_what_is_trained() -> None:
+def test_evaluation_interval_does_not_change_training() -> None:
     model = {"_target_": f"{__name__}.Dropping"}
-    often, once = (made(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0))
+    often, once = (prepare_experiment(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0))
     for experiment in (often, once):
         torch.manual_seed(5)
         trained(experiment)
     assert all(torch.equal(a, b) for a, b in zip(weights(often), weights(once), strict=True))
 
 
-def test_the_learning_rate_of_a_step_is_the_one_that_it_was_made_with() -> None:
+def test_recorded_learning_rate_is_the_one_of_the_step() -> None:
     scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
-    sink, _, _ = trained(made(scheduler=scheduler, train={"steps": 4, "batch_size": 16}))
+    sink, _, _ = trained(prepare_experiment(scheduler=scheduler, train={"steps": 4, "batch_size": 16}))
     frame = sink.frame("metrics")
     assert list(frame[frame.phase == "train"].lr) == [0.1, 0.05, 0.025, 0.0125]
 
 
 @pytest.mark.parametrize("length", [{"steps": 6}, {"epochs": 2}])
-def test_the_cosine_goes_down_to_nothing_over_the_whole_run(length: dict[str, int]) -> None:
+def test_cosine_schedule_reaches_zero_at_the_end(length: dict[str, int]) -> None:
     scheduler = {"_target_": "instrument.training.schedulers.cosine"}
-    experiment = made(scheduler=scheduler, train={"batch_size": 16, **length})
+    experiment = prepare_experiment(scheduler=scheduler, train={"batch_size": 16, **length})
     sink, _, _ = trained(experiment)
     rates = sink.frame("metrics").query("phase == 'train'").lr
     assert len(rates) == 6
@@ -250,22 +250,22 @@ def test_the_cosine_goes_down_to_nothing_over_the_whole_run(length: dict[str, in
     assert experiment.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_gradients_norm_is_of_all_of_them_as_one_vector_before_any_clip() -> None:
+def test_gradient_norm_is_global_and_before_clipping() -> None:
     hooks = {"tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01}}
-    sink, _, _ = trained(made(hooks=hooks))
+    sink, _, _ = trained(prepare_experiment(hooks=hooks))
     effects, metrics = sink.frame("effects"), sink.frame("metrics").query("phase == 'train'")
     norms = effects.groupby("step").norm_before.agg(lambda parts: (parts**2).sum() ** 0.5)
     assert list(metrics.grad_norm) == pytest.approx(list(norms), rel=1e-5)
     assert gradient_norm(nn.Linear(1, 1)) is None
     half = nn.Linear(3000, 3, bias=False).to(torch.float16)
-    half.weight.grad = torch.full_like(half.weight, 1000.0)  # of a norm that float16 cannot hold
+    half.weight.grad = torch.full_like(half.weight, 1000.0)  # the norm overflows float16
     norm = gradient_norm(half)
     assert norm is not None
     assert norm.item() == pytest.approx(1000.0 * 9000**0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_gradient_norm_takes_sparse_complex_and_double_gradients(dtype: torch.dtype) -> None:
+def test_gradient_norm_supports_sparse_complex_and_double(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.words = nn.Embedding(5, 2, sparse=True, dtype=dtype)
     model.wave = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
@@ -277,18 +277,18 @@ def test_gradient_norm_takes_sparse_complex_and_double_gradients(dtype: torch.dt
     assert norm.item() == pytest.approx((2 * 4 + 2 * 1 + 25 + 1) ** 0.5, rel=1e-6)
 
 
-def test_metrics_have_times_and_rates() -> None:
-    frame = trained(made())[0].frame("metrics")
+def test_metrics_have_seconds_and_samples_per_second() -> None:
+    frame = trained(prepare_experiment())[0].frame("metrics")
     assert (frame.seconds > 0).all()
     rates = frame.samples_per_second * frame.seconds
     assert list(rates) == pytest.approx([16, 16, 16, 50])
     assert list(frame.epoch) == [0, 0, 0, 0]
 
 
-def test_a_task_without_accuracy_has_none_in_its_metrics() -> None:
+def test_task_without_accuracy_has_null_accuracy() -> None:
     task = {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": f"{__name__}.ToZero"}}
     data = {"dataset": {"_target_": f"{__name__}.numbers"}}
-    frame = trained(made(task=task, data=data))[0].frame("metrics")
+    frame = trained(prepare_experiment(task=task, data=data))[0].frame("metrics")
     assert frame.accuracy.isna().all()
     assert frame.loss.notna().all()
 
@@ -299,7 +299,7 @@ class ToZero(nn.Module):
 
 
 def numbers(split: str) -> torch.utils.data.TensorDataset:
-    """Inputs and targets that are numbers."""
+    """Return a dataset of numeric inputs and targets."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(48, 64, generator=generator)
     return torch.utils.data.TensorDataset(inputs, inputs[:, :10])

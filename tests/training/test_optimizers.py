@@ -1,4 +1,4 @@
-"""An optimizer for each of a GAN's two networks, in the runner's loop."""
+"""`PerModule`: separate optimizers for parts of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PART = {**ADAM, "_partial_": True}
 EACH = {"_target_": "instrument.training.optimizers.PerModule", "optimizers": {"generator": PART, "critic": PART}}
 
 
-def experiment_of(optimizer: dict[str, Any], **over: Any) -> Experiment:
+def experiment_of(optimizer: dict[str, Any], **overrides: Any) -> Experiment:
     torch.manual_seed(0)
     return prepare(
         parse_config(
@@ -32,7 +32,7 @@ def experiment_of(optimizer: dict[str, Any], **over: Any) -> Experiment:
                 "task": {"_target_": "instrument.tasks.WassersteinGAN"},
                 "train": {"steps": 3, "batch_size": 16},
                 "optimizer": optimizer,
-                **over,
+                **overrides,
             }
         )
     )
@@ -46,7 +46,7 @@ def trained(experiment: Experiment) -> MemorySink:
     return sink
 
 
-def test_two_optimizers_of_one_kind_train_as_a_single_one() -> None:
+def test_two_equal_optimizers_train_like_a_single_one() -> None:
     one, two = experiment_of(ADAM), experiment_of(EACH)
     assert [len(each.optimizers) for each in (one, two)] == [1, 2]
     for experiment in (one, two):
@@ -55,7 +55,7 @@ def test_two_optimizers_of_one_kind_train_as_a_single_one() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_each_parameter_belongs_to_the_optimizer_of_its_module() -> None:
+def test_parameters_belong_to_the_optimizer_of_their_module() -> None:
     sgd = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5, "momentum": 0.9}
     record = {"layers": "**", "action": "record", "kind": "step_post"}
     hooks = {
@@ -78,7 +78,7 @@ def test_each_parameter_belongs_to_the_optimizer_of_its_module() -> None:
     assert [row["lr"] for row in sink.records("metrics") if row["phase"] == "train"] == [0.01] * 3
 
 
-def test_a_schedule_moves_and_a_checkpoint_keeps_all_of_them() -> None:
+def test_scheduler_and_state_dict_cover_all_optimizers() -> None:
     schedule = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
     one, other = (experiment_of(EACH, scheduler=schedule) for _ in range(2))
     trained(one)
@@ -93,7 +93,7 @@ def test_a_schedule_moves_and_a_checkpoint_keeps_all_of_them() -> None:
         assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in pairs)
 
 
-def test_a_closure_is_evaluated_once_for_all() -> None:
+def test_closure_is_evaluated_once() -> None:
     model = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})
     optimizer = PerModule(model, dict.fromkeys("ab", partial(SGD, lr=0.1)))
     calls = []
@@ -108,26 +108,26 @@ def test_a_closure_is_evaluated_once_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
-        (["critic"], r"optimizer: .*none of the modules has the parameter 'generator\."),
-        (["generator", "critic", "critic.1"], r"optimizer: .*several of the modules have the parameter 'critic\."),
+        (["critic"], r"optimizer: .*no module has the parameter 'generator\."),
+        (["generator", "critic", "critic.1"], r"optimizer: .*several modules have the parameter 'critic\."),
         (["generator", "discriminator"], "optimizer: .*has no attribute .discriminator"),
     ],
 )
-def test_parameters_that_belong_to_no_optimizer_or_to_two_are_refused(names: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_parameters_without_exactly_one_optimizer_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         experiment_of(EACH | {"optimizers": dict.fromkeys(names, PART)})
 
 
-def test_an_optimizer_whose_step_requires_a_closure_is_refused() -> None:
+def test_optimizer_that_requires_a_closure_is_refused() -> None:
     lbfgs = {"_target_": "torch.optim.LBFGS", "_partial_": True}
     with pytest.raises(ConfigError, match=r"optimizer: .*the step of LBFGS requires a closure.*critic"):
         experiment_of(EACH | {"optimizers": {"generator": PART, "critic": lbfgs}})
 
 
 @pytest.mark.parametrize("by_loop", [False, True])
-def test_hooks_of_a_loop_act_at_the_steps_of_each_optimizer(by_loop: bool) -> None:
+def test_hooks_fire_at_the_steps_of_each_optimizer(by_loop: bool) -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 1)})
     optimizer = PerModule(model, dict.fromkeys("ab", Adam))
     specs = {

@@ -1,4 +1,4 @@
-"""What a run shows: on screens of several widths, in a pipe, in CI, when it is quiet, and at its end."""
+"""Output of a run: progress bars of several widths, plain lines in pipes and CI, warnings and the summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 import instrument
 from instrument.training import progress
 from instrument.training.loop import Progress
-from instrument.training.progress import Bar, Pace, Size, facts, metric_texts, shown_as_bar, shown_as_lines
+from instrument.training.progress import Bar, Size, Speed, metric_texts, progress_bar, progress_lines, progress_texts
 from instrument.training.terminal import Terminal
 
 Cli = Callable[..., Any]
@@ -28,7 +28,7 @@ DRILL = '+hooks.drill={layers:layers,kind:forward,action:modify,fn:"nan",start:5
 
 
 class Screen(io.StringIO):
-    """A file that says that it is a terminal."""
+    """A text buffer that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -52,7 +52,7 @@ def progress_at(
 
 
 class Clock:
-    """Stands in for time, and moves when it is told to."""
+    """Simulated clock with a settable time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -68,24 +68,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def paced(clock: Clock, seconds: float = 0.02, steps: int = 50) -> Pace:
-    pace = Pace()
+def pace_of(clock: Clock, seconds: float = 0.02, steps: int = 50) -> Speed:
+    speed = Speed()
     for _ in range(steps):
         clock.now += seconds
-        pace.step()
-    return pace
+        speed.step()
+    return speed
 
 
-# ------------------------------------------------------------------------------------------------ what there is to say
+# ------------------------------------------------------------------------------------------------ contents
 
 
-def test_everything_that_is_known_is_said(clock: Clock) -> None:
-    told = facts(progress_at(overhead=0.031), paced(clock), 1_234_567)
-    assert list(told.values()) == [
+def test_facts_include_all_known_values(clock: Clock) -> None:
+    expected = progress_texts(progress_at(overhead=0.031), pace_of(clock), 1_234_567)
+    assert list(expected.values()) == [
         "step  50/100",
         "loss 0.2500",
         "accuracy 98.4%",
-        "3,200 samples/s",  # 64 samples in 20 ms: the pace of the clock, what is around a step included
+        "3,200 samples/s",  # 64 samples in 20 ms of wall time per step
         "1,234 rows",
         "1.23 MB",
         "overhead +3.1%",
@@ -93,48 +93,48 @@ def test_everything_that_is_known_is_said(clock: Clock) -> None:
     ]
 
 
-def test_what_is_not_known_is_left_out(clock: Clock) -> None:
+def test_facts_omit_unknown_values(clock: Clock) -> None:
     nothing = dict.fromkeys(METRICS)
-    assert list(facts(progress_at(1, metrics=nothing), Pace(), 0)) == ["step", "rows", "size"]
-    assert "left" not in facts(progress_at(100), paced(clock), 0)
+    assert list(progress_texts(progress_at(1, metrics=nothing), Speed(), 0)) == ["step", "rows", "size"]
+    assert "left" not in progress_texts(progress_at(100), pace_of(clock), 0)
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "expected"),
     [(0.0, "0.0000"), (2.30259, "2.3026"), (1e-6, "1.000e-06"), (3.5e7, "3.500e+07"), (math.nan, "nan"),
      (-math.inf, "-inf"), (-0.5, "-0.5000")],
 )  # fmt: skip
-def test_a_loss_of_any_size_can_be_read(loss: float, told: str) -> None:
-    assert metric_texts({"loss": loss}) == {"loss": f"loss {told}"}
+def test_loss_of_any_magnitude_is_formatted(loss: float, expected: str) -> None:
+    assert metric_texts({"loss": loss}) == {"loss": f"loss {expected}"}
 
 
-def test_the_pace_forgets_how_slow_it_was_and_leaves_evaluations_out(clock: Clock) -> None:
-    pace = paced(clock, seconds=10.0, steps=1)
-    assert pace.left(10) is None
+def test_pace_is_a_moving_average_without_evaluations(clock: Clock) -> None:
+    speed = pace_of(clock, seconds=10.0, steps=1)
+    assert speed.left(10) is None
     for _ in range(600):
         clock.now += 0.1
-        pace.step()
+        speed.step()
     clock.now += 60.0
-    pace.pause()
+    speed.pause()
     clock.now += 0.1
-    pace.step()
-    assert pace.seconds == pytest.approx(0.1, rel=1e-3)
-    assert pace.left(602) == pytest.approx(60.2 + 60.0, rel=1e-2), "there will be evaluations again"
+    speed.step()
+    assert speed.seconds == pytest.approx(0.1, rel=1e-3)
+    assert speed.left(602) == pytest.approx(60.2 + 60.0, rel=1e-2), "the remaining time should include evaluations"
 
 
-def test_the_folder_is_not_looked_at_all_the_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Path] = []
+def test_folder_size_is_checked_at_intervals(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[Path] = []
 
-    def look(folder: Path) -> int:
-        looks.append(folder)
+    def check_size(folder: Path) -> int:
+        checks.append(folder)
         clock.now += 0.05
-        return 100 * len(looks)
+        return 100 * len(checks)
 
-    monkeypatch.setattr(progress, "size_on_disk", look)
+    monkeypatch.setattr(progress, "size_on_disk", check_size)
     size = Size(Path("here"))
     assert [size.bytes for _ in range(5)] == [100] * 5
     clock.now += 4.0
-    assert size.bytes == 100, "a look that takes long is taken more seldom"
+    assert size.bytes == 100, "slow size checks should be less frequent"
     clock.now += 1.5
     assert size.bytes == 200
 
@@ -142,12 +142,12 @@ def test_the_folder_is_not_looked_at_all_the_time(clock: Clock, monkeypatch: pyt
 # ------------------------------------------------------------------------------------------------ on a screen
 
 
-def drawn(width: int, *, warning: str | None = None, **more: Any) -> list[str]:
-    """The lines of a bar, without colours."""
+def bar_lines(width: int, *, warning: str | None = None, **more: Any) -> list[str]:
+    """Return the lines of a progress bar without colors."""
     bar = Bar(100)
-    pace = Pace()
-    pace._steps, pace._seconds, pace._done = 50.0, 1.0, 50
-    bar.update(progress_at(overhead=0.031, **more), facts(progress_at(overhead=0.031, **more), pace, 1_234_567))
+    speed = Speed()
+    speed._steps, speed._seconds, speed._done = 50.0, 1.0, 50
+    bar.update(progress_at(overhead=0.031, **more), progress_texts(progress_at(overhead=0.031, **more), speed, 1_234_567))
     bar.warning = warning
     console = console_of(width)
     console.print(bar)
@@ -155,8 +155,8 @@ def drawn(width: int, *, warning: str | None = None, **more: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [*range(8, 160, 3), 300])
-def test_a_line_never_reaches_the_end_of_the_screen(width: int) -> None:
-    lines = drawn(width, warning="first recorded non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5)
+def test_progress_lines_fit_the_terminal_width(width: int) -> None:
+    lines = bar_lines(width, warning="first recorded non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5)
     assert len(lines) == 2
     assert max(cell_len(line) for line in lines) < width
 
@@ -175,19 +175,19 @@ def test_a_line_never_reaches_the_end_of_the_screen(width: int) -> None:
         (120, ["step", "━", "loss", "accuracy", "samples/s", "rows", "MB", "overhead", "left"]),
     ],
 )
-def test_what_matters_least_is_left_out_first(width: int, parts: list[str]) -> None:
-    (line,) = drawn(width)
+def test_least_important_parts_are_omitted_first(width: int, parts: list[str]) -> None:
+    (line,) = bar_lines(width)
     every = ["step", "━", "loss", "accuracy", "samples/s", "rows", "MB", "overhead", "left"]
     assert [part for part in every if part in line] == parts
     places = [line.index(part) for part in parts]
     assert places == sorted(places)
 
 
-def test_the_bar_takes_what_room_there_is() -> None:
-    assert [drawn(width)[0].count("━") for width in (80, 84, 160, 300)] == [8, 12, 30, 30]
+def test_bar_fills_the_available_width() -> None:
+    assert [bar_lines(width)[0].count("━") for width in (80, 84, 160, 300)] == [8, 12, 30, 30]
 
 
-def test_a_screen_without_colours_shows_how_far_it_is() -> None:
+def test_bar_without_colors_shows_the_progress() -> None:
     bar = Bar(100)
     bar.update(progress_at(), {"step": "step 50/100"})
     console = Console(file=Screen(), force_terminal=True, width=80, color_system=None, legacy_windows=False)
@@ -195,7 +195,7 @@ def test_a_screen_without_colours_shows_how_far_it_is() -> None:
     assert written_to(console).count("━") == 15
 
 
-def test_what_is_shown_does_not_move_to_and_fro() -> None:
+def test_columns_keep_their_positions() -> None:
     bar = Bar(100)
     lines = []
     for accuracy in ("accuracy 98.4%", "accuracy 100.0%", "accuracy 98.4%"):
@@ -207,9 +207,9 @@ def test_what_is_shown_does_not_move_to_and_fro() -> None:
     assert lines[1].count("━") == lines[2].count("━")
 
 
-def test_the_screen_is_written_to_ten_times_a_second_at_most(clock: Clock, tmp_path: Path) -> None:
+def test_bar_is_redrawn_at_most_ten_times_per_second(clock: Clock, tmp_path: Path) -> None:
     console = console_of(100)
-    with shown_as_bar(console, 100, tmp_path) as show:
+    with progress_bar(console, 100, tmp_path) as show:
         counts = []
         for step in range(1, 100):
             clock.now += 0.005
@@ -218,9 +218,9 @@ def test_the_screen_is_written_to_ten_times_a_second_at_most(clock: Clock, tmp_p
     assert len(set(counts)) in range(4, 7)  # in half a second
 
 
-def test_evaluations_stay_above_the_bar_and_the_last_warning_below(clock: Clock, tmp_path: Path) -> None:
+def test_evaluations_are_above_the_bar_and_the_warning_below(clock: Clock, tmp_path: Path) -> None:
     console = console_of(70)
-    with shown_as_bar(console, 100, tmp_path) as show:
+    with progress_bar(console, 100, tmp_path) as show:
         show(progress_at(10, warnings=["one thing", "another thing"]))
         show(progress_at(10, phase="eval"))
     shown = written_to(console)
@@ -229,7 +229,7 @@ def test_evaluations_stay_above_the_bar_and_the_last_warning_below(clock: Clock,
     assert "one thing" not in shown
 
 
-def test_a_loss_that_is_lost_is_seen() -> None:
+def test_nan_loss_is_highlighted() -> None:
     bar = Bar(100)
     bar.update(progress_at(), {"step": "step 50/100", "loss": "loss nan"})
     console = console_of(60)
@@ -240,9 +240,9 @@ def test_a_loss_that_is_lost_is_seen() -> None:
 # ------------------------------------------------------------------------------------------------ in a pipe, in CI
 
 
-def lines_of(steps: int, tmp_path: Path, warned: list[str], **at: list[str]) -> list[str]:
+def lines_of(steps: int, tmp_path: Path, reported: list[str], **at: list[str]) -> list[str]:
     console = console_of(40, screen=False)
-    show = shown_as_lines(console, steps, tmp_path, warned.append)
+    show = progress_lines(console, steps, tmp_path, reported.append)
     for step in range(1, steps + 1):
         warnings = [message for key, messages in at.items() if step >= int(key[1:]) for message in messages]
         show(Progress(step, steps, METRICS, 1234, "train", 0.031, warnings))
@@ -251,7 +251,7 @@ def lines_of(steps: int, tmp_path: Path, warned: list[str], **at: list[str]) -> 
 
 
 @pytest.mark.parametrize(("steps", "count"), [(100, 10), (1000, 10), (7, 7), (105, 11)])
-def test_a_pipe_gets_about_ten_plain_lines(tmp_path: Path, steps: int, count: int) -> None:
+def test_pipe_gets_about_ten_plain_lines(tmp_path: Path, steps: int, count: int) -> None:
     *lines, last = lines_of(steps, tmp_path, [])
     assert len(lines) == count
     assert "evaluation" in last
@@ -262,10 +262,10 @@ def test_a_pipe_gets_about_ten_plain_lines(tmp_path: Path, steps: int, count: in
         assert "━" not in line
 
 
-def test_a_warning_is_told_once_when_it_comes(tmp_path: Path) -> None:
-    warned: list[str] = []
-    lines_of(20, tmp_path, warned, s3=["a"], s9=["b", "c"])
-    assert warned == ["a", "b", "c"]
+def test_warning_is_reported_once(tmp_path: Path) -> None:
+    reported: list[str] = []
+    lines_of(20, tmp_path, reported, s3=["a"], s9=["b", "c"])
+    assert reported == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_warning_is_told_once_when_it_comes(tmp_path: Path) -> None:
         ({"FORCE_COLOR": "1"}, False, False),
     ],
 )
-def test_a_bar_is_drawn_where_somebody_looks(
+def test_bar_is_only_drawn_on_terminals(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], screen: bool, live: bool
 ) -> None:
     for name in ("CI", "FORCE_COLOR", "NO_COLOR"):
@@ -288,17 +288,17 @@ def test_a_bar_is_drawn_where_somebody_looks(
         monkeypatch.setenv(name, value)
     terminal = Terminal()
     terminal.console = Console(file=Screen() if screen else io.StringIO(), width=100, highlight=False)
-    with terminal.progress_at(100) as show:
+    with terminal.progress(100) as show:
         show(progress_at(100))
     shown = written_to(terminal.console)
     assert ("━" in shown) == live
     assert ("\x1b[" in shown) == live
 
 
-# ------------------------------------------------------------------------------------------------ a whole run
+# ------------------------------------------------------------------------------------------------ complete runs
 
 
-def test_a_run_that_goes_wrong_says_so_when_it_does_and_at_the_end(cli: Cli) -> None:
+def test_non_finite_values_are_reported_immediately_and_at_the_end(cli: Cli) -> None:
     answer = cli(*TINY, DRILL, "hooks.activations.every=2", "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     assert not CONTROL.search(answer.out)
@@ -315,20 +315,20 @@ def test_a_run_that_goes_wrong_says_so_when_it_does_and_at_the_end(cli: Cli) -> 
     assert findings.splitlines()[-1] == "report      python -m instrument.report out"
 
 
-def test_overhead_is_shown_where_it_was_measured(cli: Cli) -> None:
+def test_overhead_is_shown_if_measured(cli: Cli) -> None:
     measured = cli(*TINY, "hooks.activations.every=2", "hydra.run.dir=some").out
     (shown,) = re.findall(r"step 40/40 .* overhead ([+-]\d+\.\d)%", measured)
     assert float(shown) == pytest.approx(100 * instrument.load("some").info["overhead"], abs=0.051)
     assert "overhead" not in cli(*TINY, "hooks.activations.every=1", "hydra.run.dir=all").out
 
 
-def test_hooks_that_did_not_fire_are_a_finding_and_not_a_warning_besides(cli: Cli) -> None:
+def test_hooks_that_did_not_fire_are_a_finding_and_no_warning(cli: Cli) -> None:
     answer = cli(*TINY, "+hooks.activations.start=999")
     assert re.search(r"never fired +.*\(activations, +forward\)", answer.out)
     assert "warning" not in answer.out
 
 
-def test_a_quiet_run_says_each_warning_once_and_nothing_else(cli: Cli) -> None:
+def test_quiet_run_prints_each_warning_once(cli: Cli) -> None:
     answer = cli(*TINY, DRILL, "hooks.activations.every=2", "quiet=true")
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
@@ -338,8 +338,8 @@ def test_a_quiet_run_says_each_warning_once_and_nothing_else(cli: Cli) -> None:
     ]
 
 
-def test_a_job_of_a_sweep_is_a_line_and_its_warnings(cli: Cli) -> None:
-    """Also one that another job has told: it is each job's own."""
+def test_job_of_a_sweep_prints_a_line_and_its_warnings(cli: Cli) -> None:
+    """A job prints its warnings even if another job has printed the same warning."""
     answer = cli("-m", *TINY, DRILL, "hooks.drill.start=5,999,5", "train.steps=10", "hydra.sweep.dir=out")
     assert answer.code == 0, answer.err
     jobs = [line for line in answer.out.splitlines() if line.startswith("out/")]
@@ -353,22 +353,22 @@ def test_a_job_of_a_sweep_is_a_line_and_its_warnings(cli: Cli) -> None:
     assert answer.out.count("the loss is nan at step 5") == answer.out.count("the loss is nan") == 2
 
 
-def test_what_all_jobs_share_is_told_by_the_first_of_them(cli: Cli) -> None:
+def test_repeated_warnings_of_jobs_are_printed_once(cli: Cli) -> None:
     late = "+hooks.late={layers:layers.0,kind:forward,action:record,start:500}"
     missing = ("data=mnist", "data.root=nowhere", "data.dataset.download=false", "data.fallback=digits")
     job = ("model=mlp", "model.sizes=[784,10]", "train.steps=6", late)
     answer = cli("-m", *job, *missing, "seed=1,2", "hydra.sweep.dir=out")
     assert answer.code == 0, answer.err
-    assert answer.out.count("stand in for it") == 1
+    assert " ".join(answer.out.split()).count("using the digits of scikit-learn instead") == 1
     assert answer.out.count("'late' (forward) did not fire") == 1
     first, second = (line for line in answer.out.splitlines() if line.startswith("out/"))
-    assert "told before" not in first
-    assert second.endswith("  (2 of its warnings were told before)")
+    assert "repeated warnings" not in first
+    assert second.endswith("  (2 repeated warnings are not shown)")
     again = cli("-m", *job, *missing, "seed=1", "hydra.sweep.dir=other/out")
     assert again.out.count("'late' (forward) did not fire") == 1
 
 
-def test_a_run_that_goes_on_tells_no_alarm_twice(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_does_not_repeat_warnings(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from instrument.training import loop
 
     arguments = (*TINY, DRILL, "hooks.activations.every=2", "train.checkpoint.every=10", "hydra.run.dir=out")
@@ -386,11 +386,11 @@ def test_a_run_that_goes_on_tells_no_alarm_twice(cli: Cli, monkeypatch: pytest.M
     answer = cli("resume=out")
     assert answer.code == 0, answer.err
     assert "warning" not in answer.out
-    assert re.search(r"first recorded non-finite value +layers", answer.out), "it is still found"
+    assert re.search(r"first recorded non-finite value +layers", answer.out), "the summary should still list it"
     events = instrument.load("out").events
     assert list(events[events.rule == "non_finite"].severity).count("warning") == 2
 
 
-def test_a_folder_with_a_blank_in_its_name_can_be_pasted(cli: Cli) -> None:
+def test_folder_with_a_space_is_quoted_in_commands(cli: Cli) -> None:
     answer = cli(*TINY, "hydra.run.dir='my runs/one'")
     assert answer.out.splitlines()[-1] == f"report      python -m instrument.report 'my runs{os.sep}one'"

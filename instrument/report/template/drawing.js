@@ -1,12 +1,12 @@
-// What all charts share: colours of the page, axes, scales, names that fit, and controls.
+// Common functions of all charts: colors of the page, axes, scales, short names, and controls.
 
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: innerWidth < 700 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const LIGHTER = { "#0072B2": "#4aa8e0", "#56B4E9": "#9ad4f5", "#D55E00": "#f08a3c" }; // the same hues on a dark page
 const redraws = [];
 
-/** Draw a chart now, and again whenever the page changes between light and dark. */
-function drawn(draw) {
+/** Draw a chart now, and again when the page switches between light and dark. */
+function drawAndRedraw(draw) {
   redraws.push(draw);
   draw();
 }
@@ -20,12 +20,12 @@ function isNarrow() {
   return innerWidth < 700;
 }
 
-/** A name as Plotly shows it letter by letter: its labels take markup otherwise. */
+/** Escape a text for Plotly, which interprets markup in labels. */
 function plain(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
 
-/** A long name with its middle left out. */
+/** Shorten a long name by omitting its middle. */
 function short(text, most = isNarrow() ? 18 : 44) {
   if (text.length <= most) return text;
   const tail = Math.ceil((most - 1) * 0.6);
@@ -55,7 +55,7 @@ function plot(id, traces, more) {
   return Plotly.react(place, traces, layout(more), CONFIG);
 }
 
-/** Labels of groups of steps: `5`, or `0–9` where a group has several. */
+/** Labels of groups of steps: `5`, or `0–9` if a group has several steps. */
 function stepLabels(axis) {
   return axis.first.map((first, i) => (first === axis.last[i] ? `${first}` : `${first}–${axis.last[i]}`));
 }
@@ -65,13 +65,13 @@ function stepTitle(axis) {
   return widest > 1 ? `step (in groups of up to ${widest.toLocaleString()})` : "step";
 }
 
-/** What a place is called on an axis. */
-function shownName(place) {
+/** The name of a location on an axis. */
+function axisLabel(place) {
   return NAMES[place]?.[isNarrow() ? 1 : 0] ?? short(place);
 }
 
-/** An axis with one name a row, top down, of which as many are shown as fit. */
-function placesAxis(places, height) {
+/** An axis with one row per location, from top to bottom; as many names are shown as fit. */
+function locationsAxis(places, height) {
   const every = Math.max(1, Math.ceil((places.length * 13) / Math.max(1, height - 80)));
   const shown = places.filter((_, i) => i % every === 0);
   return {
@@ -81,7 +81,7 @@ function placesAxis(places, height) {
     autorange: "reversed",
     tickmode: "array",
     tickvals: shown.map(plain),
-    ticktext: shown.map((place) => plain(shownName(place))),
+    ticktext: shown.map((place) => plain(axisLabel(place))),
     tickfont: { size: 11 },
     showgrid: false,
   };
@@ -91,8 +91,8 @@ function heightOf(places) {
   return Math.min(1500, Math.max(230, places.length * 17 + 110));
 }
 
-/** A number in few letters. */
-function told(value) {
+/** Format a number with four digits. */
+function formatNumber(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
@@ -101,11 +101,11 @@ function told(value) {
 
 const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"]
   .map((shade, i, all) => [i / (all.length - 1), shade]);
-const ZERO = "#9a9a9a"; // of what is exactly zero on a logarithmic scale
+const ZERO = "#9a9a9a"; // color of zeros on a logarithmic scale
 const SIGNED = ["#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"]
   .map((shade, i, all) => [i / (all.length - 1), shade]);
 
-/** How numbers become colours: linear, logarithmic over several powers of ten, symmetric around zero where there are signs. */
+/** The color scale of values: linear, or logarithmic for a wide range; symmetric around zero if there are negative values. */
 function scaleOf(values, choice = "auto", bounds = null) {
   const all = values.flat().filter((value) => value !== null);
   const sizes = all.map(Math.abs).filter((size) => size > 0).sort((a, b) => a - b);
@@ -131,7 +131,7 @@ function scaleOf(values, choice = "auto", bounds = null) {
   return { to, low: to(-largest), high: to(largest), colours: SIGNED, log: true, ticks };
 }
 
-/** The logarithmic scale of magnitudes; what is exactly zero has a colour of its own, below all others. */
+/** The logarithmic color scale of magnitudes; zeros have a separate color below all others. */
 function magnitudes(smallest, largest, hasZero) {
   const [low, high] = [Math.log10(smallest), Math.log10(largest)];
   const step = Math.max(high - low, 0.3) / 12;
@@ -150,21 +150,21 @@ function powers(smallest, largest, to) {
   const every = Math.max(1, Math.ceil((last - first + 1) / 7));
   const values = [];
   for (let power = first; power <= last; power += every) values.push(power);
-  if (!values.length) return { values: [to(smallest), to(largest)], words: [told(smallest), told(largest)] };
+  if (!values.length) return { values: [to(smallest), to(largest)], words: [formatNumber(smallest), formatNumber(largest)] };
   return { values: values.map((power) => to(10 ** power)), words: values.map((power) => `1e${power}`) };
 }
 
-/** What an axis for these numbers is: logarithmic over several powers of ten. What is not positive has no place on it. */
+/** The type of an axis for these values: logarithmic for a wide range. A logarithmic axis omits values that are not positive. */
 function axisType(values, choice = "auto") {
   const all = values.flat().filter((value) => value !== null);
   const wide = all.every((value) => value >= 0) && all.some((value) => value > 0) && scaleOf([all], choice).log;
   return choice === "log" || (choice === "auto" && wide) ? "log" : "linear";
 }
 
-/** For a note: how many numbers have no place on an axis. */
-function unplaced(values, type) {
+/** A note with the number of values that a logarithmic axis omits. */
+function omittedValuesNote(values, type) {
   const lost = type === "log" ? values.flat().filter((value) => value !== null && value <= 0).length : 0;
-  return lost ? `Not drawn, since a logarithmic axis has no place for zero and less: ${lost} of the numbers. ` : "";
+  return lost ? `${lost} values that are zero or negative are not shown on the logarithmic axis. ` : "";
 }
 
 function colourBar(scale, title) {
@@ -173,8 +173,8 @@ function colourBar(scale, title) {
   return scale.ticks ? { ...bar, ...lying, tickvals: scale.ticks.values, ticktext: scale.ticks.words } : { ...bar, ...lying };
 }
 
-/** Fill a drop-down; gives what stands in it. Entries are texts, or pairs of a value and a text. */
-function fill(id, entries, chosen) {
+/** Fill a drop-down list and return the selected value. Entries are texts, or pairs of a value and a text. */
+function fillSelect(id, entries, chosen) {
   const select = document.getElementById(id);
   const before = chosen ?? select.value;
   const pairs = entries.map((entry) => (Array.isArray(entry) ? entry : [entry, entry]));
@@ -188,7 +188,7 @@ function onChange(ids, draw) {
   for (const id of ids) document.getElementById(id).addEventListener("change", draw);
 }
 
-function say(id, text) {
+function setText(id, text) {
   document.getElementById(id).textContent = text;
 }
 
@@ -197,6 +197,6 @@ function hide(id) {
   document.querySelector(`nav a[href="#${id}"]`)?.closest("li").remove();
 }
 
-let NAMES = {}; // what each place is called on a wide page, and on a narrow one
-const RUN = []; // what draws the parts of a run's page, in their order
-const SWEEP = []; // and of a page of several runs
+let NAMES = {}; // the names of each location on a wide and on a narrow page
+const RUN = []; // the functions that draw the sections of a run's page, in order
+const SWEEP = []; // the same for a page of several runs

@@ -1,15 +1,15 @@
-// What interventions did: norms before and after, and the share of elements changed, over time.
+// Effects of interventions over time: norms before and after, and the fraction of changed elements.
 
 RUN.push((report) => {
   if (!report.effects.length) return hide("interventions");
-  fill("effects-hook", report.effects.map((one, i) => [i, `${one.label}${one.told ? ` — ${one.told}` : ""}`]));
+  fillSelect("effects-hook", report.effects.map((one, i) => [i, `${one.label}${one.settings ? ` — ${one.settings}` : ""}`]));
   const drawPlaces = () => {
-    fill("effects-place", report.effects[Number(document.getElementById("effects-hook").value)].places);
+    fillSelect("effects-place", report.effects[Number(document.getElementById("effects-hook").value)].places);
     drawEffects(report);
   };
   onChange(["effects-hook"], drawPlaces);
   onChange(["effects-place"], () => drawEffects(report));
-  drawn(drawPlaces);
+  drawAndRedraw(drawPlaces);
 });
 
 function drawEffects(report) {

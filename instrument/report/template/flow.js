@@ -1,4 +1,4 @@
-// The size of gradients and of updates, layer by layer, at the first and the last step that was recorded.
+// Norms of gradients and update ratios of all layers, at the first and the last recorded step.
 
 RUN.push((report) => {
   const gradients = report.series.filter((series) => series.gradient && series.statistics.l2);
@@ -6,50 +6,50 @@ RUN.push((report) => {
   if (!gradients.length && !updates.length) return hide("flow");
   if (gradients.length) {
     const usual = gradients.findIndex((series) => series.kind === "parameter_grad");
-    fill("flow-series", gradients.map((series, i) => [i, series.label]), Math.max(0, usual));
+    fillSelect("flow-series", gradients.map((series, i) => [i, series.label]), Math.max(0, usual));
     const draw = () => dumbbells("flow-chart", report, gradients[Number(document.getElementById("flow-series").value)], "l2", "gradient norm (l2)");
     onChange(["flow-series"], draw);
-    drawn(draw);
+    drawAndRedraw(draw);
   } else document.getElementById("flow-gradients").hidden = true;
   if (updates.length) {
-    fill("updates-series", updates.map((series, i) => [i, series.label]));
+    fillSelect("updates-series", updates.map((series, i) => [i, series.label]));
     const chosen = () => updates[Number(document.getElementById("updates-series").value)];
     const draw = () => dumbbells("updates-chart", report, chosen(), "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.usualUpdates);
     onChange(["updates-series"], draw);
-    drawn(draw);
-  } else say("updates-note", "Not recorded. It needs a hook: {layers: \"**\", kind: step_post, role: update, action: record, stats: [default, update_ratio]}, or hooks=parameters.");
+    drawAndRedraw(draw);
+  } else setText("updates-note", "Not recorded. Add a hook such as {layers: \"**\", kind: step_post, role: update, action: record, stats: [default, update_ratio]}, or pass hooks=parameters.");
 });
 
-function ends(series, statistic) {
+function firstAndLast(series, statistic) {
   const rows = series.statistics[statistic];
   const labels = stepLabels(series);
   return [0, labels.length - 1].map((at) => ({ values: rows.map((row) => row[at]), step: labels[at] }));
 }
 
-/** What the dots do not show, in words. */
-function remarks(first, last) {
+/** Notes on the values that have no dot on the logarithmic axis. */
+function hiddenValuesNotes(first, last) {
   const without = (end) => end.values.filter((value) => value === null).length;
   const ends = first.step === last.step ? [last] : [first, last];
   const zeros = [...first.values, ...last.values].filter((value) => value === 0).length;
-  const lost = ends.filter(without).map((end) => `${without(end)} are not finite at step ${end.step}`);
-  const words = [...(zeros ? [`◁ ${zeros} are zero`] : []), ...lost];
+  const lost = ends.filter(without).map((end) => `${without(end)} not finite at step ${end.step}`);
+  const words = [...(zeros ? [`◁ ${zeros} zero`] : []), ...lost];
   return words.length ? [words.join("; ")] : [];
 }
 
-/** Ticks at powers of ten, as many as there is room for. */
+/** Ticks at powers of ten, as many as fit. */
 function decades(low, high) {
   const count = Math.log10(high / low);
   return count < 2 ? { nticks: 6 } : { dtick: Math.max(1, Math.ceil(count / (isNarrow() ? 4 : 9))) };
 }
 
 function dumbbells(id, report, series, statistic, title, healthy = null) {
-  const [first, last] = ends(series, statistic);
+  const [first, last] = firstAndLast(series, statistic);
   const y = series.places.map(plain);
   const height = heightOf(series.places);
   const sizes = [...first.values, ...last.values].filter((value) => value > 0);
   const least = sizes.reduce((low, value) => Math.min(low, value), healthy?.[0] ?? 1);
   const most = sizes.reduce((high, value) => Math.max(high, value), healthy?.[1] ?? least);
-  const edge = least / Math.max(2, (most / least) ** 0.05); // where zeros stand, left of all others
+  const edge = least / Math.max(2, (most / least) ** 0.05); // position of zeros, left of all other values
   const dots = (end, name, symbol, shade) => ({
     x: end.values.map((value) => (value === 0 ? edge : value)), y, customdata: end.values, name: `${name} (step ${end.step})`, mode: "markers",
     marker: { symbol: end.values.map((value) => (value === 0 ? "triangle-left-open" : symbol)), size: 9, color: shade, line: { width: 2, color: shade } },
@@ -60,8 +60,8 @@ function dumbbells(id, report, series, statistic, title, healthy = null) {
   const shapes = healthy ? [{ type: "rect", xref: "x", yref: "paper", x0: healthy[0], x1: healthy[1], y0: 0, y1: 1, fillcolor: "#009E73", opacity: 0.13, line: { width: 0 }, layer: "below" }] : [];
   plot(id, [lines, dots(first, "first recorded", "circle-open", report.colours[1]), dots(last, "last", "circle", report.colours[0])], {
     height, shapes,
-    annotations: remarks(first, last).map((text, i) => ({ text, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1.02 + 0.001 * i, xanchor: "right", yanchor: "bottom", font: { size: 11, color: colour("muted") } })),
+    annotations: hiddenValuesNotes(first, last).map((text, i) => ({ text, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1.02 + 0.001 * i, xanchor: "right", yanchor: "bottom", font: { size: 11, color: colour("muted") } })),
     xaxis: { type: "log", title: { text: title }, tickangle: 0, ...decades(edge, most) },
-    yaxis: { ...placesAxis(series.places, height), showgrid: true },
+    yaxis: { ...locationsAxis(series.places, height), showgrid: true },
   });
 }

@@ -1,13 +1,13 @@
-// Layers by steps, for any statistic of any series; a click opens the layer.
+// Heat map of a statistic over layers and steps; a click on a row shows the layer.
 
 RUN.push((report) => {
   if (!report.series.length) return hide("layers");
   const preferred = report.series.findIndex((series) => series.kind === "forward" && series.role === "output");
-  fill("heatmap-series", report.series.map((series, i) => [i, series.label]), Math.max(0, preferred));
+  fillSelect("heatmap-series", report.series.map((series, i) => [i, series.label]), Math.max(0, preferred));
   const draw = () => drawHeatmap(report);
   onChange(["heatmap-series", "heatmap-statistic", "heatmap-scale"], draw);
   onChange(["layer-place"], () => openLayer(report, document.getElementById("layer-place").value));
-  drawn(draw);
+  drawAndRedraw(draw);
   const chart = document.getElementById("heatmap-chart");
   const open = (place) => {
     openLayer(report, place);
@@ -17,7 +17,7 @@ RUN.push((report) => {
   chart.on("plotly_click", (event) => open(places().find((place) => plain(place) === event.points[0].y)));
   chart.addEventListener("click", (event) => {
     const name = event.target.closest(".ytick")?.textContent;
-    const place = places().find((one) => shownName(one) === name);
+    const place = places().find((one) => axisLabel(one) === name);
     if (place) open(place);
   });
 });
@@ -35,22 +35,22 @@ function drawHeatmap(report) {
   const series = chosenSeries(report);
   const names = Object.keys(series.statistics);
   const before = document.getElementById("heatmap-statistic").value;
-  const statistic = fill("heatmap-statistic", names, names.includes(before) ? before : usualStatistic(series));
+  const statistic = fillSelect("heatmap-statistic", names, names.includes(before) ? before : usualStatistic(series));
   heatmap("heatmap-chart", report, series, statistic, document.getElementById("heatmap-scale").value);
-  say("heatmap-note", heatmapNote(report, series, statistic));
+  setText("heatmap-note", heatmapNote(report, series, statistic));
   const open = document.getElementById("layer-place").value;
-  fill("layer-place", series.places);
+  fillSelect("layer-place", series.places);
   openLayer(report, series.places.includes(open) ? open : series.places[0]);
 }
 
 function heatmapNote(report, series, statistic) {
   const about = report.statistics[statistic];
-  const several = { mean: "means", max: "the largest of them", min: "the smallest of them" }[about.merged];
+  const several = { mean: "mean", max: "maximum", min: "minimum" }[about.merged];
   const grouped = series.first.some((first, i) => first !== series.last[i]);
   return `${statistic} = ${about.formula}. ` +
-    (grouped ? `Steps are grouped to fit this page: a cell stands for several of them, and has ${several}. ` : "") +
-    (series.several ? `Several calls or micro-batches in a step come to one number: their ${several.replace("of them", "")}. ` : "") +
-    "Empty cells have no value, and grey ones are zero where colours are logarithmic; click on a row to open the layer.";
+    (grouped ? `Steps are grouped to limit the size of this page: each cell shows the ${several} of several steps. ` : "") +
+    (series.several ? `Values of several calls or micro-batches in a step are merged: the ${several} is shown. ` : "") +
+    "Empty cells have no value. Gray cells are zero on a logarithmic scale. Click a row to show the layer below.";
 }
 
 function heatmap(id, report, series, statistic, choice = "auto") {
@@ -68,11 +68,11 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   plot(id, [trace, ...notFinite(series, labels)], {
     height,
     xaxis: { type: "category", title: { text: stepTitle(series) }, nticks: isNarrow() ? 6 : 16, tickangle: 0, showgrid: false },
-    yaxis: placesAxis(series.places, height),
+    yaxis: locationsAxis(series.places, height),
   });
 }
 
-/** Crosses where values are not finite, whatever statistic is shown: they are in none of the others. */
+/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them. */
 function notFinite(series, labels) {
   const x = [];
   const y = [];

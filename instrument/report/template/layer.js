@@ -1,11 +1,11 @@
-// One layer: its statistics over steps, the range of its values, its histogram over time.
+// One layer: statistics over steps, range of values, and histogram over time.
 
 function openLayer(report, place) {
   const series = chosenSeries(report);
   const row = series.places.indexOf(place);
   document.getElementById("layer-place").value = place;
   const type = series.parameters ? `parameter of a ${series.types[place]}` : series.types[place];
-  say("layer-title", `${place}, ${type}`);
+  setText("layer-title", `${place}, ${type}`);
   drawCurves(report, series, row);
   const same = report.distributions.filter((one) => one.place === place && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
   const found = same.find((one) => one.hook === series.hook) ?? same[0];
@@ -31,9 +31,9 @@ function drawCurves(report, series, row) {
 
 function drawRange(report, series, row, found) {
   const traces = found?.quantiles.some(Boolean) ? quantileBands(found, report) : momentBands(series, row, report);
-  say("layer-range-title", found?.quantiles.some(Boolean) ? "Quantiles" : "Range of values");
-  say("layer-range-note", !traces.length ? "Needs the statistics mean, std, min and max, or quantiles." :
-    found?.quantiles.some(Boolean) ? "" : "With quantiles: true in the hook there are bands of quantiles here.");
+  setText("layer-range-title", found?.quantiles.some(Boolean) ? "Quantiles" : "Range of values");
+  setText("layer-range-note", !traces.length ? "Not recorded. Record the statistics mean, std, min and max, or set quantiles: true in the hook." :
+    found?.quantiles.some(Boolean) ? "" : "Set quantiles: true in the hook to show bands of quantiles.");
   document.getElementById("layer-range").hidden = !traces.length;
   if (traces.length) plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
 }
@@ -43,7 +43,7 @@ function quantileBands(found, report) {
   const at = (i) => found.quantiles.map((row) => (row ? row[i] : null));
   const traces = [];
   for (let i = 0; i < Math.floor(levels.length / 2); i += 1) {
-    const name = `${told(100 * levels[i])} to ${told(100 * levels[levels.length - 1 - i])}%`;
+    const name = `${formatNumber(100 * levels[i])} to ${formatNumber(100 * levels[levels.length - 1 - i])}%`;
     traces.push(...band(found.steps, at(i), at(levels.length - 1 - i), name, report.colours[0], 0.14 + 0.12 * i));
   }
   if (levels.length % 2) {
@@ -57,7 +57,7 @@ function quantileBands(found, report) {
 function momentBands(series, row, report) {
   const { mean, std, min, max } = Object.fromEntries(Object.entries(series.statistics).map(([name, rows]) => [name, rows[row]]));
   const traces = [];
-  if (min && max) traces.push(...band(series.first, min, max, "smallest to largest", report.colours[0], 0.15));
+  if (min && max) traces.push(...band(series.first, min, max, "minimum to maximum", report.colours[0], 0.15));
   if (mean && std) {
     const low = mean.map((value, i) => (value === null ? null : value - std[i]));
     const high = mean.map((value, i) => (value === null ? null : value + std[i]));
@@ -76,14 +76,14 @@ function band(x, low, high, name, shade, opacity) {
   ];
 }
 
-/** Each step's histogram with the edges that it was recorded with: a column of its own, nothing is counted anew. */
+/** Draw the histogram of each step as a column with the recorded bin edges; nothing is rebinned. */
 function drawHistograms(found) {
   const shown = found ? found.counts.map((_, i) => i).filter((i) => found.counts[i] && found.high[i] !== null) : [];
   document.getElementById("layer-histogram").hidden = !shown.length;
-  say("layer-histogram-note", !shown.length ? "With histogram: true in the hook its histogram over time is here." :
-    `Colour: share of the step's finite elements in each of ${found.counts[shown[0]].length} equal parts from its smallest to its largest value. ` +
+  setText("layer-histogram-note", !shown.length ? "Not recorded. Set histogram: true in the hook to show the histogram over time." :
+    `Color: fraction of the step's finite elements in each of ${found.counts[shown[0]].length} equal bins from the smallest to the largest value. ` +
     (found.of > shown.length ? `${shown.length} of ${found.of} recorded steps are shown. ` : "") +
-    (found.several ? "Of several calls in a step the first is shown." : ""));
+    (found.several ? "If a step has several calls, the first one is shown." : ""));
   if (!shown.length) return;
   const shares = shown.map((i) => {
     const all = found.counts[i].reduce((sum, count) => sum + count, 0) || 1;
@@ -98,7 +98,7 @@ function drawHistograms(found) {
     height: 340,
     coloraxis: {
       cmin: Math.log10(Math.min(least, 0.1)), cmax: 0, colorscale: VIRIDIS,
-      colorbar: { title: { text: "share [logarithmic]", side: "right" }, thickness: 12, tickvals: ticks.values, ticktext: ticks.words },
+      colorbar: { title: { text: "fraction [logarithmic]", side: "right" }, thickness: 12, tickvals: ticks.values, ticktext: ticks.words },
     },
     xaxis: { title: { text: "step" } },
     yaxis: { title: { text: "value" }, exponentformat: "e" },
@@ -108,7 +108,7 @@ function drawHistograms(found) {
 function histogramColumn(found, i, shares, steps, at, span) {
   const [low, high] = [found.low[i], found.high[i]];
   const edges = shares.map((_, bin) => low + (bin * (high - low)) / shares.length).concat(high);
-  const thin = span / 100; // where all values are equal they are in one bin without a width
+  const thin = span / 100; // half height of the column if all values are equal
   const left = at > 0 ? (steps[at - 1] + steps[at]) / 2 : steps[at] - (steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5);
   const right = at < steps.length - 1 ? (steps[at] + steps[at + 1]) / 2 : steps[at] + (steps[at] - left);
   return {

@@ -1,4 +1,4 @@
-// Unpacks what the page carries, and draws it. Everything is in this file: nothing is asked of any other place.
+// Decompresses the data in this page and draws all charts. The page makes no network requests.
 
 async function unpacked(id) {
   const text = document.getElementById(id).textContent.trim();
@@ -7,7 +7,7 @@ async function unpacked(id) {
   return new Response(stream).text();
 }
 
-async function begin() {
+async function start() {
   const [library, data] = await Promise.all([unpacked("plotly"), unpacked("data")]);
   const script = document.createElement("script");
   script.textContent = library;
@@ -20,13 +20,13 @@ async function begin() {
     try {
       draw(report);
     } catch (error) {
-      complain(`One of the charts cannot be drawn: ${error}.`, error); // the others can
+      showError(`A chart cannot be drawn: ${error}.`, error); // continue with the other charts
     }
   }
   document.documentElement.dataset.drawn = "yes";
 }
 
-function complain(words, error) {
+function showError(words, error) {
   const note = document.createElement("p");
   note.className = "error-text";
   note.textContent = words;
@@ -34,7 +34,7 @@ function complain(words, error) {
   console.error(error);
 }
 
-// In a notebook's frame a link to a part of the page would load the notebook.
+// In the frame of a notebook, a link to a section of the page would load the notebook.
 document.querySelector("nav").addEventListener("click", (event) => {
   const part = document.querySelector(event.target.closest("a")?.getAttribute("href") ?? "nothing");
   if (!part) return;
@@ -47,13 +47,13 @@ document.getElementById("copy")?.addEventListener("click", async (event) => {
   try {
     await navigator.clipboard.writeText(text.textContent);
   } catch {
-    getSelection().selectAllChildren(text); // where a page from disk may not write to the clipboard
+    getSelection().selectAllChildren(text); // if a page from disk may not write to the clipboard
     document.execCommand("copy");
   }
   event.target.textContent = "Copied";
 });
 
-begin().catch((error) => {
-  const old = typeof DecompressionStream === "undefined" ? " A browser of 2023 or later is needed." : "";
-  complain(`The charts cannot be drawn: ${error}.${old}`, error);
+start().catch((error) => {
+  const old = typeof DecompressionStream === "undefined" ? " Use a browser from 2023 or later." : "";
+  showError(`The charts cannot be drawn: ${error}.${old}`, error);
 });

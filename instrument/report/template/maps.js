@@ -1,17 +1,17 @@
-// Feature maps, gradient maps and filters: the channels of one place side by side, with the image that they are of.
+// Feature maps, gradient maps and filters: the channels of one location side by side, with the input image.
 
 RUN.push((report) => {
   if (!report.maps.shown.length) return hide("maps");
   const drawPlaces = () => {
     const what = document.getElementById("maps-what").value;
-    fill("maps-place", [...new Set(report.maps.shown.filter((map) => map.what === what).map((map) => `${map.place} — ${map.label}`))]);
+    fillSelect("maps-place", [...new Set(report.maps.shown.filter((map) => map.what === what).map((map) => `${map.place} — ${map.label}`))]);
     drawMaps(report);
   };
   const kinds = [...new Set(report.maps.shown.map((map) => map.what))];
-  fill("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
+  fillSelect("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
   onChange(["maps-what"], drawPlaces);
   onChange(["maps-place"], () => drawMaps(report));
-  drawn(drawPlaces);
+  drawAndRedraw(drawPlaces);
 });
 
 function drawMaps(report) {
@@ -32,29 +32,29 @@ function drawMaps(report) {
     mosaic(row, map.mosaic, low, high, map.what);
   }
   const { channels, pixels } = shown[0].mosaic;
-  say("maps-note",
-    `Recorded shape ${shown[0].shape.join(" × ")}; the same colours mean the same values at all steps.` +
+  setText("maps-note",
+    `Recorded shape ${shown[0].shape.join(" × ")}; all steps share one color scale.` +
     (channels[0] < channels[1] ? ` ${channels[0]} of ${channels[1]} channels are shown.` : "") +
-    (pixels[0] < pixels[2] ? ` Pixels are means over squares: ${pixels[2]} × ${pixels[3]} are shown as ${pixels[0]} × ${pixels[1]}.` : "") +
+    (pixels[0] < pixels[2] ? ` Maps are averaged over squares from ${pixels[2]} × ${pixels[3]} to ${pixels[0]} × ${pixels[1]} pixels.` : "") +
     (shown[0].samples > 1 ? ` The first of ${shown[0].samples} recorded samples is shown.` : "") +
-    leftOut(report.maps) +
-    (shown.some((map) => map.image !== null) || what.startsWith("filter") ? "" : " The input can stand beside them: record it with {layers: \".\", kind: forward_pre, action: record, tensors: true, samples: 1} at the same steps."));
+    omittedMapsNote(report.maps) +
+    (shown.some((map) => map.image !== null) || what.startsWith("filter") ? "" : " To show the input image as well, record it at the same steps with {layers: \".\", kind: forward_pre, action: record, tensors: true, samples: 1}."));
 }
 
-/** What there is no room for on the page. */
-function leftOut({ shown, places, pictures }) {
+/** A note with the number of maps omitted to limit the size of the page. */
+function omittedMapsNote({ shown, places, pictures }) {
   const drawn = new Set(shown.map((map) => `${map.what} ${map.place} ${map.label}`)).size;
-  return shown.length < pictures ? ` This page has room for ${shown.length} of ${pictures} recorded pictures, of ${drawn} of ${places} places.` : "";
+  return shown.length < pictures ? ` To limit the size of this page, ${shown.length} of ${pictures} recorded pictures are shown, from ${drawn} of ${places} locations.` : "";
 }
 
-/** The input: in grey from its smallest to its largest value, or in its colours. */
+/** Draw the input image, in gray from its smallest to its largest value, or in color. */
 function image(row, { z, low, high, colours }) {
   const at = chart(row);
   const trace = colours
     ? { type: "image", z, hovertemplate: "input<extra></extra>" }
     : { type: "heatmap", z, zmin: low, zmax: high, colorscale: "Greys", showscale: false, hovertemplate: "input %{z:.5g}<extra></extra>" };
-  const range = colours ? "input" : `input, ${told(low)} to ${told(high)}`;
-  plot(at, [trace], { ...still(at, z, 0, 22), title: { text: range, font: { size: 11 }, y: 0.99, yanchor: "top" } });
+  const range = colours ? "input" : `input, ${formatNumber(low)} to ${formatNumber(high)}`;
+  plot(at, [trace], { ...pictureLayout(at, z, 0, 22), title: { text: range, font: { size: 11 }, y: 0.99, yanchor: "top" } });
 }
 
 function mosaic(row, { z, pixels }, low, high, name) {
@@ -67,7 +67,7 @@ function mosaic(row, { z, pixels }, low, high, name) {
     colorbar: { thickness: 12, title: { text: name, side: "right" } },
     hovertemplate: "map %{text}<br>%{z:.5g}<extra></extra>",
   };
-  plot(at, [trace], still(at, z, 75, 4));
+  plot(at, [trace], pictureLayout(at, z, 75, 4));
 }
 
 function chart(row) {
@@ -78,7 +78,7 @@ function chart(row) {
 }
 
 /** The layout of a picture with square pixels, without axes. */
-function still(at, z, beside, above) {
+function pictureLayout(at, z, beside, above) {
   const height = Math.min(isNarrow() ? 260 : 640, Math.max(130, ((at.clientWidth - beside) * z.length) / z[0].length)) + above + 4;
   const hidden = { visible: false, fixedrange: isNarrow(), constrain: "domain" };
   return {

@@ -1,54 +1,54 @@
-// Several runs: any number against any override, runs over each other, and each intervention against the run without it.
+// Page of several runs: values by override, training curves, layers, and runs with and without each intervention.
 
 SWEEP.push((report) => {
   const first = report.overrides.find((key) => key !== "seed") ?? report.overrides[0];
   const numbers = [...metricChoices(report), ...statisticChoices(report)];
   if (!first || !numbers.length) return hide("against");
-  fill("against-y", numbers);
-  fill("against-x", report.overrides, first);
+  fillSelect("against-y", numbers);
+  fillSelect("against-x", report.overrides, first);
   document.getElementById("against-colour").append(new Option(report.overrides.find((key) => ![first, "seed"].includes(key)) ?? ""));
-  fill("against-end", Object.entries(report.ends));
+  fillSelect("against-end", Object.entries(report.ends));
   const draw = () => drawAgainst(report);
   onChange(["against-y", "against-place", "against-end", "against-x", "against-colour", "against-view"], draw);
-  drawn(draw);
+  drawAndRedraw(draw);
 });
 
 SWEEP.push((report) => {
   const names = report.metricNames.filter((name) => report.curves.some((one) => one.train?.[name] || one.eval?.[name]));
   if (!names.length) return hide("training");
-  fill("training-metric", names);
-  fill("training-phase", ["train", "eval"]);
+  fillSelect("training-metric", names);
+  fillSelect("training-phase", ["train", "eval"]);
   colourBy(report, "training-colour");
   const draw = () => drawRuns(report);
   onChange(["training-metric", "training-phase", "training-scale", "training-colour"], draw);
-  drawn(draw);
+  drawAndRedraw(draw);
 });
 
 SWEEP.push((report) => {
   if (!report.series.length) return hide("layers");
-  fill("layers-series", report.series.map((series, i) => [i, series.label]));
-  fill("layers-end", Object.entries(report.ends));
+  fillSelect("layers-series", report.series.map((series, i) => [i, series.label]));
+  fillSelect("layers-end", Object.entries(report.ends));
   colourBy(report, "layers-colour");
   const draw = () => drawLayers(report);
   onChange(["layers-series", "layers-statistic", "layers-end", "layers-colour"], draw);
-  drawn(draw);
+  drawAndRedraw(draw);
 });
 
 SWEEP.push((report) => {
   const comparable = report.series.map((series, i) => [i, series.label]).filter(([i]) => sizesOf(report.series[i]).length);
   if (!report.pairs.length || !comparable.length) return void hide("effects-controls");
-  fill("effects-hook", [...new Set(report.pairs.map((pair) => `${pair.hook}: ${pair.settings}`))]);
-  fill("effects-series", comparable);
+  fillSelect("effects-hook", [...new Set(report.pairs.map((pair) => `${pair.hook}: ${pair.settings}`))]);
+  fillSelect("effects-series", comparable);
   const draw = () => drawPairs(report);
   onChange(["effects-hook", "effects-series", "effects-statistic"], draw);
-  drawn(draw);
+  drawAndRedraw(draw);
 });
 
-const MANY = 12; // levels that a legend or an axis has room for
+const MANY = 12; // maximum number of levels in a legend or on an axis
 
 function colourBy(report, id) {
   const usual = report.overrides.find((key) => key !== "seed") ?? "";
-  fill(id, [["", "each run"], ...report.overrides], usual);
+  fillSelect(id, [["", "run"], ...report.overrides], usual);
 }
 
 function metricChoices(report) {
@@ -61,7 +61,7 @@ function statisticChoices(report) {
   return report.series.flatMap((series, i) => Object.keys(series.statistics).map((name) => [`${i}|${name}`, `${name} of ${series.label}`]));
 }
 
-/** The number of each run that is looked at; null where it has none. */
+/** The selected value of each run; null if the run does not have it. */
 function chosenNumbers(report) {
   const [from, name] = document.getElementById("against-y").value.split("|");
   const isMetric = from === "metric";
@@ -69,7 +69,7 @@ function chosenNumbers(report) {
   document.getElementById("against-end").closest("label").hidden = isMetric;
   if (isMetric) return [report.runs.map((run) => run.metrics[name] ?? null), report.metricUnits[name]];
   const series = report.series[Number(from)];
-  const place = fill("against-place", series.places);
+  const place = fillSelect("against-place", series.places);
   const end = document.getElementById("against-end").value;
   const at = series.places.indexOf(place);
   return [series.statistics[name][end].map((row) => row[at]), plain(`${name} of ${place}, ${report.ends[end]}`)];
@@ -78,13 +78,13 @@ function chosenNumbers(report) {
 function drawAgainst(report) {
   const [numbers, title] = chosenNumbers(report);
   const [x, view] = ["against-x", "against-view"].map((id) => document.getElementById(id).value);
-  const by = fill("against-colour", [["", "nothing"], ...report.overrides.filter((key) => key !== x)]);
+  const by = fillSelect("against-colour", [["", "none"], ...report.overrides.filter((key) => key !== x)]);
   document.getElementById("against-view").closest("label").hidden = !by;
   const known = report.runs.map((run, i) => ({ run, value: numbers[i] })).filter(({ run, value }) => run.status === "done" && value !== null);
   const seen = known.filter(({ value }) => typeof value === "number");
   const bad = known.filter(({ value }) => typeof value !== "number");
   const left = report.runs.length - known.length;
-  say("against-note", left ? `${left} of ${report.runs.length} runs are left out: they are not done, or have no such number.` : "");
+  setText("against-note", left ? `${left} of ${report.runs.length} runs are not shown: they are not done, or do not have this value.` : "");
   if (by && view === "map") return drawGrid(seen, x, by, title);
   const levels = ordered(known.map((one) => one.run.overrides[x]));
   const numeric = levels.every((level) => typeof level === "number");
@@ -119,10 +119,10 @@ function drawAgainst(report) {
   });
 }
 
-/** Ticks at the levels themselves where there are few. */
+/** One tick per level if there are few levels. */
 function levelTicks(levels, numeric) {
   if (levels.length > MANY) return numeric ? {} : { nticks: MANY };
-  return { tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? told(level) : plain(short(String(level), 28)))) };
+  return { tickmode: "array", tickvals: levels.map(plainLevel), ticktext: levels.map((level) => (numeric ? formatNumber(level) : plain(short(String(level), 28)))) };
 }
 
 function drawGrid(seen, x, by, title) {
@@ -133,7 +133,7 @@ function drawGrid(seen, x, by, title) {
   const trace = {
     type: "heatmap", x: columns.map((level) => plain(level)), y: rows.map((level) => plain(level)), customdata: values, colorscale: scale.colours,
     z: values.map((line) => line.map((value) => (value === null ? null : scale.to(value)))), zmin: scale.low, zmax: scale.high, xgap: 2, ygap: 2, hoverongaps: false,
-    text: values.map((line) => line.map(told)), texttemplate: "%{text}", colorbar: colourBar(scale, ""),
+    text: values.map((line) => line.map(formatNumber)), texttemplate: "%{text}", colorbar: colourBar(scale, ""),
     hovertemplate: `${plain(x)} = %{x}<br>${plain(by)} = %{y}<br>%{customdata:.5g}<extra></extra>`,
   };
   plot("against-chart", [trace], {
@@ -143,7 +143,7 @@ function drawGrid(seen, x, by, title) {
 }
 
 function plainLevel(level) {
-  return typeof level === "number" ? level : plain(level); // Plotly takes a number among words for a word
+  return typeof level === "number" ? level : plain(level); // Plotly converts a number among strings to a string
 }
 
 function ordered(levels) {
@@ -155,8 +155,8 @@ function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
-/** The colour of each run, by an override or each its own, and what the legend calls it. */
-function looks(report, by) {
+/** The color and the legend label of each run, by override or by run. */
+function runStyles(report, by) {
   const levels = by ? ordered(report.runs.map((run) => run.overrides[by])) : report.runs.map((run) => run.name);
   const shown = new Set();
   return report.runs.map((run) => {
@@ -173,7 +173,7 @@ function looks(report, by) {
   });
 }
 
-/** A colour a level; of many a place on a scale from the first to the last. */
+/** The color of a level: categorical for few levels, a position on a continuous scale for many. */
 function levelColour(report, i, count) {
   if (count <= MANY) return report.colours[i % report.colours.length];
   return VIRIDIS[Math.round((i / (count - 1)) * (VIRIDIS.length - 1))][1];
@@ -181,14 +181,14 @@ function levelColour(report, i, count) {
 
 function drawRuns(report) {
   const [metric, phase, scale, by] = ["training-metric", "training-phase", "training-scale", "training-colour"].map((id) => document.getElementById(id).value);
-  const traces = looks(report, by).flatMap((look, i) => {
+  const traces = runStyles(report, by).flatMap((look, i) => {
     const axis = report.curves[i][phase];
     if (!axis?.[metric]) return [];
     return [{ x: axis.first, y: axis[metric], mode: phase === "eval" ? "lines+markers" : "lines", ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` }];
   });
   const type = axisType(traces.map((trace) => trace.y), scale);
   const bad = [...new Set(report.curves.flatMap((axes) => axes[phase]?.bad[metric] ?? []))].sort((a, b) => a - b);
-  if (bad.length) traces.push(crosses(bad, `${metric} of some run not finite`, 1));
+  if (bad.length) traces.push(crosses(bad, `${metric} of a run not finite`, 1));
   const grouped = report.curves.find((axes) => axes[phase])?.[phase];
   plot("training-chart", traces, {
     height: 420, xaxis: { title: { text: grouped ? stepTitle(grouped) : "step" } }, yaxis: { title: { text: report.metricUnits[metric] }, type },
@@ -200,20 +200,20 @@ function drawLayers(report) {
   const series = report.series[Number(document.getElementById("layers-series").value)];
   const names = Object.keys(series.statistics);
   const before = document.getElementById("layers-statistic").value;
-  const statistic = fill("layers-statistic", names, names.includes(before) ? before : names.includes("l2") ? "l2" : names[0]);
+  const statistic = fillSelect("layers-statistic", names, names.includes(before) ? before : names.includes("l2") ? "l2" : names[0]);
   const end = document.getElementById("layers-end").value;
   const values = series.statistics[statistic][end];
   const type = axisType(values);
   const height = heightOf(series.places) + 40;
-  const traces = looks(report, document.getElementById("layers-colour").value).map((look, i) => ({
+  const traces = runStyles(report, document.getElementById("layers-colour").value).map((look, i) => ({
     x: values[i], y: series.places.map(plain), mode: "lines+markers", marker: { size: 5 }, ...look,
     hovertemplate: `${look.text}<br>%{y}<br>${statistic} %{x:.5g}<extra></extra>`,
   }));
   plot("layers-chart", traces, {
     height, xaxis: { title: { text: `${report.statistics[statistic].axis}, ${report.ends[end]}` }, type, exponentformat: "e" },
-    yaxis: { ...placesAxis(series.places, height), showgrid: true },
+    yaxis: { ...locationsAxis(series.places, height), showgrid: true },
   });
-  say("layers-note", unplaced(values, type) + (series.left_out.length ? `Left out, for want of room: ${series.left_out.join(", ")}.` : ""));
+  setText("layers-note", omittedValuesNote(values, type) + (series.left_out.length ? `Omitted to limit the size of this page: ${series.left_out.join(", ")}.` : ""));
 }
 
 /** The statistics of a series that can be compared as a ratio. */
@@ -221,11 +221,11 @@ function sizesOf(series) {
   return Object.keys(series.statistics).filter((name) => ["l2", "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "l1"].includes(name));
 }
 
-/** A statistic with the intervention over the same without it, layer by layer, one line for each pair of runs. */
+/** Draw the ratio of a statistic with and without the intervention by layer, one line per pair of runs. */
 function drawPairs(report) {
   const hook = document.getElementById("effects-hook").value;
   const series = report.series[Number(document.getElementById("effects-series").value)];
-  const statistic = fill("effects-statistic", sizesOf(series));
+  const statistic = fillSelect("effects-statistic", sizesOf(series));
   const values = series.statistics[statistic].last;
   const height = heightOf(series.places) + 40;
   const chosen = report.pairs.filter((pair) => `${pair.hook}: ${pair.settings}` === hook);
@@ -237,6 +237,6 @@ function drawPairs(report) {
   const shapes = [{ type: "line", xref: "x", yref: "paper", x0: 1, x1: 1, y0: 0, y1: 1, line: { color: colour("muted"), dash: "dot", width: 1 } }];
   plot("effects-chart", traces, {
     height, shapes, xaxis: { title: { text: `${statistic} at the last step, with / without` }, type: "log", exponentformat: "e", nticks: 8 },
-    yaxis: { ...placesAxis(series.places, height), showgrid: true },
+    yaxis: { ...locationsAxis(series.places, height), showgrid: true },
   });
 }

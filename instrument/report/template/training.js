@@ -1,12 +1,12 @@
-// Training curves, with the steps at which interventions acted and alerts came, in lanes beneath.
+// Training curves, with lanes below that show the steps of interventions and alerts.
 
 RUN.push((report) => {
   const phases = Object.values(report.metrics);
   const names = report.metricNames.filter((name) => phases.some((phase) => phase[name]));
   if (!names.length) return hide("training");
-  fill("training-metric", names);
+  fillSelect("training-metric", names);
   onChange(["training-metric", "training-scale"], () => drawTraining(report));
-  drawn(() => drawTraining(report));
+  drawAndRedraw(() => drawTraining(report));
 });
 
 function drawTraining(report) {
@@ -57,7 +57,7 @@ function lane(one, shade) {
   return {
     x, y: x.map((step) => (step === null ? null : plain(one.hook))), yaxis: "y3", name: plain(one.hook), showlegend: false,
     mode: "lines+markers", line: { width: 7, color: shade }, marker: { size: 6, symbol: "square", color: shade },
-    hovertemplate: `${plain(one.hook)} acted at ${one.count.toLocaleString()} steps, here at %{x}<extra></extra>`,
+    hovertemplate: `${plain(one.hook)} fired at ${one.count.toLocaleString()} steps, here at %{x}<extra></extra>`,
   };
 }
 

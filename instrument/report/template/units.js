@@ -1,4 +1,4 @@
-// Dead and saturated units, layer by layer over time.
+// Dead and saturated units by layer over time.
 
 const UNITS = ["dead_fraction", "saturated_fraction", "zero_fraction"];
 
@@ -11,19 +11,19 @@ RUN.push((report) => {
     });
   }
   if (!choices.length) return hide("units");
-  fill("units-choice", choices);
+  fillSelect("units-choice", choices);
   const draw = () => {
     const [statistic, i] = document.getElementById("units-choice").value.split("|");
     const series = withValues(report.series[Number(i)], statistic);
     heatmap("units-chart", report, series, statistic);
     const known = report.series.some((one) => one.statistics.dead_fraction);
-    say("units-note", `${statistic} = ${report.statistics[statistic].formula}.` + (known ? "" : " For dead units, record dead_fraction: hooks=dead_relu does."));
+    setText("units-note", `${statistic} = ${report.statistics[statistic].formula}.` + (known ? "" : " To show dead units, record dead_fraction, for example with hooks=dead_relu."));
   };
   onChange(["units-choice"], draw);
-  drawn(draw);
+  drawAndRedraw(draw);
 });
 
-/** A series with just the places that have a statistic at all. */
+/** The series, restricted to the locations that have a statistic. */
 function withValues(series, statistic) {
   const kept = series.places.map((_, i) => i).filter((i) => series.statistics[statistic][i].some((value) => value !== null));
   const statistics = Object.fromEntries(Object.entries(series.statistics).map(([name, rows]) => [name, kept.map((i) => rows[i])]));

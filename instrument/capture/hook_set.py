@@ -1,0 +1,148 @@
+"""The hooks of a plan on a model and its optimizers, attached and removed together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..kinds.attach import attach_sites
+from ..kinds.attached import AttachedHook
+from ..kinds.clock import Clock
+from ..kinds.family import Family
+from ..kinds.loss import LossHooks
+from ..kinds.optimizer import StepHooks
+from ..kinds.parameter import BoundaryHooks, GradientHooks
+from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
+from ..plan.sites import HookPlan
+from .change_detection import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
+from .optimizer_checks import optimizers_of
+
+
+class _WriteEvent(Protocol):
+    def __call__(self, rule: str, message: str, *, severity: str = ..., layer: str | None = ...) -> None: ...
+
+
+class HookSet:
+    """All hooks of a plan.
+
+    Args:
+        plan: The plan.
+        attached_hooks: The sites of the plan with their actions.
+        optimizers: The optimizers whose steps the hooks observe.
+        scaler: The gradient scaler, if the loop uses one.
+        clock: The current step and phase.
+        event: Writes a row of the `events` table.
+        by_loop: Whether the loop calls `before_optimizer_step` itself.
+
+    Attributes:
+        steps: Observes the optimizer steps while the hooks are attached; None without an optimizer.
+    """
+
+    def __init__(
+        self,
+        plan: HookPlan,
+        attached_hooks: Sequence[AttachedHook],
+        optimizers: Sequence[Optimizer],
+        scaler: GradScaler | None,
+        clock: Clock,
+        event: _WriteEvent,
+        *,
+        by_loop: bool,
+    ) -> None:
+        self.model = plan.layers.model
+        self.attached_hooks = attached_hooks
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.clock = clock
+        self.event = event
+        self.by_loop = by_loop
+        self.steps: StepWatch | None = None
+        self._families: list[Family] = []
+        self._scaling: ScalerWatch | None = None
+        self._loading: LoadWatch | None = None
+        self._modules = ModuleWatch(self.model, attached_hooks)
+
+    def attach(self) -> None:
+        """Attach all hooks. After an exception, `detach` removes those that were attached.
+
+        Raises:
+            ConfigError: PyTorch does not support a hook at this module or parameter.
+        """
+        if self.scaler is not None and self.scaler.is_enabled():
+            self._scaling = ScalerWatch(self.scaler, self.optimizers)
+            self.clock.amp_scale = self._scaling.scale
+        if self.optimizers:
+            self.steps = StepWatch(self.optimizers)
+        for family in attach_sites(self.attached_hooks, self.optimizers, self.clock, by_loop=self.by_loop):
+            self._families.append(family)
+        if any(isinstance(family, GradientHooks) for family in self._families):
+            self._loading = LoadWatch(self.model, self.clock, self.report_replacements)
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        while self._families:
+            self._families.pop().detach()
+        for watch in (self._scaling, self._loading, self.steps):
+            if watch is not None:
+                watch.detach()
+
+    def refresh(self) -> None:
+        """Notify the hooks that some of them start or stop being scheduled."""
+        for family in self._families:
+            family.refresh()
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
+        for family in self._families:
+            if isinstance(family, LossHooks):
+                loss = family.apply(loss)
+        return loss
+
+    def before_optimizer_step(self, optimizer: Optimizer | None) -> None:
+        """Run the hooks before the step of an optimizer; see `Probe.before_optimizer_step`."""
+        given = self.optimizers if optimizer is None else optimizers_of(optimizer)
+        if (optimizer is None and len(given) > 1) or not set(given) <= set(self.optimizers):
+            known = "is required, since there are several" if optimizer is None else "is not one of this probe"
+            raise ValueError(f"before_optimizer_step(optimizer): the optimizer {known}")
+        for family in self._families:
+            if isinstance(family, BoundaryHooks | StepHooks) and family.optimizer in given:
+                family.before_step()
+
+    def take_skipped(self) -> Tensor | float | None:
+        """Return whether the gradient scaler skipped the step; None without a scaler or an optimizer."""
+        return None if self._scaling is None or not self.optimizers else self._scaling.take()
+
+    def settle_steps(self, row: Mapping[str, float | None]) -> None:
+        """Update the coverage of hooks around optimizer steps.
+
+        With several optimizers, not all make a step in every step of the loop.
+
+        Args:
+            row: The row of the `metrics` table, which says whether the step was skipped.
+        """
+        stepped, several = self.steps is not None and self.steps.take_stepped(), len(self.optimizers) > 1
+        due = [attached for attached in self.attached_hooks if attached.due and attached.frequency == "step"]
+        idle = [attached for attached in due if not attached.has_opportunities]
+        skipped = False
+        if idle and self._scaling is not None:
+            skipped = several and self._scaling.backed_off() if stepped else bool(row["skipped"])
+        if stepped and several and not skipped:
+            for attached in idle:
+                attached.count_exempt(OTHER_STEP)
+        for attached in due:
+            attached.update_coverage(SKIPPED_STEP if skipped else None)
+
+    def report_replacements(self) -> None:
+        """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
+        for attached in self._modules.replaced():
+            message = f"hook '{attached.site.spec.name}' ({attached.site.spec.kind}) on {attached.site.label}: {attached.default_reason}"
+            self.event("replaced", message, layer=attached.site.layer.name)
+        for family in self._families:
+            if isinstance(family, GradientHooks) and family.reattach():
+                site = family.site.site
+                message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
+                self.event("replaced", message, layer=site.layer.name, severity="info")

@@ -1,0 +1,88 @@
+"""Checks of a sweep before its folder is created, and defaults of its launcher."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigError, Problem
+from ..sinks.remote import REMOTE, check_remote, refuse_secret
+from ..sweeps.jobs import BASIC, expand_sweep, keys_of, overrides_of, sweep_overrides
+from ..sweeps.objective import KEY, read_objective
+
+SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
+RAY = "RayLauncher"
+THREADS = "OMP_NUM_THREADS"
+
+
+def refuse_unsupported_sweep(config: DictConfig) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
+        raise ConfigError(
+            Problem(
+                "--multirun",
+                "each process of torchrun would start its own sweep",
+                given="torchrun ... -m instrument -m",
+                allowed="a sweep with one process per job, or one torchrun command per job (docs/sweeps.md)",
+            )
+        )
+    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
+    if launcher == SLURM and shutil.which("srun") is None:
+        raise ConfigError(
+            Problem(
+                "hydra/launcher",
+                "Slurm is not available: its command srun is not on the PATH",
+                given=config.hydra.runtime.choices["hydra/launcher"],
+                allowed="a machine that can submit Slurm jobs; or slurm_local, which starts local processes instead",
+            )
+        )
+    if config.hydra.sweeper["_target_"] == BASIC and not expand_sweep(config.hydra):
+        raise ConfigError(
+            Problem(
+                "",
+                "the sweep has no jobs: one of its overrides has no values",
+                given=overrides_of(config.hydra, "task"),
+            )
+        )
+
+
+def refuse_secrets(config: DictConfig) -> None:
+    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
+
+    Raises:
+        ConfigError: An address contains credentials or is invalid.
+    """
+    check_remote(OmegaConf.select(config, REMOTE))
+    for override in overrides_of(config.hydra, "task"):
+        if REMOTE in override:
+            refuse_secret(override.replace("\\", ""), REMOTE)
+
+
+def check_objective(config: DictConfig) -> None:
+    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job.
+
+    Raises:
+        ConfigError: The objective is invalid.
+    """
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    written = plain.get(KEY)
+    is_swept = KEY in keys_of(sweep_overrides(config.hydra))
+    if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
+        read_objective(written)
+
+
+def prepare_launcher(config: DictConfig) -> None:
+    """Set defaults that a launcher leaves open: threads per job, and the terminal output of several jobs."""
+    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
+    if launcher == RAY:
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keeps similar lines of different jobs
+        if not sys.stdout.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC and THREADS not in os.environ:
+        share = max((os.cpu_count() or 1) // len(expand_sweep(config.hydra)), 1)  # All jobs run concurrently.
+        config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")

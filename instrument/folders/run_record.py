@@ -1,0 +1,111 @@
+"""The record of a run, run.json: reading, writing, and its final status."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError, Problem
+
+CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
+Status = Literal["running", "done", "failed", "interrupted", "killed"]
+# Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
+PREVIOUS_ATTEMPTS = ".aside"
+PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
+
+
+def read_record(path: Path, where: str) -> dict[str, Any]:
+    """Read the run.json of a folder.
+
+    Args:
+        path: The folder of the run.
+        where: The configuration key of the folder, for error messages.
+
+    Raises:
+        ConfigError: The file does not exist, is not JSON, or was not written by this package.
+    """
+    try:
+        record = json.loads((path / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            Problem(where, f"cannot read run.json: {reason}", given=str(path), allowed="the folder of a run")
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
+        raise ConfigError(Problem(where, "run.json was not written by this package", given=str(path)))
+    return record
+
+
+def mark_killed(folder: Path) -> None:
+    """Set the status in run.json to `killed`, if it is `running`. Call it only if the process of the run is gone.
+
+    Args:
+        folder: The folder of the run.
+    """
+    path = folder / "run.json"
+    record = None
+    with suppress(ValueError):  # The file is damaged; `load` reports it.
+        record = json.loads(path.read_text())
+    if isinstance(record, dict) and record.get("status") == "running":
+        write_json(path, {**record, "status": "killed"})
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file atomically: the previous file remains until the new one is complete.
+
+    Args:
+        path: The file.
+        record: Its content.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    os.replace(temporary, path)
+
+
+def final_entries(status: Status, error: BaseException | None) -> dict[str, Any]:
+    """Return the entries of run.json at the end of a run.
+
+    Args:
+        status: The final status.
+        error: The exception that ended the run; None without one.
+    """
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": message}
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a configuration, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def git_revision() -> str | None:
+    """Return the commit of the working directory; None outside a git checkout.
+
+    The suffix `-dirty` marks uncommitted changes.
+    """
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,61 @@
+"""The current step and phase of a probe, and the index of a firing within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..actions.base import StepContext
+from .hook_timer import HookTimer
+from .scope import Parallel
+
+
+@dataclass
+class Clock:
+    """The current time of a probe, shared by all of its sites.
+
+    Attributes:
+        moment: Step, micro-step, epoch and phase.
+        seed: The seed of the run.
+        micro_step_index: The number of micro-steps so far, over all phases. Per-micro-step state is reset by it.
+        closed: Whether the probe is detached.
+        amp_scale: Returns the factor by which a gradient scaler multiplies the loss; None without a scaler.
+        timer: Measures the time of hooks; None if it is not measured.
+        parallel: How several processes train together; None for a single one.
+        rank: The rank of this process, from 0.
+        phases: The phases so far.
+        in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
+    """
+
+    moment: StepContext
+    seed: int = 0
+    micro_step_index: int = 0
+    closed: bool = False
+    amp_scale: Callable[[], Tensor] | None = None
+    timer: HookTimer[Any] | None = None
+    parallel: Parallel | None = None
+    rank: int = 0
+    phases: set[str] = field(default_factory=set)
+    in_checkpoint: bool = False
+
+    @property
+    def boundary(self) -> StepContext:
+        """The moment of hooks around the optimizer step.
+
+        They belong to the last micro-step, which has ended already.
+        """
+        return self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
+
+
+class Firing(NamedTuple):
+    """Identifies one of several firings at a site. The fields are those of `Context`."""
+
+    call: int = 0
+    backward: int = 0
+    recompute: bool = False
+
+
+ONLY = Firing()

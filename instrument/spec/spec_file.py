@@ -1,0 +1,64 @@
+"""Hook specs from a YAML file, from plain mappings, or from spec objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError, Problem
+from .base import HookBase
+from .hooks import HookSpec
+from .parse import parse_hooks
+
+Specs = str | Path | Mapping[str, Any] | Sequence[Any]
+
+
+def read_specs(specs: Specs) -> dict[str, HookSpec]:
+    """Parse hook specs from a file, from plain mappings, or from spec objects.
+
+    Args:
+        specs: The path of a YAML file, a mapping or list with the content of such a file, or spec objects. The specs are at
+            the top level or in a `hooks` section.
+
+    Returns:
+        The specs by name.
+
+    Raises:
+        ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
+    """
+    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
+        given = given["hooks"]
+    if isinstance(given, Mapping):
+        return parse_hooks({name: _plain(spec) for name, spec in given.items()})
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return parse_hooks([_plain(spec) for spec in given])
+    return parse_hooks(given)
+
+
+def _read_file(path: Path) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read or is not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(Problem("specs", f"the file cannot be read: {error.strerror}", given=str(path))) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem("specs", f"the file is not YAML: {error}", given=str(path))) from None
+
+
+def _plain(spec: Any) -> Any:
+    """Convert a spec object to a mapping. Other values are returned unchanged."""
+    if isinstance(spec, HookBase):
+        return {
+            name: value
+            for name, value in spec.model_dump(exclude_unset=True, by_alias=True).items()
+            if name != "name" or value
+        }
+    return spec

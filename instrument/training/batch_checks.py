@@ -1,0 +1,325 @@
+"""Checks before a run that specs fit the shapes of all its batches.
+
+The checks cover slices, factors, and the tensors of other runs that the actions `replace` and `patch` use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ..analysis.archive import RunArchive
+from ..errors import ConfigError, Problem
+from ..plan.cost import Length, firings_of
+from ..plan.dimension_checks import misfits_in_smaller_batches, tensors_at
+from ..plan.layer_selection import shorten
+from ..plan.shape_inference import InferredCalls
+from ..plan.sites import HookPlan
+from ..spec.base import parse_slice
+from ..spec.functions import RecordedSpec
+from ..spec.hooks import HookSpec
+
+Shape = tuple[int, ...]
+ONCE = 0  # The micro-batch index of kinds that act once per step.
+
+
+@dataclass(frozen=True)
+class PhaseBatches:
+    """The batches of a phase.
+
+    Attributes:
+        inferred: The result of shape inference on the first batch.
+        samples: The number of samples in the first batch of this process.
+        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
+    """
+
+    inferred: InferredCalls
+    samples: int
+    sizes: Callable[[int], Sequence[int]]
+
+
+class TensorLocation(NamedTuple):
+    """The location of a tensor in the model.
+
+    Attributes:
+        layer: The name of the module.
+        path: The path of the tensor in nested inputs or outputs; empty for a single tensor.
+        call: The index of the call of the module within one forward pass, from 0.
+    """
+
+    layer: str
+    path: str
+    call: int
+
+    def __str__(self) -> str:
+        named = repr(self.layer or ".") + (f" {self.path}" if self.path else "")
+        return named + (f" (call {self.call})" if self.call else "")
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor that another run recorded.
+
+    Attributes:
+        hook: The hook that recorded it.
+        shape: The recorded shape; None for a shard.
+        source: The shape of the tensor before slicing; None for a shard.
+    """
+
+    hook: str
+    shape: Shape | None
+    source: Shape | None
+
+
+def refuse_unfit_batches(
+    plan: HookPlan, archive: RunArchive, batches_by_phase: Mapping[str, PhaseBatches], length: Length
+) -> None:
+    """Check that slices fit all batches, and that `replace` and `patch` find tensors of matching shape.
+
+    Args:
+        plan: The plan of the hooks.
+        archive: Reads the recorded tensors of other runs.
+        batches_by_phase: The batches of each phase.
+        length: The length of the run.
+
+    Raises:
+        ConfigError: With the first problem of each spec, and the allowed values.
+    """
+
+    def smallest_batch(spec: HookSpec) -> int:
+        """Return the number of samples in the smallest batch of this process at the scheduled steps of a spec."""
+        steps = firings_of(spec, length).steps
+        if spec.phase == "train":  # The batch sizes are the same in every epoch.
+            steps = sorted({step % length.epoch_steps for step in steps})
+        batches = batches_by_phase[spec.phase]
+        sizes = [size for step in steps for size in batches.sizes(step)]
+        return min(sizes) // archive.ranks if sizes else batches.samples
+
+    inferred_by_phase = {phase: batches.inferred for phase, batches in batches_by_phase.items()}
+    samples = {phase: batches.samples for phase, batches in batches_by_phase.items()}
+    problems = misfits_in_smaller_batches(plan, inferred_by_phase, samples, smallest_batch)
+    for name, spec in plan.specs.items():
+        if isinstance(spec, RecordedSpec) and spec.definition.frequency != "occasion":
+            archive.open(spec.run, spec.hook, f"hooks.{name}")
+            shapes = {
+                TensorLocation(site.layer.name, info.path, call): info.shape
+                for site in plan.of(name)
+                for call, info in tensors_at(site, batches_by_phase[spec.phase].inferred)
+                if info.dtype.is_floating_point
+            }
+            check = _RecordingCheck(spec, shapes, batches_by_phase[spec.phase], _recorded_tensors(spec, archive))
+            problems += [problem for problem in [next(check.problems(firings_of(spec, length).steps), None)] if problem]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _recorded_tensors(
+    spec: RecordedSpec, archive: RunArchive
+) -> dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]]:
+    """Return the recorded tensors that a spec may refer to: by location, then by (step, micro-batch)."""
+    rows = archive.index(spec.run)
+    rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
+    if spec.hook is not None:
+        rows = rows[rows["hook"] == spec.hook]
+    recorded: dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]] = {}
+    for row in rows.sort_values("rank", kind="stable").to_dict("records"):
+        batch = row["micro_step"] if spec.definition.frequency == "micro_step" else ONCE
+        by_step = recorded.setdefault(TensorLocation(row["layer"], row["path"], row["call"]), {})
+        tensors = by_step.setdefault((row["step"], batch), [])
+        is_shard = row["scope"] == "shard"
+        shape, source = (None if is_shard else tuple(map(int, row[column])) for column in ("shape", "source_shape"))
+        if not tensors or tensors[-1].hook != row["hook"]:
+            tensors.append(RecordedTensor(row["hook"], shape, source))
+        elif spec.definition.family == "module" and row["scope"] == "local":  # The batch shard of another process.
+            tensors[-1] = RecordedTensor(
+                row["hook"], _concatenated(tensors[-1].shape, shape), _concatenated(tensors[-1].source, source)
+            )
+    return recorded
+
+
+def _concatenated(first: Shape | None, second: Shape | None) -> Shape | None:
+    """Return the shape of two batch shards, concatenated along dimension 0; None if one shape is unknown."""
+    return (first[0] + second[0], *first[1:]) if first and second else first
+
+
+@dataclass(frozen=True)
+class _RecordingCheck:
+    """The tensors that one spec needs, and the recorded tensors.
+
+    Attributes:
+        spec: The spec.
+        shapes: The tensors that the spec changes, with their shapes in shape inference.
+        batches: The batches of the phase of the spec.
+        recorded: The recorded tensors that the spec may refer to.
+        fitting: The combinations of location, batch size and recorded shape that are known to fit.
+    """
+
+    spec: RecordedSpec
+    shapes: Mapping[TensorLocation, Shape]
+    batches: PhaseBatches
+    recorded: Mapping[TensorLocation, Mapping[tuple[int, int], list[RecordedTensor]]]
+    fitting: set[tuple[TensorLocation, int, Shape]] = field(default_factory=set)
+
+    def problems(self, due: Collection[int]) -> Iterator[Problem]:
+        """Yield the tensors that are missing, ambiguous or of the wrong shape.
+
+        Args:
+            due: The steps at which the spec is scheduled.
+        """
+        if not due or not self.shapes:
+            return
+        missing = [location for location in self.shapes if location not in self.recorded]
+        # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
+        if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
+            message = f"the other run recorded no tensors with role {self.spec.tensor_role!r} at {shorten([*map(str, missing)])}"
+            yield self._problem(
+                "layers", message, list(self.spec.globs), shorten(sorted(map(str, self.recorded))) or "none"
+            )
+            return
+        steps = {step for tensors in self.recorded.values() for step, _ in tensors}
+        if missing_steps := sorted({self._source_step(step) for step in due} - steps):
+            message = f"the other run recorded no tensors at step {shorten([*map(str, missing_steps)], 6)}"
+            allowed = f"one of {shorten([*map(str, sorted(steps))])}; or a schedule of these steps only (steps, every, start, stop)"
+            yield self._problem("step", message, self.spec.step, allowed)
+            return
+        per_batch = self.spec.definition.frequency == "micro_step"
+        checked: set[tuple[int, tuple[int, ...]]] = set()  # Steps of the other run, and batch sizes of this run.
+        for step in due:
+            sizes = tuple(self.batches.sizes(step)) if per_batch else (0,)
+            if (self._source_step(step), sizes) not in checked:
+                checked.add((self._source_step(step), sizes))
+                for location in self.shapes:
+                    if location in self.recorded:
+                        yield from self._tensor_problems(location, step, sizes)
+
+    def _source_step(self, step: int) -> int:
+        """Return the step of the other run whose tensor is used at a step of this run."""
+        return step if self.spec.step is None else self.spec.step
+
+    def _tensor_problems(self, location: TensorLocation, step: int, sizes: Sequence[int]) -> Iterator[Problem]:
+        """Yield the problems of one tensor in the batches of one step."""
+        for batch, size in enumerate(sizes):
+            tensors = self.recorded[location].get((self._source_step(step), batch), [])
+            if not tensors:
+                yield self._batch_problem(location, step)
+            elif len(tensors) > 1:
+                message = f"several hooks of the other run recorded {location} at step {self._source_step(step)}"
+                yield self._problem("hook", message, self.spec.hook, [tensor.hook for tensor in tensors])
+            elif (shape := tensors[0].shape) is not None and (location, size, shape) not in self.fitting:
+                if problems := [*self._shape_problems(location, step, tensors[0], size)]:
+                    yield from problems
+                else:
+                    self.fitting.add((location, size, shape))
+
+    def _shape_problems(
+        self, location: TensorLocation, step: int, tensor: RecordedTensor, size: int
+    ) -> Iterator[Problem]:
+        """Yield a problem if a recorded tensor does not fit a batch of `size` samples.
+
+        Tensors at parameters do not depend on the batch size.
+        """
+        shape = self.shapes[location]
+        samples, size = (self.batches.samples, size) if self.spec.definition.family == "module" else (1, 1)
+        here = _scaled(shape, samples, size)
+        assert tensor.shape is not None, "shards are not checked"
+        try:
+            part = (
+                torch.empty(here, device="meta")[parse_slice(self.spec.slice)].shape if self.spec.slice and here else ()
+            )
+        except IndexError:
+            message = f"the slice is outside of {location}, a tensor of shape {list(here)}"
+            yield self._problem("slice", message, self.spec.slice, ())
+            return
+        if tensor.shape == tuple(part) or _fits(tensor.shape, shape, samples, size):
+            return
+        if shape[:1] == (samples,) and tensor.source is not None and tensor.source[:1] != here[:1]:
+            yield self._batch_problem(location, step)
+        else:
+            message = f"{location} was recorded with shape {list(tensor.shape)}, but has shape {list(here)} in this run"
+            yield self._problem("run", message, self.spec.run, ())
+
+    def _batch_problem(self, location: TensorLocation, step: int) -> Problem:
+        """Return the problem that the batches of a step differ between the runs.
+
+        The message contains the settings that make them equal.
+        """
+        evaluates = self.spec.phase == "eval"
+        scales = self.spec.definition.family == "module" and self.shapes[location][:1] == (self.batches.samples,)
+        by_step: dict[int, list[int | None]] = {}
+        for (source, _), tensors in sorted(self.recorded[location].items()):
+            shape = tensors[0].source
+            by_step.setdefault(source, []).append(shape[0] if shape and scales else None)
+        recorded_sizes, here = by_step.get(self._source_step(step), []), list(self.batches.sizes(step))
+        message = (
+            f"{location} was recorded in {_batches(recorded_sizes)} at step {self._source_step(step)}, "
+            f"but this run has {_batches(here)}"
+        )
+        usual_sizes = list(self.batches.sizes(0))
+        most_recorded_sizes = max(by_step.values(), key=lambda sizes: (len(sizes), sum(filter(None, sizes))))
+        settings = []
+        if most_recorded_sizes[0] not in (None, usual_sizes[0]):
+            settings.append(f"train.{'eval_batch_size' if evaluates else 'batch_size'}={most_recorded_sizes[0]}")
+        if not evaluates and len(most_recorded_sizes) != len(usual_sizes):
+            settings.append(f"train.accumulate={len(most_recorded_sizes)}")
+        if evaluates and None not in recorded_sizes and (total := sum(filter(None, recorded_sizes))) != sum(here):
+            settings.append(f"a data.eval_slice of {total} samples")
+        if settings:
+            allowed = " and ".join(settings)
+        elif evaluates or None in recorded_sizes:
+            allowed = f"batches of the same sizes: {_batches(recorded_sizes)}"
+        elif recorded_sizes == usual_sizes:
+            allowed = (
+                "a schedule (steps, every, start, stop) that omits the steps with smaller batches; "
+                f"or a data.slice whose number of samples is a multiple of {sum(usual_sizes)}"
+            )
+        else:
+            allowed = f"a schedule (steps, every, start, stop) of steps with {_batches(recorded_sizes)}"
+            allowed += "; or another 'step'" if self.spec.step is not None else ""
+        return self._problem("run", message, self.spec.run, allowed)
+
+    def _problem(self, key: str, message: str, written: object, allowed: Sequence[str] | str) -> Problem:
+        """Return the problem of a key of the spec."""
+        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed)
+
+
+def _scaled(shape: Shape, samples: int, size: int) -> Shape:
+    """Return the expected shape in a batch of `size` samples, given the shape in a batch of `samples` samples.
+
+    Dimension 0 scales with the batch if it is a multiple of the number of samples.
+    """
+    return (shape[0] // samples * size, *shape[1:]) if shape and shape[0] % samples == 0 else shape
+
+
+def _fits(recorded: Shape, shape: Shape, samples: int, size: int) -> bool:
+    """Return whether a recorded shape is possible in a batch of `size` samples.
+
+    If dimension 0 of `shape` is the number of samples, it must scale with the batch. Other dimensions may scale with
+    the batch or stay the same. If dimension 0 is not a multiple of the number of samples, it may depend on the data and
+    is not compared.
+
+    Args:
+        recorded: The recorded shape.
+        shape: The shape in a batch of `samples` samples.
+        samples: The number of samples in shape inference.
+        size: The number of samples in the batch.
+    """
+
+    def scales(recorded_size: int, trial_size: int) -> bool:
+        """Return whether a dimension scales with the number of samples."""
+        return recorded_size * samples == trial_size * size
+
+    if len(recorded) != len(shape):
+        return False
+    if shape and shape[0] == samples and not scales(recorded[0], shape[0]):
+        return False
+    is_free = bool(shape) and shape[0] % samples != 0
+    pairs = list(zip(recorded, shape, strict=True))[is_free:]
+    return all(old == new or scales(old, new) for old, new in pairs)
+
+
+def _batches(sizes: Sequence[int | None]) -> str:
+    """Describe the number of batches and their sizes."""
+    many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
+    return many if None in sizes or not sizes else f"{many} of {shorten([*map(str, sizes)], 6)} samples"

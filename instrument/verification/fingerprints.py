@@ -1,0 +1,213 @@
+"""Fingerprints of a training: digests of its state after each step and evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import new_class
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..capture.probe import Probe
+from ..nested import leaves
+from ..sinks.memory import MemorySink
+from ..spec.config import RunConfig
+from ..spec.hooks import HookSpec
+from ..training.device import process_state
+from ..training.experiment import Experiment, prepare
+from ..training.loop import Progress, train
+
+IGNORED_METRICS = (
+    "seconds",
+    "samples_per_second",
+    "grad_norm",
+)  # Times always differ; gradients are compared one by one.
+
+Key = tuple[str, str]
+"""The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The digests of the state after a training step or an evaluation.
+
+    Attributes:
+        step: The index of the training step, from 0. For an evaluation, the number of completed steps.
+        phase: `train` or `eval`.
+        digests: The digests of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
+            states. This is the order in which a difference spreads.
+    """
+
+    step: int
+    phase: str
+    digests: Mapping[Key, str]
+
+
+class _StopTrainingError(Exception):
+    """The required number of fingerprints is reached."""
+
+
+def trace(
+    config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: int | None = None
+) -> tuple[list[Fingerprint], int, int]:
+    """Train an experiment and compute a fingerprint after each step and each evaluation.
+
+    Args:
+        config: The experiment.
+        hooks: The hooks to attach instead of those in the configuration.
+        max_fingerprints: The number of fingerprints after which the training stops. Default: None, no limit.
+
+    Returns:
+        The fingerprints, the number of sites, and the number of recorded rows.
+    """
+    fingerprints: list[Fingerprint] = []
+    with process_state(seed=config.seed, deterministic=config.deterministic):
+        experiment = prepare(config.model_copy(update={"hooks": dict(hooks)}))
+        sink = MemorySink()
+        probe = _OutputProbe(experiment, sink)
+
+        def append_fingerprint(progress: Progress) -> None:
+            fingerprints.append(_fingerprint(experiment, progress, probe.outputs))
+            probe.outputs.clear()
+            if len(fingerprints) == max_fingerprints:
+                raise _StopTrainingError
+
+        with suppress(_StopTrainingError), probe:
+            train(experiment, probe, append_fingerprint)
+    return fingerprints, len(experiment.plan.sites), sum(len(sink.rows[table]) for table in ("stats", "tensors"))
+
+
+class _OutputProbe(Probe):
+    """A probe that also computes digests of the model outputs in evaluations.
+
+    Attributes:
+        outputs: For each call of the model, the digests of its output tensors by path.
+    """
+
+    def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
+        self.model = experiment.callable
+        self.outputs: list[dict[str, str]] = []
+        super().__init__(
+            experiment.plan,
+            sink,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=experiment.config.seed,
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with _record_outputs(self.model, self.outputs), super().evaluating():
+            yield
+
+
+class _RecordsOutputs:
+    """A mixin that computes digests of the outputs of a model. It precedes the class of the model in a new subclass.
+
+    A forward hook would not be equivalent, because PyTorch may select another implementation for modules with hooks.
+    """
+
+    own_class: type[nn.Module]
+    outputs: list[dict[str, str]]
+
+    def __init_subclass__(cls) -> None:
+        """Do nothing, so that a model class that registers its subclasses does not register the new class."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        output = super().__call__(*arguments, **named)  # type: ignore[misc]
+        self.outputs.append({path: digest(tensor) for path, tensor in leaves(output)})
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the model as an instance of its original class."""
+        watched = type(self)
+        object.__setattr__(self, "__class__", self.own_class)
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            object.__setattr__(self, "__class__", watched)
+
+
+@contextmanager
+def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
+    """Compute digests of the model outputs inside the block.
+
+    Args:
+        model: The model. Its class is replaced inside the block.
+        outputs: The list to which the digests of each call are appended.
+    """
+    own = type(model)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
+    watched = new_class(own.__name__, (_RecordsOutputs, own), exec_body=lambda body: body.update(names))
+    object.__setattr__(model, "__class__", watched)  # A compiled model forwards setattr to its inner model.
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "__class__", own)
+
+
+def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
+    """Compute the fingerprint of the present state.
+
+    Args:
+        experiment: The experiment.
+        progress: The progress after the step or evaluation.
+        calls: For each call of the model in the evaluation, the digests of its output tensors.
+    """
+    metrics = {
+        (f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name not in IGNORED_METRICS
+    }
+    outputs = {
+        ("the output", f"call {call}" + (f", {path}" if path else "")): output_digest
+        for call, tensors in enumerate(calls)
+        for path, output_digest in tensors.items()
+    }
+    step = progress.step - 1 if progress.phase == "train" else progress.step
+    tensors = {key: digest(tensor) for key, tensor in _tensors_of(experiment)}
+    return Fingerprint(step, progress.phase, outputs | metrics | tensors | {("the random state", ""): _random_state()})
+
+
+def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
+    """Yield all tensors of the training state, including buffers that are not in the state dict."""
+    parameters = dict(experiment.model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            yield ("the gradient", name), parameter.grad
+    for name, parameter in parameters.items():
+        yield ("the parameter", name), parameter
+    for name, buffer in experiment.model.named_buffers():
+        yield ("the buffer", name), buffer
+    for optimizer in experiment.optimizers:
+        for name, parameter in parameters.items():
+            for path, tensor in leaves(optimizer.state.get(parameter, {})):
+                yield ("the optimizer state", f"{name}, {path}"), tensor
+
+
+def _random_state() -> str:
+    """Return a digest of the random states of PyTorch (all devices), Python and NumPy."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count()))]
+    return digest(torch.cat(states)) + _hash(repr((random.getstate(), np.random.get_state(legacy=False))).encode())
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal.
+
+    Equal bytes give equal digests. Different bytes give different digests, except with negligible probability.
+
+    Args:
+        tensor: A tensor of any dtype, layout and device.
+    """
+    plain = tensor.detach()
+    flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
+    return _hash(flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
+
+
+def _hash(content: bytes) -> str:
+    """Return the BLAKE2b digest of bytes: 16 bytes, hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

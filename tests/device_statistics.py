@@ -1,0 +1,26 @@
+"""Computation of statistics by the code for accelerators, on CPU tensors, so that it is tested without a device."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from instrument.stats.distribution import distribution_on_device
+from instrument.stats.measure import measure_on_device
+from instrument.stats.units import dead_fraction_on_device, saturated_fraction_on_device
+
+
+def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the statistics functions by their versions for accelerators, until the end of the test."""
+
+    def measure(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
+        return measure_on_device(tensor.detach().reshape(-1), names)
+
+    def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
+        return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
+
+    for module in ("actions.record", "actions.intervention", "stats.units"):
+        monkeypatch.setattr(f"instrument.{module}.measure", measure)
+    monkeypatch.setattr("instrument.actions.record.distribution", distribution)
+    monkeypatch.setattr("instrument.actions.record.dead_fraction", dead_fraction_on_device)
+    monkeypatch.setattr("instrument.actions.record.saturated_fraction", saturated_fraction_on_device)

@@ -1,0 +1,35 @@
+"""A model that ends one process during training."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import Tensor, nn
+
+
+class FailingModel(nn.Sequential):
+    """An MLP for digits.
+
+    Args:
+        rank: Rank of the process that ends.
+        how: `kill` (SIGKILL) or `raise` (an error).
+        after: Number of steps before the process ends.
+    """
+
+    def __init__(self, rank: int, how: str, after: int) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10)
+        )
+        self.rank, self.how, self.left = rank, how, after + 1  # the first pass is shape inference
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.left -= 1
+            if self.left < 0 and os.environ.get("RANK") == str(self.rank):
+                if self.how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("this batch is bad")
+        output: Tensor = super().forward(input)
+        return output

@@ -1,0 +1,132 @@
+"""Checkpoints of distributed runs: a killed and resumed run equals an uninterrupted run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from distributed_runs import run_processes
+from state_comparison import identical
+from tiers import tiered
+
+import instrument
+from instrument import compact
+from instrument.training.checkpoint import Checkpoints
+
+CLOCK = ["seconds", "samples_per_second"]
+STEPS = {"ddp": 30, "fsdp2": 20}  # the DDP run is killed twice, the FSDP2 run once
+EVERY, AFTER = 5, 27
+
+
+def arguments(name: str, parallel: str, reduce: str, failing_rank: int, device: str = "cpu") -> list[str]:
+    return [
+        f"device={device}",
+        "data=digits",
+        f"model={{_target_: failing_model.FailingModel, rank: {failing_rank}, how: kill, after: {AFTER}}}",
+        "optimizer=adam",
+        f"train={{steps: {STEPS[parallel]}, batch_size: 30, accumulate: 2, eval_every: 10, checkpoint: {{every: {EVERY}}}}}",
+        "+hooks.seen={layers: '**', kind: forward, action: record}",
+        "+hooks.moved={layers: '**', kind: step_post, role: update, action: record}",
+        "+hooks.kept={layers: '5', kind: forward, action: record, stats: none, tensors: true, every: 7}",
+        "+hooks.noisy={layers: '1', kind: parameter_grad, action: modify, fn: noise, std: 0.01}",
+        "+hooks.tests={layers: '5', kind: forward, action: record, phase: eval}",
+        f"train.parallel={parallel}",
+        f"reduce={reduce}",
+        f"hydra.run.dir={name}",
+    ]
+
+
+STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((*strategy, "cpu"), id="-".join(strategy)) for strategy in STRATEGIES),
+        *(pytest.param((*strategy, "cuda"), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu) for strategy in STRATEGIES),
+    ],
+)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    """Folders of an uninterrupted run and of a run with a rank killed several times, and the output of the latter."""
+    parallel, reduce, device = request.param
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer GPUs than processes")
+    folder = tmp_path_factory.mktemp("resumed")
+    uninterrupted = run_processes(folder, *arguments("whole", parallel, reduce, -1, device), processes=2)
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    steps: list[int] = []
+    done = run_processes(folder, *arguments("killed", parallel, reduce, 1, device), processes=2)
+    while done.returncode:
+        assert len(steps) < 4, done.stderr
+        assert instrument.load(folder / "killed").info["failed_rank"] == 1
+        steps.append(Checkpoints(folder / "killed").load()["step"])
+        if len(steps) == 1:
+            assert compact.main([str(folder / "killed")]) == 0  # compaction keeps rows of steps to be repeated apart
+        done = run_processes(folder, "resume=killed", processes=2)
+    assert steps == [10, 20][: STEPS[parallel] // 10 - 1]
+    return folder / "whole", folder / "killed", done.stdout.splitlines()
+
+
+def test_resumed_rows_equal_an_uninterrupted_run(runs: tuple[Path, Path, list[str]]) -> None:
+    uninterrupted, killed = map(instrument.load, runs[:2])
+    assert (uninterrupted.info["status"], killed.info["status"]) == ("done", "done")
+    assert "failed_rank" not in killed.info
+    for name in ("stats", "effects", "coverage", "layers"):
+        one, other = (getattr(run, name) for run in (uninterrupted, killed))
+        assert len(one)
+        pd.testing.assert_frame_equal(one, other, check_exact=True)
+    pd.testing.assert_frame_equal(uninterrupted.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
+    steps = uninterrupted.info["config"]["train"]["steps"]
+    assert len(uninterrupted.metrics) == steps + steps // 10
+    one, other = (run.tensors().sort_values(["rank", "step", "layer", "micro_step"]) for run in (uninterrupted, killed))
+    assert set(one["rank"]) == {0, 1}
+    assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
+    assert list(killed.events.query("rule == 'resumed' and rank == 0").message) == [
+        f"training continues after {after} steps" for after in range(10, steps, 10)
+    ]
+    assert any(f"step {steps}/{steps}" in line for line in runs[2])
+
+
+def test_resumed_checkpoints_equal_an_uninterrupted_run(runs: tuple[Path, Path, list[str]]) -> None:
+    uninterrupted, killed = runs[:2]
+    steps = instrument.load(uninterrupted).info["config"]["train"]["steps"]
+    names = sorted(file.name for file in (killed / "checkpoints").iterdir())
+    assert names == [f"step-000000{steps}-0001.pt", f"step-000000{steps}.pt"]
+    for rank in (0, 1):
+        one, other = (Checkpoints(folder).load(rank) for folder in (uninterrupted, killed))
+        for name in ("model", "optimizer", "random", "batches"):
+            assert identical(one[name], other[name]), name
+
+
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two processes, one of which was killed."""
+    folder = tmp_path_factory.mktemp("dead")
+    assert run_processes(folder, *arguments("out", "ddp", "none", 0), processes=2).returncode != 0
+    return folder / "out"
+
+
+@pytest.mark.parametrize("processes", tiered([1, 3], [1]))
+def test_resume_requires_the_same_number_of_processes(tmp_path: Path, dead: Path, processes: int) -> None:
+    shutil.copytree(dead, tmp_path / "out")
+    before = sorted(tmp_path.glob("out/**/*"))
+    done = run_processes(tmp_path, "resume=out", processes=processes)
+    assert done.returncode != 0
+    assert f"with the same number, not with {processes}" in done.stderr
+    assert "resume: the run was started with 2 processes" in done.stderr
+    assert "torchrun --nproc-per-node 2 -m instrument resume=out" in done.stderr
+    assert "instrument/run/" not in done.stderr  # no traceback of this package
+    assert sorted(tmp_path.glob("out/**/*")) == before
+
+
+def test_missing_checkpoint_file_of_a_rank_is_reported(tmp_path: Path, dead: Path) -> None:
+    shutil.copytree(dead, tmp_path / "out")
+    (tmp_path / "out" / "checkpoints" / "step-00000010-0001.pt").unlink()
+    done = run_processes(tmp_path, "resume=out", processes=2)
+    assert done.returncode != 0
+    assert "step-00000010-0001.pt" in done.stderr
+    assert "No such file" in done.stderr
+    assert Checkpoints(tmp_path / "out").load()["step"] == 10

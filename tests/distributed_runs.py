@@ -1,0 +1,64 @@
+"""Distributed runs, started with and without torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from fork_server import Command
+from waiting import TIMEOUT
+
+RUN = Path(__file__).parent / "distributed"  # contains custom models for these tests
+
+
+def run_processes(
+    folder: Path, *arguments: str, processes: int = 1, module: str | Path = "instrument"
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in one or several processes, with the environment that torchrun would set.
+
+    Args:
+        place: Working directory; created if it does not exist.
+        arguments: Arguments of the command line.
+        processes: Number of processes. Default: 1.
+        module: Module to run as with `python -m`, or path of a script. Default: `instrument`.
+
+    Returns:
+        The exit code of the first rank that failed (0 if none failed), and the output of all processes.
+    """
+    folder.mkdir(exist_ok=True)
+    # As with torchrun, the store is outside the started processes, on a free port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
+    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RUN)}
+    if processes > 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        common |= {**address, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    started = [
+        Command(folder, module, arguments, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, f"rank{rank}")
+        for rank in range(processes)
+    ]
+    done = [command.wait() for command in started]
+    code = next((each.returncode for each in done if each.returncode), 0)
+    out, err = ("".join(getattr(each, stream) for each in done) for stream in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(list(arguments), code, out, err)
+
+
+def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run `python -m instrument` with the real torchrun, for tests of the behavior of torchrun.
+
+    Args:
+        place: Working directory.
+        arguments: Arguments of the command line.
+        processes: Number of processes.
+    """
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "instrument"]
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )

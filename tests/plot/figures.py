@@ -1,0 +1,104 @@
+"""Runs for tests of figures, and functions that read values and labels from figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from torch import nn
+
+import instrument
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "acts": {"kind": "forward", "histogram": 8, "quantiles": [0.25, 0.5, 0.75]},
+    "grads": {"kind": "parameter_grad"},
+    "updates": {"kind": "step_post", "role": "update", "stats": ["l2", "update_ratio"]},
+    "image": {"layers": ".", "kind": "forward_pre", "tensors": True, "samples": 2, "stats": "none"},
+    "maps": {"layers": "0", "kind": "forward", "tensors": True, "samples": 2, "stats": "none"},
+    "filters": {
+        "layers": "0",
+        "kind": "step_post",
+        "role": "param",
+        "params": "weight",
+        "tensors": True,
+        "stats": "none",
+    },
+}
+
+
+def make_run(
+    folder: Path,
+    *,
+    hooks: dict[str, dict[str, Any]] | None = None,
+    steps: int = 4,
+    seed: int = 0,
+    with_nan: bool = False,
+    overrides: dict[str, Any] | None = None,
+) -> instrument.Run:
+    """Train a small network on noise. With `with_nan`, the inputs are NaN in the second half of the steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    specs = {name: {"layers": "**", "action": "record", **spec} for name, spec in (hooks or HOOKS).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, specs, optimizer=optimizer, out=folder) as probe:
+        for step in range(steps):
+            images = torch.randn(5, 1, 8, 8) * (np.nan if with_nan and step >= steps // 2 else 1.0)
+            loss = model(images).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | {"overrides": overrides or {}, "seed": seed}))
+    return instrument.load(folder)
+
+
+def stats_of(values: dict[str, list[float]], **columns: Any) -> pd.DataFrame:
+    """Return a `stats` table with the `l2` of each layer at steps 0, 1, ..."""
+    rows = [(layer, step, l2) for layer, line in values.items() for step, l2 in enumerate(line)]
+    frame = pd.DataFrame(rows, columns=["layer", "step", "l2"])
+    same = {"hook": "h", "kind": "parameter_grad", "role": "param_grad", "phase": "train", "path": "weight"}
+    return frame.assign(recompute=False, nan_count=0, inf_count=0, **{**same, **columns})
+
+
+def mesh_of(axes: Axes) -> QuadMesh:
+    """Return the only mesh of a chart."""
+    (mesh,) = (artist for artist in axes.collections if isinstance(artist, QuadMesh))
+    return mesh
+
+
+def axis_labels(axes: Axes) -> list[str]:
+    """Return the labels of the vertical axis from top to bottom."""
+    texts = axes.yaxis.get_major_formatter().format_ticks(sorted(axes.get_yticks().tolist()))
+    return texts if axes.yaxis_inverted() else texts[::-1]
+
+
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    """Return pairs of neighboring axis labels that overlap in the drawn figure."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    found = []
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            labels = [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]
+            shown: list[Text] = [label for label in labels if label.get_text() and label.get_visible()]
+            shown.sort(key=lambda label: label.get_window_extent(renderer).min.sum())
+            boxes = [label.get_window_extent(renderer) for label in shown]
+            pairs = zip(shown, shown[1:], boxes, boxes[1:], strict=False)
+            found += [(one.get_text(), two.get_text()) for one, two, a, b in pairs if a.overlaps(b)]
+    return found
+
+
+def legend_of(figure: Figure) -> list[str]:
+    """Return the texts of the legends."""
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]

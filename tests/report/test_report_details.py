@@ -1,0 +1,243 @@
+"""Correctness of the report: order, missing and non-finite values, limits on size, and charts in the browser."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from report_fixtures import IMAGE, SPREAD, convolutional, data_of, deep, new_page, train
+from torch import nn
+
+import instrument
+from instrument.capture.tables import TABLES
+from instrument.report import make
+from instrument.report.charts import curves
+from instrument.report.pictures import ROOM
+from instrument.sinks.parquet import ParquetSink
+
+ACTS = {"layers": "**", "kind": "forward", "action": "record"}
+GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}
+CLIP = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.1}
+
+
+def set_nan_at(at: int) -> Callable[[int, nn.Module], None]:
+    def set_nan(step: int, model: nn.Module) -> None:
+        if step == at:
+            with torch.no_grad():
+                next(model.parameters()).fill_(math.nan)
+
+    return set_nan
+
+
+def change_info(folder: Path, **info: Any) -> None:
+    """Change entries of a run.json."""
+    file = folder / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **info}))
+
+
+def run_with_metrics(folder: Path, rows: list[dict[str, Any]]) -> instrument.Run:
+    """Write a run with given metrics."""
+    run = train(folder, deep(2), {"h": ACTS}, steps=0)
+    sink = ParquetSink(folder, parts=dict.fromkeys(TABLES, 7))
+    names = TABLES["metrics"].names
+    sink.write("metrics", [tuple({"rank": 0, "epoch": 0, **row}.get(name) for name in names) for row in rows])
+    sink.close()
+    return instrument.load(run.path)
+
+
+def test_last_step_is_kept_if_nothing_is_finite(tmp_path: Path) -> None:
+    run = train(tmp_path / "r", convolutional(), {"g": GRADIENTS}, shape=(3, 8, 8), at_step=set_nan_at(3))
+    (series,) = data_of(make(run).html)["series"]
+    assert [row[-1] for row in series["statistics"]["l2"]] == [None] * 4
+    train(tmp_path / "s" / "a", convolutional(), {"g": GRADIENTS}, shape=(3, 8, 8), at_step=set_nan_at(3))
+    train(tmp_path / "s" / "b", convolutional(), {"g": GRADIENTS}, shape=(3, 8, 8))
+    (series,) = data_of(make(tmp_path / "s").html)["series"]
+    last, largest = series["statistics"]["l2"]["last"], series["statistics"]["l2"]["largest"]
+    assert last[0] == [None] * 4
+    assert all(value is not None for value in (*last[1], *largest[0]))
+
+
+def test_missing_metric_is_not_marked_as_non_finite(tmp_path: Path) -> None:
+    rows = [{"step": step, "phase": "train", "loss": None if step % 2 else 1.0} for step in range(6)]
+    rows += [{"step": step, "phase": "eval", "loss": math.nan} for step in (3, 6)]
+    rows[4]["grad_norm"] = math.inf
+    result = curves(run_with_metrics(tmp_path / "r", rows))
+    assert result["train"]["bad"] == {"grad_norm": [4]}
+    assert result["eval"]["bad"] == {"loss": [3, 6]}
+    assert result["eval"]["loss"] == [None, None]
+
+
+def test_mean_of_grouped_steps_uses_finite_values(tmp_path: Path) -> None:
+    rows = [{"step": step, "phase": "train", "loss": math.nan if step == 1 else 2.0} for step in range(4)]
+    result = curves(run_with_metrics(tmp_path / "r", rows), most=2)
+    assert result["train"]["loss"] == [2.0, 2.0]
+    assert result["train"]["bad"] == {"loss": [1]}
+
+
+def test_every_layer_has_a_picture_and_images_are_stored_once(tmp_path: Path) -> None:
+    convolutions = [layer for _ in range(12) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *convolutions, nn.Flatten(), nn.Linear(8 * 24 * 24, 2))
+    hooks = {
+        "maps": {**ACTS, "types": ["Conv2d", "ReLU"], "stats": "none", "tensors": True, "samples": 2},
+        "image": IMAGE,
+    }
+    run = train(tmp_path / "r", model, hooks, steps=6, shape=(3, 24, 24))
+    maps = data_of(make(run).html)["maps"]
+    shown = maps["shown"]
+    assert (maps["places"], maps["pictures"]) == (25, 150)
+    assert len({one["place"] for one in shown}) == 25
+    assert len(shown) < 150
+    numbers = sum(len(row) for one in shown for row in one["mosaic"]["z"])
+    assert numbers < 1.3 * ROOM
+    assert len(maps["images"]) == len({one["step"] for one in shown})
+    assert {one["samples"] for one in shown} == {2}
+
+
+def test_gradient_maps_are_not_shown_as_inputs(tmp_path: Path) -> None:
+    hooks = {
+        "saliency": {"layers": "2", "kind": "tensor", "role": "input", "action": "record", "tensors": True},
+        "maps": {"layers": "2", "kind": "forward", "action": "record", "tensors": True, "samples": 1},
+    }
+    model = nn.Sequential(nn.Conv2d(3, 1, 3), nn.ReLU(), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 2))
+    maps = data_of(make(train(tmp_path / "r", model, hooks, shape=(3, 8, 8))).html)["maps"]
+    assert maps["images"] == []
+    assert {one["what"] for one in maps["shown"]} == {"gradient maps", "feature maps"}
+
+
+def test_layer_order_is_from_the_step_with_most_layers(tmp_path: Path) -> None:
+    hooks = {"late": {**ACTS, "layers": ["0", "1", "2", "3"]}, "early": {**ACTS, "layers": "3"}}
+    hooks["late"]["start"] = 3
+    data = data_of(make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))).html)
+    late = next(series for series in data["series"] if series["hook"] == "late")
+    assert late["places"] == ["0", "1", "2", "3"]
+
+
+def test_several_calls_in_a_step_are_marked(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x))
+
+    (series,) = data_of(make(train(tmp_path / "r", Twice(), {"h": {**ACTS, "layers": "layer"}})).html)["series"]
+    assert series["several"]
+    (series,) = data_of(make(train(tmp_path / "s", deep(2), {"h": ACTS})).html)["series"]
+    assert not series["several"]
+
+
+def test_damaged_file_of_a_job_is_reported_on_the_sweep_page(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(tmp_path / name, deep(2), {"h": ACTS})
+    part = next((tmp_path / "b" / "stats").glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:50])
+    page = make(tmp_path).html
+    assert f"b/stats/{part.name}: cannot be read" in page[: page.index("<nav")]
+
+
+def test_list_of_failed_runs_is_shortened(tmp_path: Path) -> None:
+    train(tmp_path / "0", deep(2), {"h": ACTS}, steps=1)
+    for number in range(1, 12):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "run.json").write_text((tmp_path / "0" / "run.json").read_text())
+        change_info(folder, status="failed", error=f"HookError: number {number}")
+    page = make(tmp_path).html
+    head = page[: page.index("<nav")]
+    assert head.count('<li class="error">') == 9
+    assert "3 more runs did not finish" in head
+    assert page.count('class="status failed"') == 11
+
+
+def test_overrides_of_training_are_shown_also_infinite_values(tmp_path: Path) -> None:
+    for name, lr in (("a", math.inf), ("b", 0.1)):
+        train(tmp_path / name, deep(2), {"h": ACTS})
+        change_info(tmp_path / name, overrides={"lr": lr, "report": name == "a", "sink.tensorboard": name == "a"})
+    data = data_of(make(tmp_path).html)
+    assert data["overrides"] == ["lr"]
+    assert [run["overrides"]["lr"] for run in data["runs"]] == [".inf", 0.1]
+
+
+# --------------------------------------------------------------------------------------------------------- in a browser
+
+
+def open_html(browser: Any, html: str, tmp_path: Path) -> Any:
+    file = tmp_path / "page.html"
+    file.write_text(html)
+    page = new_page(browser, viewport={"width": 1400, "height": 900})
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(file.as_uri())
+    page.wait_for_selector("html[data-drawn=yes]")
+    assert errors == []
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Report of a run with a dead layer (1) and with updates recorded by two hooks."""
+    folder, model = tmp_path_factory.mktemp("page"), deep(3)
+    assert isinstance(model, nn.Sequential)
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    update = {"kind": "step_post", "role": "update", "action": "record", "stats": "update_ratio"}
+    hooks = {
+        "first": {**update, "layers": "0"},
+        "last": {**update, "layers": "2"},
+        "spread": {**SPREAD, "layers": "1"},
+    }
+    opened = open_html(browser, make(train(folder / "r", model, hooks)).html, folder)
+    yield opened
+    opened.close()
+
+
+def test_very_large_charts_are_drawn(page: Any) -> None:
+    assert page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
+
+
+def test_zero_has_its_own_color_on_a_logarithmic_scale(page: Any) -> None:
+    scale = "(() => { const s = scaleOf([[1, 1e-2, 1e-4, 0]]); return [1e-4, 0].map(s.to).concat(s.low, s.colours[1][0], s.high); })()"
+    least, zero, low, edge, high = page.evaluate(scale)
+    position = [(value - low) / (high - low) for value in (least, zero)]
+    assert position[1] < edge < position[0]
+
+
+def test_pairs_without_common_data_give_no_error(browser: Any, tmp_path: Path) -> None:
+    train(tmp_path / "s" / "a", deep(3), {"tame": CLIP})
+    train(tmp_path / "s" / "b", deep(3), {"seen": {**ACTS, "stats": ["mean"]}})
+    page = open_html(browser, make(tmp_path / "s").html, tmp_path)
+    assert page.evaluate("document.getElementById('effects-controls').hidden")
+
+
+def test_histogram_of_a_dead_layer_is_visible(page: Any) -> None:
+    page.select_option("#heatmap-series", label="spread: forward output")
+    assert page.text_content("#layer-title") == "1, ReLU"
+    columns = page.evaluate("document.getElementById('layer-histogram').data.map(({y, z}) => [y, z])")
+    assert len(columns) == 6
+    assert all(y[0] < 0.0 < y[1] and z == [[0.0]] for y, z in columns)  # one bin with all elements: log10(1)
+
+
+def test_updates_of_all_hooks_can_be_selected(page: Any) -> None:
+    assert page.locator("#updates-series option").all_text_contents() == [
+        "first: step_post update",
+        "last: step_post update",
+    ]
+
+
+def test_links_in_a_frame_stay_in_the_frame(browser: Any, tmp_path: Path) -> None:
+    report = make(train(tmp_path / "r", deep(2), {"h": ACTS}))
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>notebook{report._repr_html_()}</body>")
+    page = new_page(browser)
+    page.goto((tmp_path / "notebook.html").as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-drawn=yes]").wait_for()
+    frame.locator("nav a[href='#coverage']").click()
+    assert frame.locator("#coverage h2").inner_text() == "Coverage"
+    assert page.frames[1].url == "about:srcdoc"

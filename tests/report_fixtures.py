@@ -1,0 +1,187 @@
+"""Runs and sweeps for tests of reports, a headless browser, and the data embedded in a report."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import run_in
+from torch import nn
+from waiting import TIMEOUT
+
+import instrument
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+    from instrument.actions.base import Context
+
+EVERYTHING = {
+    "acts": {"layers": "**", "kind": "forward", "action": "record", "stats": ["default", "dead_fraction"]},
+    "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+    "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
+    "updates": {
+        "layers": "**",
+        "kind": "step_post",
+        "role": "update",
+        "action": "record",
+        "stats": ["l2", "update_ratio"],
+    },
+    "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.5},
+}
+SPREAD = {"layers": "**", "kind": "forward", "action": "record", "stats": "none", "quantiles": True, "histogram": 16}
+KEPT = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True, "samples": 1}
+IMAGE = {"layers": ".", "kind": "forward_pre", "action": "record", "stats": "none", "tensors": True, "samples": 1}
+FILTERS = {
+    "layers": "0",
+    "kind": "step_post",
+    "role": "param",
+    "params": "weight",
+    "action": "record",
+    "tensors": True,
+    "stats": "none",
+}
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+HOOKS = {**EVERYTHING, "spread": SPREAD, "maps": KEPT, "image": IMAGE, "filters": FILTERS}
+
+
+def train(
+    folder: Path,
+    model: nn.Module,
+    hooks: dict[str, Any],
+    *,
+    steps: int = 6,
+    shape: tuple[int, ...] = (4,),
+    at_step: Callable[[int, nn.Module], None] = lambda step, model: None,
+) -> instrument.Run:
+    """Train a model on random numbers with hooks.
+
+    Args:
+        folder: Folder of the run.
+        model: Model to train, with input [8, *shape].
+        hooks: Hook configuration by name.
+        steps: Number of steps. Default: 6.
+        shape: Shape of one sample. Default: (4,).
+        at_step: Called with the step index and the model before each step. Default: no effect.
+
+    Returns:
+        The loaded run.
+    """
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
+        for step in range(steps):
+            at_step(step, model)
+            loss = model(torch.randn(8, *shape)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss, samples=8)
+    return instrument.load(folder)
+
+
+def convolutional() -> nn.Module:
+    """Create a small convolutional network from [N, 3, 8, 8] to [N, 2]."""
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(180, 2))
+
+
+def deep(layers: int) -> nn.Module:
+    """Create a sequence of alternating `Linear` and `ReLU` modules, from [N, 4] to [N, 4].
+
+    Args:
+        layers: Number of modules.
+    """
+    return nn.Sequential(*(nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(layers)))
+
+
+def copy_unfinished(folder: Path, to: Path) -> Callable[[int, nn.Module], None]:
+    """Create an `at_step` function that copies the unfinished run at step 3. No process holds the lock of the copy.
+
+    Args:
+        folder: Folder of the run.
+        to: Folder of the copy.
+    """
+
+    def copy(step: int, model: nn.Module) -> None:
+        if step == 3:
+            shutil.copytree(folder, to)
+
+    return copy
+
+
+def data_of(html: str) -> dict[str, Any]:
+    """Return the data embedded in the HTML of a report."""
+    found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', html)
+    assert found is not None
+    data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return data
+
+
+@pytest.fixture(scope="session")
+def reported_run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """Run with a hook of each kind of record that a report shows."""
+    return train(tmp_path_factory.mktemp("report") / "whole", convolutional(), HOOKS, shape=(3, 8, 8))
+
+
+def fail_late(tensor: torch.Tensor, context: Context) -> torch.Tensor:
+    """Hook function that raises an error from the second step on.
+
+    Raises:
+        ValueError: The step index is not 0.
+    """
+    if context.step:
+        raise ValueError("odd")
+    return tensor
+
+
+@pytest.fixture(scope="session")
+def reported_sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """Sweep with failed jobs, and with pairs of jobs of the same seed with and without an intervention."""
+    folder = tmp_path_factory.mktemp("sweep")
+    tame = "{layers:'**',kind:parameter_grad,action:clip,norm:0.01}"
+    odd = "{layers:'layers.0',kind:forward,action:modify,fn:{_target_:report_fixtures.fail_late}}"
+    tiny = ("name=two", "data=digits", "model=mlp", "model.sizes=[64,8,10]", "train.steps=4")
+    hooks = (
+        "+hooks.acts={layers:'**',kind:forward,action:record}",
+        f"+hooks.tame={tame},null",
+        f"+hooks.odd={odd},null",
+    )
+    answer = run_in(folder, "-m", *tiny, *hooks, "seed=1,2", f"hydra.sweep.dir={folder / 'jobs'}")
+    assert answer.code == 1, answer.err
+    return instrument.load(folder / "jobs")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Headless Chromium; the test is skipped if it is not installed."""
+    program = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
+    if program is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, headless=True, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+def new_page(browser: Browser, **options: Any) -> Page:
+    """Open a page with a timeout of `TIMEOUT` seconds.
+
+    Args:
+        browser: Browser of the page.
+        options: Options of `Browser.new_page`.
+    """
+    page = browser.new_page(**options)
+    page.set_default_timeout(TIMEOUT * 1000)
+    return page

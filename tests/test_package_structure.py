@@ -1,0 +1,245 @@
+"""Structure of the package: allowed imports, lazy imports, packaged folders and file names."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "instrument"
+
+# Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
+# not import each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "extras", "spec", "nested", "formatting", "compiler"),
+    ("sharded",),
+    ("targets", "plan", "stats"),
+    ("actions",),
+    ("kinds",),
+    ("capture",),
+    ("sinks",),
+    ("analysis",),
+    ("plot",),
+    ("report",),
+    ("folders", "tasks"),
+    ("configuration", "distributed"),
+    ("sweeps", "training"),
+    ("dry_run", "verification"),
+    ("cli",),
+    ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify"),
+)
+# The only allowed imports within a layer: all packages may raise errors.
+ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}
+LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def subpackage_of(file: Path) -> str:
+    """Return the subpackage or top-level module of a file; empty for `instrument/__init__.py`."""
+    first = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+@cache
+def read(file: Path) -> tuple[str | None, list[tuple[int, str]]]:
+    """Return the docstring and the imports of a file. Each file is parsed once."""
+    tree = ast.parse(file.read_text())
+    return ast.get_docstring(tree), list(imported_subpackages(file, tree))
+
+
+def imported_subpackages(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and subpackage of each import from this package, also in functions and for type checkers."""
+    package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            names = [start] if start.count(".") else [f"{start}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "instrument":
+                yield node.lineno, parts[1] if len(parts) > 1 else ""
+
+
+def test_every_subpackage_has_a_layer() -> None:
+    assert {subpackage_of(file) for file in files()} - {""} == set(LAYER_INDEX)
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_respect_the_layers(file: Path) -> None:
+    subpackage = subpackage_of(file)
+    if not subpackage:
+        return  # `__init__.py` imports only errors; test_heavy_modules_are_imported_lazily checks this.
+    wrong = [
+        f"{file.relative_to(REPOSITORY)}:{line} imports {other or 'instrument'}"
+        for line, other in read(file)[1]
+        if other != subpackage and (subpackage, other) not in ALLOWED_WITHIN_A_LAYER and not (other and LAYER_INDEX[other] < LAYER_INDEX[subpackage])
+    ]
+    assert wrong == []
+
+
+def test_allowed_imports_within_a_layer_are_still_used() -> None:
+    imports = {(subpackage_of(file), other) for file in files() for _, other in read(file)[1]}
+    assert imports >= ALLOWED_WITHIN_A_LAYER
+
+
+def test_import_check_finds_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "spec").mkdir()
+    file = tmp_path / "spec" / "some.py"
+    file.write_text(
+        "import instrument.training.loop\nfrom instrument import kinds\nfrom instrument.plan import sites\n"
+        "from .. import stats\nfrom ..actions.base import Context\nfrom . import globs\nfrom .fields import Spec\n"
+        "def late():\n    from ..capture import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
+    )
+    _, found = read(file)
+    assert found == [
+        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (12, ""), (9, "capture"),
+    ]  # fmt: skip
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Yield the modules of this package that a file imports anywhere, also only for type checkers."""
+    package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                is_module = (PACKAGE.parent / Path(*start.split("."), f"{alias.name}.py")).exists()
+                yield f"{start}.{alias.name}" if is_module else start
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def find_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import each other, directly or indirectly; an empty list if there are none."""
+    left = {name: set(others) for name, others in imports.items()}
+    while removable := [name for name, others in left.items() if not others & left.keys()]:
+        for name in removable:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_import_cycle_even_for_type_checkers() -> None:
+    names = {
+        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): file for file in files()
+    }
+    # The front imports lazily, and every module is inside it.
+    imports = {name: {*imported_modules(file)} & names.keys() - {name} for name, file in names.items() if name != "instrument"}
+    assert find_cycle(imports) == []
+
+
+def test_find_cycle_names_the_modules_of_a_cycle_and_their_users() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert find_cycle(imports) == ["a", "b", "c"]
+
+
+# One process runs these stages; `seen` stores the imported modules after each stage.
+STAGES = """
+import json, sys
+seen = {}
+import instrument
+seen["package"] = list(sys.modules)
+import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
+seen["folders"] = list(sys.modules)
+import instrument.compact, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
+from instrument.__main__ import main
+seen["commands"] = list(sys.modules)
+try:
+    main()
+finally:
+    seen["run"] = list(sys.modules)
+    print(json.dumps(seen))
+"""
+COMPILER = {"torch._dynamo", "torch._inductor", "sympy"}
+OPTIONAL = {
+    "sklearn",
+    "scipy",
+    "torchvision",
+    "PIL",
+    "matplotlib",
+    "plotly",
+    "jinja2",
+    "duckdb",
+    "polars",
+    "fsspec",
+    "optuna",
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Imported modules by stage. The last stage is a plain run on digits."""
+    folder = tmp_path_factory.mktemp("plain")
+    model = ["model=mlp", "model.sizes=[64,8,10]"]
+    overrides = [
+        *model,
+        "data=digits",
+        "hooks=gradients",
+        "train.steps=2",
+        "optimizer=adam",
+        "train.checkpoint.every=1",
+    ]
+    command = [sys.executable, "-c", STAGES, *overrides, "hydra.run.dir=out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return {stage: set(names) for stage, names in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "heavy"),
+    [
+        ("package", {"torch", "pandas", "pydantic", "pyarrow", "hydra", "numpy"}),
+        ("folders", {"torch", "pandas", "hydra"}),
+        ("commands", {"torch"}),
+        ("run", COMPILER),
+    ],
+)
+def test_heavy_modules_are_imported_lazily(imported: dict[str, set[str]], stage: str, heavy: set[str]) -> None:
+    assert imported[stage] & (heavy | OPTIONAL) == set()
+
+
+def test_every_public_name_is_available_and_listed() -> None:
+    import instrument
+
+    assert dir(instrument) == sorted(instrument.__all__)
+    assert all(getattr(instrument, name).__name__.rpartition(".")[2] == name for name in instrument.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'probe_it'"):
+        instrument.probe_it  # noqa: B018
+
+
+def test_every_package_is_in_the_wheel_configuration() -> None:
+    packaged = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    existing = {".".join(file.parent.relative_to(REPOSITORY).parts) for file in PACKAGE.rglob("__init__.py")}
+    assert sorted(packaged) == sorted({*existing, "instrument.conf"})
+    assert {file.parent for file in files()} == {file.parent for file in PACKAGE.rglob("__init__.py")}
+
+
+def test_no_file_has_a_generic_name() -> None:
+    forbidden = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert [str(path) for path in PACKAGE.rglob("*") if path.stem in forbidden] == []
+
+
+def test_names_of_test_files_are_unique() -> None:
+    names = [file.name for file in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_every_file_has_a_docstring(file: Path) -> None:
+    assert read(file)[0]

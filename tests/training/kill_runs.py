@@ -1,0 +1,99 @@
+"""Fork one run after another, and kill each at a moment that depends on its number.
+
+    python kill_runs.py FOLDER FIRST STOP
+
+Each run reports completed steps through a pipe. The last step reported before the kill is printed, as one JSON line per
+run. Journals and row groups are small, so that kills also hit the writing of parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import instrument.sinks.parquet
+import instrument.sinks.tensors
+from instrument.spec.parse import parse_config
+from instrument.training.loop import Progress
+from instrument.training.runner import run
+from instrument.training.terminal import Terminal
+
+CONFIG = {
+    "name": "killed",
+    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
+    "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}},
+    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "train": {"steps": 100_000, "batch_size": 8, "eval_every": 50},
+    "hooks": {
+        "seen": {"layers": "**", "kind": "forward", "action": "record"},
+        "kept": {"layers": "**", "kind": "forward", "action": "record", "stats": "none", "tensors": True, "every": 3},
+        "changed": {"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.5},
+    },
+}
+
+
+class ReportingTerminal(Terminal):
+    """Terminal that writes each completed step to a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__(quiet=True)
+        self.pipe = pipe
+
+    @contextmanager
+    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
+        def show(progress: Progress) -> None:
+            if progress.phase == "train":
+                os.write(self.pipe, (progress.step - 1).to_bytes(4, "little"))
+
+        yield show
+
+
+def child(folder: Path, pipe: int, row_group_bytes: int) -> None:
+    torch.set_num_threads(1)
+    instrument.sinks.parquet.ROWS_JOURNAL_BYTES = 30_000
+    instrument.sinks.parquet.TENSORS_JOURNAL_BYTES = 20_000
+    instrument.sinks.tensors.ROW_GROUP_BYTES = row_group_bytes
+    run(parse_config(CONFIG), folder, ReportingTerminal(pipe), raw=CONFIG, overrides={})
+
+
+def start_and_kill(folder: Path, draw: random.Random) -> int:
+    """Start and kill a run; return the last reported step, or -1 if there is none."""
+    read, write = os.pipe()
+    process = os.fork()
+    if not process:
+        os.close(read)
+        try:
+            child(folder, write, draw.choice([2_000, 10_000]))  # a part at each step with tensors, or only the journal
+        finally:
+            os._exit(3)
+    os.close(write)
+    reported = b""
+    if draw.random() < 0.9:  # most runs are killed during training
+        reported += os.read(read, 4)
+        time.sleep(draw.random() * 0.4)
+    else:
+        time.sleep(draw.random() * 0.2)
+    os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status), "the run ended by itself"
+    while part := os.read(read, 65_536):
+        reported += part
+    os.close(read)
+    return int.from_bytes(reported[-4:], "little") if reported else -1
+
+
+if __name__ == "__main__":
+    folder, first, stop = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for number in range(first, stop):
+        out = folder / str(number)
+        print(json.dumps({"folder": str(out), "reported": start_and_kill(out, random.Random(7 + number))}), flush=True)

@@ -1,0 +1,56 @@
+"""Long training: `python long_training.py FOLDER STEPS`. Prints the used resources after 1,000 steps and at the end."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import instrument
+
+
+def used_resources(step: int) -> dict[str, int]:
+    """Return resident memory in kB, threads and open files of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    resident = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
+    return {
+        "step": step,
+        "resident": resident,
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def main(folder: Path, steps: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    specs = {
+        "acts": {"layers": "**", "kind": "forward", "action": "record"},
+        "grads": {"layers": "**", "kind": "tensor", "action": "record"},
+        "kept": {"layers": "*", "kind": "forward", "action": "record", "stats": "none", "tensors": True, "every": 100},
+    }
+    batch = torch.randn(8, 16)
+    with instrument.attach(model, specs, optimizer=optimizer, out=folder) as probe:
+        for step in range(steps):
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+            if step + 1 in (1000, steps):
+                print(json.dumps(used_resources(step + 1)), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
