@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import cast
 
@@ -18,7 +18,7 @@ from ..spec.statistics import COUNTS, VALUE_STATISTICS
 from ..stats.distribution import distribution
 from ..stats.measure import Values, measure
 from ..stats.merge import MEASURED, PartialStatistics, partial_statistics, sketch
-from ..stats.units import dead_fraction, dead_units, saturation_limits, ratio_of_norms, saturated_fraction, unit_dim
+from ..stats.units import dead_fraction, dead_units, ratio_of_norms, saturated_fraction, saturation_limits, unit_dim
 from .base import Context, Rows
 from .intervention import describe
 
@@ -46,30 +46,32 @@ def to_dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def derived_statistic(name: str, tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
-    """Compute a statistic that depends on more than the tensor's values.
-
-    Args:
-        name: `dead_fraction`, `saturated_fraction` or `update_ratio`.
-        tensor: The tensor.
-        context: The call.
-        dim: The dimension of the units; None for the default dimension.
-
-    Returns:
-        A number, or a float64 scalar on another device, where NaN means no value. None if the statistic is not defined
-        for the tensor.
-
-    Raises:
-        HookError: The tensor has no such dimension.
-    """
-    if name == "update_ratio":
-        assert context.value is not None, "an update requires its parameter"
-        return ratio_of_norms(tensor, context.value)
-    if name == "saturated_fraction":
-        ends = saturation_limits(context.module)
-        return None if ends is None or not tensor.is_floating_point() else saturated_fraction(to_dense(tensor), ends)
+def _dead_fraction(tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
     along = _resolve_unit_dim(tensor, context, dim)
     return None if along is None else dead_fraction(to_dense(tensor.detach()), along)
+
+
+def _saturated_fraction(tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:  # noqa: ARG001
+    ends = saturation_limits(context.module)
+    return None if ends is None or not tensor.is_floating_point() else saturated_fraction(to_dense(tensor), ends)
+
+
+def _update_ratio(tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:  # noqa: ARG001
+    assert context.value is not None, "an update requires its parameter"
+    return ratio_of_norms(tensor, context.value)
+
+
+DERIVED: dict[str, Callable[[Tensor, Context, int | None], float | Tensor | None]] = {
+    "dead_fraction": _dead_fraction,
+    "saturated_fraction": _saturated_fraction,
+    "update_ratio": _update_ratio,
+}
+"""The statistics that depend on more than the tensor's values: functions of the tensor, the call, and the dimension of
+the units (None for the default one).
+
+They return a number, or a float64 scalar on another device, where NaN means no value; None if the statistic is not
+defined for the tensor. They raise `HookError` if the tensor has no such dimension.
+"""
 
 
 def _resolve_unit_dim(tensor: Tensor, context: Context, dim: int | None) -> int | None:
@@ -152,7 +154,9 @@ class Record:
                 selected = select_part(plain, self.spec)
             except IndexError as error:
                 shape = list(plain.shape)
-                raise HookError(f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}") from error
+                raise HookError(
+                    f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}"
+                ) from error
             # Converting a complex tensor to another dtype would keep only the real part.
             self.rows.add_tensor(context, plain.shape, selected, None if selected.is_complex() else self.dtype)
 
@@ -162,7 +166,7 @@ class Record:
         Returns:
             The part to merge with those of other processes, and which units are dead, bool [units], if requested.
         """
-        saturated = derived_statistic("saturated_fraction", tensor, context, None) if "saturated_fraction" in self.derived else None
+        saturated = _saturated_fraction(tensor, context, None) if "saturated_fraction" in self.derived else None
         weight: float | Tensor | None = None
         if "update_ratio" in self.derived and context.value is not None:
             weight = measure(context.value, ("l2",))[0]
@@ -171,13 +175,15 @@ class Record:
         dead = None if along is None else dead_units(to_dense(tensor.detach()), along)
         # `fully_shard` shards along dimension 0: each process then has different units.
         distinct_dead = dead if context.scope == "shard" and along == 0 else None
-        return partial_statistics(measure(tensor, names), saturated, weight, distinct_dead), None if distinct_dead is not None else dead
+        return partial_statistics(
+            measure(tensor, names), saturated, weight, distinct_dead
+        ), None if distinct_dead is not None else dead
 
     def _measure(self, tensor: Tensor, context: Context) -> Values:
         if not self.derived:
             return measure(tensor, self.statistics)
         values = measure(tensor, self.statistics[: -len(self.derived)])
-        others = [derived_statistic(name, tensor, context, self.spec.unit_dim) for name in self.derived]
+        others = [DERIVED[name](tensor, context, self.spec.unit_dim) for name in self.derived]
         if not isinstance(values, Tensor):
             return [*values, *cast(list[float | None], others)]  # on the CPU these are numbers too
         none = torch.full((), math.nan, dtype=torch.float64, device=values.device)

@@ -76,7 +76,7 @@ class Budget:
         self._increases = 0
         self._baseline_seconds, self._factor = 0.0, 1.0
         self._dropped_parts: Counter[AttachedHook] = Counter()  # how many parts each site has lost
-        self._began = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._counted = 0  # steps since the last change
 
     def set_scheduled(self, due: Iterable[AttachedHook]) -> None:
@@ -88,7 +88,7 @@ class Budget:
 
     def exclude(self, seconds: float) -> None:
         """Exclude a duration that is not part of any step."""
-        self._began += seconds
+        self._started_at += seconds
 
     def end_step(self, done: int, seconds: float, *, late: bool = False) -> None:
         """End a step.
@@ -111,7 +111,7 @@ class Budget:
             self._calibrate(self._calibration)
             return
         self._counted += 1
-        elapsed = time.perf_counter() - self._began
+        elapsed = time.perf_counter() - self._started_at
         if self._counted < MIN_STEPS or elapsed < MIN_SECONDS:
             return
         changed = self.config.time is not None and self._keep_time(self.config.time, elapsed)
@@ -123,13 +123,13 @@ class Budget:
     def _restart(self) -> None:
         self._firings.update(self.timer.firings)
         self.timer.reset()
-        self._began = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._counted = 0
 
     def _calibrate(self, calibration: Calibration) -> None:
         """End a step of the initial comparison of steps with and without record hooks."""
         was_paused = calibration.is_paused
-        calibration.add(time.perf_counter() - self._began, self.timer)
+        calibration.add(time.perf_counter() - self._started_at, self.timer)
         if calibration.is_complete:
             calibration.set_paused(False)
             self._baseline_seconds, self._factor = calibration.baseline_seconds, calibration.factor
@@ -169,15 +169,15 @@ class Budget:
         found, measured = self.overhead.measured(), self.timer.seconds - baseline_seconds
         if found is not None and found.error <= MAX_ERROR * allowed and measured > 0.0:
             self._factor = min(max(found.relative * found.baseline * self._counted / measured, 1.0), MAX_FACTOR)
-        spent = baseline_seconds + self._factor * (self.timer.seconds - baseline_seconds)
-        bare = max(elapsed - spent, 1e-9)
-        self.measured = spent / bare
+        hook_seconds = baseline_seconds + self._factor * (self.timer.seconds - baseline_seconds)
+        baseline = max(elapsed - hook_seconds, 1e-9)
+        self.measured = hook_seconds / baseline
         if self.measured <= allowed:
             return self._sample_more_often(allowed)
         # The time outside of actions is divided among all firings.
-        around = (spent - self._factor * sum(self.timer.at.values())) / max(1, sum(self.timer.firings.values()))
-        costs = {attached: self._factor * self.timer.at[attached] + around * self.timer.firings[attached] for attached in self.record_hooks}
-        return self._subsample(costs, spent - allowed * bare, self._time_message(allowed))
+        seconds_per_firing = (hook_seconds - self._factor * sum(self.timer.action_seconds.values())) / max(1, sum(self.timer.firings.values()))
+        costs = {attached: self._factor * self.timer.action_seconds[attached] + seconds_per_firing * self.timer.firings[attached] for attached in self.record_hooks}
+        return self._subsample(costs, hook_seconds - allowed * baseline, self._time_message(allowed))
 
     def _time_message(self, allowed: float) -> str:
         return f"hooks take {self.measured:.1%} of the step time, the budget is {allowed:.1%}"
@@ -185,22 +185,22 @@ class Budget:
     def _sample_more_often(self, allowed: float) -> bool:
         """Sample reduced sites more often if twice their cost has been well within the budget for a while."""
         assert self.measured is not None, "it was measured"
-        thinned = [attached for attached in self.record_hooks if attached.subsampling > 1]
-        calm = self._counted >= STABLE_STEPS and 2.0 * self.measured <= MARGIN * allowed
-        if not thinned or not calm or self._increases == MAX_INCREASES or self.config.bytes is not None:
+        subsampled = [attached for attached in self.record_hooks if attached.subsampling > 1]
+        is_stable = self._counted >= STABLE_STEPS and 2.0 * self.measured <= MARGIN * allowed
+        if not subsampled or not is_stable or self._increases == MAX_INCREASES or self.config.bytes is not None:
             return False
         self._increases += 1
-        for attached in thinned:
+        for attached in subsampled:
             attached.subsampling //= 2
             self.report(f"{self._time_message(allowed)}: {_name(attached)} is sampled more often again, {_rate_text(attached.subsampling)}", attached)
         return True
 
     def _keep_bytes(self, allowed: int, done: int) -> bool:
         total = sum(self._bytes_of(attached) for attached in self.record_hooks)
-        ahead = HORIZON * done if self.steps is None else max(0, self.steps - done)
-        coming = {attached: self._bytes_a_step(attached, done) * ahead for attached in self.record_hooks}
+        remaining_steps = HORIZON * done if self.steps is None else max(0, self.steps - done)
+        expected_bytes = {attached: self._bytes_a_step(attached, done) * remaining_steps for attached in self.record_hooks}
         reason = f"{total:,.0f} bytes are recorded, the budget is {allowed:,}"
-        return self._subsample(coming, sum(coming.values()) - (allowed - total), reason)
+        return self._subsample(expected_bytes, sum(expected_bytes.values()) - (allowed - total), reason)
 
     def _bytes_of(self, attached: AttachedHook) -> float:
         """Return the approximate number of bytes that a site has recorded."""
@@ -217,19 +217,19 @@ class Budget:
         before = {attached: attached.subsampling for attached in self.record_hooks}
         costs = dict(costs)
         while excess > 0:
-            able = [attached for attached in self.record_hooks if attached.subsampling < MAX_SUBSAMPLING and costs[attached] > 0]
-            if not able:
+            candidates = [attached for attached in self.record_hooks if attached.subsampling < MAX_SUBSAMPLING and costs[attached] > 0]
+            if not candidates:
                 break
-            most_expensive = max(able, key=lambda attached: costs[attached])
+            most_expensive = max(candidates, key=lambda attached: costs[attached])
             most_expensive.subsampling *= 2
             costs[most_expensive] /= 2
             excess -= costs[most_expensive]
-        thinned = [attached for attached in self.record_hooks if attached.subsampling != before[attached]]
-        for attached in thinned:
+        subsampled = [attached for attached in self.record_hooks if attached.subsampling != before[attached]]
+        for attached in subsampled:
             self.report(f"{reason}: {_name(attached)} is sampled {_rate_text(attached.subsampling)}", attached)
         if excess > 0:
-            return self._drop_part(costs, reason) or bool(thinned)
-        return bool(thinned)
+            return self._drop_part(costs, reason) or bool(subsampled)
+        return bool(subsampled)
 
     def _drop_part(self, costs: dict[AttachedHook, float], reason: str) -> bool:
         """Drop a part of the recording of the most expensive site that has one. No rate can be reduced further."""
@@ -256,13 +256,13 @@ class Budget:
         """Return one line for each hook that was sampled less often."""
         lines = []
         for name in dict.fromkeys(attached.site.spec.name for attached in self.record_hooks):
-            thinned = [attached for attached in self.record_hooks if attached.site.spec.name == name and attached.subsampling > 1]
-            if thinned:
-                most = max(attached.subsampling for attached in thinned)
-                share = "" if self.measured is None else f"; at the end, hooks took {self.measured:.1%} of the step time"
+            subsampled = [attached for attached in self.record_hooks if attached.site.spec.name == name and attached.subsampling > 1]
+            if subsampled:
+                most = max(attached.subsampling for attached in subsampled)
+                overhead = "" if self.measured is None else f"; at the end, hooks took {self.measured:.1%} of the step time"
                 lines.append(
-                    f"budget: hook '{name}' was sampled less often at {len(thinned)} sites, down to "
-                    f"{_rate_text(most)}{share}"
+                    f"budget: hook '{name}' was sampled less often at {len(subsampled)} sites, down to "
+                    f"{_rate_text(most)}{overhead}"
                 )
         return lines
 

@@ -51,14 +51,14 @@ def _cause(attached: AttachedHook, layers: Layers) -> str:
     """
     if attached.expected:
         silent = attached.fired < attached.expected
-        return "; ".join(dict.fromkeys(_known(cause, attached, layers) for cause, _ in attached.reasons.most_common() if silent))
+        return "; ".join(dict.fromkeys(_refined_cause(cause, attached, layers) for cause, _ in attached.reasons.most_common() if silent))
     if attached.exemptions:
         return "; ".join(cause for cause, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
     return NEVER_DUE if attached.ever_due or phase in attached.clock.phases else phase_never_entered(phase)
 
 
-def _known(cause: str, attached: AttachedHook, layers: Layers) -> str:
+def _refined_cause(cause: str, attached: AttachedHook, layers: Layers) -> str:
     """Refine a reason by what is known at the end of the run."""
     if (elsewhere := in_another_phase(cause, attached.site.spec.phase, attached.other_phases)) is not None:
         return elsewhere
@@ -84,8 +84,8 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     warnings: list[tuple[str, str | None]] = []
     for (hook, kind, cause), found in groups.items():
-        places = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
-        shown = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+        locations = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
+        shown = ", ".join(locations[:5]) + (f" and {len(locations) - 5} more" if len(locations) > 5 else "")
         fired, expected = sum(row["fired"] for row in found), sum(row["expected"] for row in found)
         summary = f"fired {fired} of {expected} times" if expected else "did not fire"
         layer = found[0]["layer"] if len(found) == 1 else None

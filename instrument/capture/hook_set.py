@@ -36,7 +36,7 @@ class HookSet:
         scaler: The gradient scaler, if the loop uses one.
         clock: The current step and phase.
         event: Writes a row of the `events` table.
-        by_loop: Whether the loop calls `before_optimizer_step` itself.
+        steps_by_loop: Whether the loop calls `before_optimizer_step` itself.
 
     Attributes:
         steps: Observes the optimizer steps while the hooks are attached; None without an optimizer.
@@ -51,7 +51,7 @@ class HookSet:
         clock: Clock,
         event: _WriteEvent,
         *,
-        by_loop: bool,
+        steps_by_loop: bool,
     ) -> None:
         self.model = plan.layers.model
         self.attached_hooks = attached_hooks
@@ -59,7 +59,7 @@ class HookSet:
         self.scaler = scaler
         self.clock = clock
         self.event = event
-        self.by_loop = by_loop
+        self.steps_by_loop = steps_by_loop
         self.steps: StepWatch | None = None
         self._families: list[Family] = []
         self._scaling: ScalerWatch | None = None
@@ -77,7 +77,7 @@ class HookSet:
             self.clock.amp_scale = self._scaling.scale
         if self.optimizers:
             self.steps = StepWatch(self.optimizers)
-        for family in attach_sites(self.attached_hooks, self.optimizers, self.clock, by_loop=self.by_loop):
+        for family in attach_sites(self.attached_hooks, self.optimizers, self.clock, steps_by_loop=self.steps_by_loop):
             self._families.append(family)
         if any(isinstance(family, GradientHooks) for family in self._families):
             self._loading = LoadWatch(self.model, self.clock, self.report_replacements)
@@ -139,8 +139,9 @@ class HookSet:
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
         for attached in self._modules.replaced():
-            message = f"hook '{attached.site.spec.name}' ({attached.site.spec.kind}) on {attached.site.label}: {attached.default_reason}"
-            self.event("replaced", message, layer=attached.site.layer.name)
+            site = attached.site
+            message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
+            self.event("replaced", message, layer=site.layer.name)
         for family in self._families:
             if isinstance(family, GradientHooks) and family.reattach():
                 site = family.site.site

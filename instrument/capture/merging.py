@@ -38,11 +38,11 @@ class MergedRows(NamedTuple):
 
     Attributes:
         numbers: The numbers of the rows.
-        made: Converts these numbers, as lists, to tables and rows.
+        build: Converts these numbers, as lists, to tables and rows.
     """
 
     numbers: tuple[Tensor, ...]
-    made: Callable[..., Iterator[tuple[str, Row]]]
+    build: Callable[..., Iterator[tuple[str, Row]]]
 
 
 class OwnRows:
@@ -158,8 +158,8 @@ def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
     gathered = _gathered(pieces, reducer)
     if not reducer.is_main_process or not pieces:
         return None
-    made = partial(_rows, pieces, reducer.size, isinstance(reducer, LocalReducer))
-    return MergedRows((statistics, changed, gathered), made)
+    build = partial(_rows, pieces, reducer.size, isinstance(reducer, LocalReducer))
+    return MergedRows((statistics, changed, gathered), build)
 
 
 def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], reducer: Reducer) -> tuple[Tensor, Tensor]:
@@ -168,16 +168,16 @@ def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], reducer: Reducer)
     Changes are elements, changed elements, the norms before and after, and the factor if it is the same in all
     processes.
     """
-    there = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
-    device = reducer.device or next(there, None)
+    devices = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
+    device = reducer.device or next(devices, None)
     measured, acted = _stacked(stats, len(PARTIAL_STATISTICS), device), _stacked(effects, 5, device)
     factors = acted[:, 4:].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
     ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors)], dim=1)
-    most, ends = _together(reducer.maximum, extremes(measured), ends)
+    maxima, ends = _together(reducer.maximum, extremes(measured), ends)
     counts = torch.cat([acted[:, :2], acted[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
-    total, counts = _together(reducer.sum, sums(measured, most), counts)
+    total, counts = _together(reducer.sum, sums(measured, maxima), counts)
     factor = torch.where(ends[:, 0] == -ends[:, 1], ends[:, 0], math.nan)
-    return merged(most, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None]], dim=1)
+    return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None]], dim=1)
 
 
 def _together(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,11 +189,11 @@ def _together(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) ->
 
 def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
     """Stack the pieces, float64 [rows, numbers]. Numbers on the host are copied to the device at once."""
-    there = [piece.part for piece in pieces if isinstance(piece.part, Tensor)]
-    here = torch.tensor([piece.part for piece in pieces if not isinstance(piece.part, Tensor)], dtype=torch.float64)
-    if not there:
-        return here.view(-1, numbers).to(device)
-    rows, others = iter(there), iter(here.to(device))
+    on_device = [piece.part for piece in pieces if isinstance(piece.part, Tensor)]
+    on_host = torch.tensor([piece.part for piece in pieces if not isinstance(piece.part, Tensor)], dtype=torch.float64)
+    if not on_device:
+        return on_host.view(-1, numbers).to(device)
+    rows, others = iter(on_device), iter(on_host.to(device))
     return torch.stack([next(rows) if isinstance(piece.part, Tensor) else next(others) for piece in pieces])
 
 

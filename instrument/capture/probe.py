@@ -108,7 +108,7 @@ class Probe:
         self._overhead = Overhead()
         # Names of the hooks that are scheduled in the current step.
         self._due: tuple[str, ...] = ()
-        self._hooks = HookSet(plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, by_loop=steps_by_loop)
+        self._hooks = HookSet(plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop)
         self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
         self.warnings: list[str] = []
         self._entered = False

@@ -178,7 +178,7 @@ class Recorder:
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
         tables = {"stats": stats, "distributions": distributions, "effects": effects}
         if step.merged is not None:
-            for table, merged in step.merged.made(*(next(fetched) for _ in step.merged.numbers)):
+            for table, merged in step.merged.build(*(next(fetched) for _ in step.merged.numbers)):
                 tables[table].append(merged)
         for table, rows in tables.items():
             if rows:

@@ -162,7 +162,7 @@ TABLES: dict[str, Table] = {
                     "quantiles",
                     pa.list_(pa.float64()),
                     "the tensor's own",
-                    "one per level; from all elements of a tensor with up to 32,768, from a sample of 16,384 of a larger one; null if none is finite",
+                    "one per level; computed from all elements if there are at most 32,768, otherwise from a sample of 16,384; null if none is finite",
                 ),
                 Column(
                     "low", pa.float64(), "the tensor's own", "lower end of the histogram: the smallest finite value"
@@ -298,8 +298,8 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, optimizer, no_end_step, "
-                    "ranks, compiled, graph_break, recording, tracking, remote, resumed, error, interrupted",
+                    "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, "
+                    "optimizer, no_end_step, ranks, compiled, graph_break, recording, tracking, remote, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),
                 Column("severity", _LABEL, "", "info, warning or error"),

@@ -18,8 +18,8 @@ class Transfer:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
-        self._places = [(tensor.device, tensor.numel()) for tensor in flat]
-        self._arriving = {
+        self._layout = [(tensor.device, tensor.numel()) for tensor in flat]
+        self._copies = {
             device: _Copy(torch.cat([tensor for tensor in flat if tensor.device == device]))
             for device in {tensor.device for tensor in flat}
         }
@@ -27,16 +27,16 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Whether the numbers can be read without waiting, because all of them were in CPU memory."""
-        return all(device.type == "cpu" for device in self._arriving)
+        return all(device.type == "cpu" for device in self._copies)
 
     def read(self) -> Iterator[list[float]]:
         """Yield the numbers of each tensor in order. This waits for copies that are not complete."""
-        numbers = {device: copy.numbers() for device, copy in self._arriving.items()}
-        taken = dict.fromkeys(numbers, 0)
-        for device, count in self._places:
-            start = taken[device]
-            taken[device] += count
-            yield numbers[device][start : taken[device]]
+        numbers = {device: copy.numbers() for device, copy in self._copies.items()}
+        offsets = dict.fromkeys(numbers, 0)
+        for device, count in self._layout:
+            start = offsets[device]
+            offsets[device] += count
+            yield numbers[device][start : offsets[device]]
 
 
 class _Copy:
@@ -44,16 +44,16 @@ class _Copy:
 
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
-        self.arrived: torch.cuda.Event | None = None
+        self.copied_event: torch.cuda.Event | None = None
         if vector.is_cuda:
             self.vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
             self.vector.copy_(vector, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record(torch.cuda.current_stream(vector.device))
+            self.copied_event = torch.cuda.Event()
+            self.copied_event.record(torch.cuda.current_stream(vector.device))
 
     def numbers(self) -> list[float]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        if self.copied_event is not None:
+            self.copied_event.synchronize()
         found: list[float] = self.vector.tolist()
         return found
 

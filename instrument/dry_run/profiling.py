@@ -245,7 +245,7 @@ class _Profiler:
         metrics["loss"]  # Synchronizes with the device.
         profile.seconds = time.perf_counter() - began
         profile.hook_seconds = self.timer.seconds
-        for attached, seconds in self.timer.at.items():
+        for attached, seconds in self.timer.action_seconds.items():
             profile.action_seconds[attached.site.spec.name] += seconds
         for attached, count in self.timer.firings.items():
             profile.firings[attached.site.spec.name] += count

@@ -21,7 +21,7 @@ Location = tuple[type[Family], int, bool, bool]
 
 
 def attach_sites(
-    attached_hooks: Sequence[AttachedHook], optimizers: Sequence[Optimizer], clock: Clock, *, by_loop: bool = False
+    attached_hooks: Sequence[AttachedHook], optimizers: Sequence[Optimizer], clock: Clock, *, steps_by_loop: bool = False
 ) -> Iterator[Family]:
     """Attach all sites. Each family is yielded as soon as it is attached, so that it can be detached after an error.
 
@@ -29,7 +29,8 @@ def attach_sites(
         attached_hooks: The sites.
         optimizers: The optimizers; empty if no site requires one.
         clock: The clock of the probe.
-        by_loop: Whether the loop announces optimizer steps itself, since a hook on the optimizer would run too early.
+        steps_by_loop: Whether the loop announces optimizer steps itself, because a hook on the optimizer would run too
+            early.
     """
     groups: dict[Location, list[AttachedHook]] = {}
     for attached in attached_hooks:
@@ -49,7 +50,7 @@ def attach_sites(
         else:
             owners = Owners(optimizers)
             for optimizer in optimizers:
-                yield _optimizer_hooks(family, optimizer, owners, sites, clock, by_loop)
+                yield _optimizer_hooks(family, optimizer, owners, sites, clock, steps_by_loop)
 
 
 def _optimizer_hooks(
@@ -58,13 +59,13 @@ def _optimizer_hooks(
     owners: Owners,
     sites: Sequence[AttachedHook],
     clock: Clock,
-    by_loop: bool,
+    steps_by_loop: bool,
 ) -> Family:
     """Create a family of hooks on an optimizer."""
     if family is BoundaryHooks:
-        return BoundaryHooks(optimizer, owners, sites, clock, by_loop=by_loop)
+        return BoundaryHooks(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
     if family is StepHooks:
-        return StepHooks(optimizer, owners, sites, clock, by_loop=by_loop)
+        return StepHooks(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
     return OptimizerStateDictHooks(optimizer, owners, sites, clock)
 
 

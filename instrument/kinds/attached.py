@@ -109,7 +109,7 @@ class AttachedHook:
 
     @property
     def call(self) -> int:
-        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps in one."""
+        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
         return self._calls - 1
 
     def count_firing(self) -> None:

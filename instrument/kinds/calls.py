@@ -31,7 +31,7 @@ class Call:
         segment: The innermost checkpoint segment of the call; None outside of segments.
         on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity.
-        on_data: Whether no input requires a gradient.
+        inputs_are_data: Whether no input requires a gradient.
     """
 
     number: int

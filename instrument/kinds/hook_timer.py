@@ -56,45 +56,45 @@ class HookTimer(Generic[Site]):
 
     Attributes:
         seconds: The total time in hooks.
-        at: The time in the action of each site, in seconds; part of `seconds`.
+        action_seconds: The time in the action of each site, in seconds; part of `seconds`.
         firings: The number of firings of each site.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.at: Counter[Site] = Counter()
+        self.action_seconds: Counter[Site] = Counter()
         self.firings: Counter[Site] = Counter()
         self._depth = 0
-        self._began = 0.0
+        self._started_at = 0.0
 
     def __enter__(self) -> None:
         if not self._depth:
-            self._began = time.perf_counter()
+            self._started_at = time.perf_counter()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self.seconds += time.perf_counter() - self._began
+            self.seconds += time.perf_counter() - self._started_at
 
     def lap(self) -> None:
         """Add the time of the current measurement so far to the total."""
         if self._depth:
             now = time.perf_counter()
-            self.seconds += now - self._began
-            self._began = now
+            self.seconds += now - self._started_at
+            self._started_at = now
 
     @contextmanager
     def measure_action(self, attached: Site) -> Iterator[None]:
         """Measure the action of a site."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         with self:
             yield
-        self.at[attached] += time.perf_counter() - began  # type: ignore[assignment]
+        self.action_seconds[attached] += time.perf_counter() - started_at  # type: ignore[assignment]
         self.firings[attached] += 1
 
     def reset(self) -> None:
         """Set all counts to zero."""
         self.seconds = 0.0
-        self.at.clear()
+        self.action_seconds.clear()
         self.firings.clear()

@@ -76,24 +76,24 @@ class ModuleHooks(InertWhenCopied):
     def refresh(self) -> None:
         """Sort the scheduled sites by where they act."""
         due = [attached for attached in self.attached_hooks if attached.due]
-        places = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in due]
+        roles = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in due]
         self.active = bool(due)
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.due]
-        self.pre = [attached for kind, _, attached in places if kind == "forward_pre"]
-        self.forward_input = [attached for kind, role, attached in places if kind == "forward" and role == "input"]
-        self.output = [attached for kind, role, attached in places if kind == "forward" and role == "output"]
+        self.pre = [attached for kind, _, attached in roles if kind == "forward_pre"]
+        self.forward_input = [attached for kind, role, attached in roles if kind == "forward" and role == "input"]
+        self.output = [attached for kind, role, attached in roles if kind == "forward" and role == "output"]
         # The sites that can change an incoming gradient come before those of full_backward, which record it.
         first = [
             attached
-            for kind, role, attached in places
+            for kind, role, attached in roles
             if kind == "full_backward_pre" or (kind == "tensor" and role == "output")
         ]
-        then = [attached for kind, role, attached in places if kind == "full_backward" and role == "grad_output"]
+        then = [attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_output"]
         self.output_gradients.attached_hooks = first + then
         self.input_gradients.own = [
-            attached for kind, role, attached in places if kind == "full_backward" and role == "grad_input"
+            attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_input"
         ]
-        self.input_gradients.total = [attached for kind, role, attached in places if kind == "tensor" and role == "input"]
+        self.input_gradients.total = [attached for kind, role, attached in roles if kind == "tensor" and role == "input"]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""

@@ -28,7 +28,7 @@ class StepHooks:
     """
 
     def __init__(
-        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, by_loop: bool = False
+        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, steps_by_loop: bool = False
     ) -> None:
         self.optimizer = optimizer
         self.owners = owners
@@ -37,7 +37,7 @@ class StepHooks:
         self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
         self.parameters_before: dict[AttachedHook, Tensor] = {}
         self.handles = [optimizer.register_step_post_hook(self.after_step)]
-        if not by_loop:
+        if not steps_by_loop:
             self.handles.append(optimizer.register_step_pre_hook(self.on_step))
 
     def refresh(self) -> None:

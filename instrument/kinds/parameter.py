@@ -109,11 +109,11 @@ class BoundaryHooks:
 
     If the step has a closure (LBFGS), the sites run after each call of the closure, which computes the gradients. A
     loop whose closure does more, and that announces complete gradients itself (Lightning), has no hook on its optimizer
-    (`by_loop`).
+    (`steps_by_loop`).
     """
 
     def __init__(
-        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, by_loop: bool = False
+        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, steps_by_loop: bool = False
     ) -> None:
         self.optimizer = optimizer
         self.owners = owners
@@ -121,7 +121,7 @@ class BoundaryHooks:
         self.by_spec: dict[str, list[AttachedHook]] = {}
         for attached in attached_hooks:
             self.by_spec.setdefault(attached.site.spec.name, []).append(attached)
-        self.handle = None if by_loop else optimizer.register_step_pre_hook(self.on_step)
+        self.handle = None if steps_by_loop else optimizer.register_step_pre_hook(self.on_step)
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each step."""

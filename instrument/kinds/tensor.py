@@ -4,8 +4,8 @@ The values are bit-identical to those of PyTorch's module hooks. Unlike these, t
 on the module's input or output (`instrument.kinds.gradient_hooks`).
 
 A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
-one module. To record it, it is computed from the graph (`instrument.kinds.module_gradient`); to change it, the module receives an
-alias of the input.
+one module. To record it, it is computed from the graph (`instrument.kinds.module_gradient`); to change it, the module
+receives an alias of the input.
 
 An output that is the input itself (`nn.Identity`, disabled dropout), or a parameter, is one tensor with one gradient
 from all uses. Record hooks record this gradient: an alias would separate the contributions, and would change the order

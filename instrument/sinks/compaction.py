@@ -135,15 +135,15 @@ def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
     Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
     """
-    most = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+    max_rows = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
     pending: list[pa.Table] = []
     rows = size = 0
     for piece in pieces:
         pending.append(piece)
         rows, size = rows + piece.num_rows, size + piece.nbytes
-        while rows > most or (size >= ROW_GROUP_BYTES and not table.is_sorted):
+        while rows > max_rows or (size >= ROW_GROUP_BYTES and not table.is_sorted):
             rows_so_far = _concatenated(table, pending)
-            end = _end_of_group(rows_so_far, most) if table.is_sorted else min(rows, most)
+            end = _end_of_group(rows_so_far, max_rows) if table.is_sorted else min(rows, max_rows)
             yield rows_so_far.slice(0, end)
             pending = [rows_so_far.slice(end)]
             rows, size = rows - end, 0
@@ -155,7 +155,7 @@ def _concatenated(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
     return in_order(table, pa.concat_tables(pieces).unify_dictionaries().combine_chunks())
 
 
-def _end_of_group(rows: pa.Table, most: int) -> int:
+def _end_of_group(rows: pa.Table, max_rows: int) -> int:
     """Return the number of rows, sorted by step, that form a row group of complete steps."""
     steps = rows.column("step").to_numpy()
-    return int(np.searchsorted(steps, steps[most])) or most
+    return int(np.searchsorted(steps, steps[max_rows])) or max_rows

@@ -63,10 +63,10 @@ class Journal:
             os.ftruncate(self._file.fileno(), self.size)
             raise
         self.size += message.size
-        there = os.fstat(self._file.fileno())
-        if there.st_nlink == 0:
+        stat = os.fstat(self._file.fileno())
+        if stat.st_nlink == 0:
             raise FileNotFoundError(f"{self.path} was removed while it was being written")
-        if there.st_size != self.size:
+        if stat.st_size != self.size:
             raise OSError(f"{self.path} was changed by another process while it was being written")
 
     def is_intact(self) -> bool:
@@ -119,7 +119,7 @@ class JournalReader:
 
         Args:
             path: The file.
-            ours: Whether no other process writes to it. It is then memory-mapped instead of read into memory.
+            exclusive: Whether no other process writes to it. It is then memory-mapped instead of read into memory.
             after: An earlier reading of the same file, which has only grown since. Only the new content is read.
 
         Raises:

@@ -31,7 +31,7 @@ class Mlflow:
 
     Args:
         run: The run. A resumed run creates a new MLflow run that starts at the first repeated step.
-        place: Not used.
+        folder: Not used.
     """
 
     shows_images = False

@@ -192,12 +192,12 @@ class ParquetSink:
     def _describe_saved(self) -> str:
         """Describe which of the written files exist, for error messages."""
         try:
-            there = os.stat(self.folder)
+            stat = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return "the folder does not exist any more: nothing is saved"
         except OSError as error:
             return f"cannot check which rows are saved: {error.strerror}"
-        if self._folder_stat is not None and not os.path.samestat(there, self._folder_stat):
+        if self._folder_stat is not None and not os.path.samestat(stat, self._folder_stat):
             return "the folder was replaced by another one: nothing of this run is saved"
         if self._step is None:
             return "nothing is saved"

@@ -140,19 +140,19 @@ def row_counts_of(folder: Path, rank: int) -> Path:
     return folder / JOURNALS / f"rows.{rank:04d}"
 
 
-def foreign_files(folder: Path, place: str) -> list[Path]:
+def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     """Return the files in a folder of a run that no run has written and no reader uses.
 
     Args:
         folder: The folder of the run.
-        place: The name of a table's folder, or of the folder of journals.
+        subfolder: The name of a table's folder, or of the folder of journals.
     """
-    names = names_in(folder / place)
-    if not names or (place != JOURNALS and all(_PART.fullmatch(name) for name in names)):
+    names = names_in(folder / subfolder)
+    if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
-    known = journals_of(folder) if place == JOURNALS else written_parts(folder, place)
+    known = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
     known_files = {*known.values(), *reserves_of(folder)}
-    found = (Path(above, name) for above, _, names in os.walk(folder / place) for name in names)
+    found = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
     return sorted(file for file in found if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name)))
 
 
@@ -242,14 +242,14 @@ def _plain(cells: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows."""
-    few: list[pa.RecordBatch] = []
+    small_batches: list[pa.RecordBatch] = []
     for batch in batches:
-        few.append(batch)
-        if len(few) == BATCHES_TO_COMBINE or batch.num_rows > BATCHES_TO_COMBINE or batch.nbytes > MAX_SMALL_BATCH_BYTES:
-            yield from pa.Table.from_batches(few).combine_chunks().to_batches()
-            few = []
-    if few:
-        yield from pa.Table.from_batches(few).combine_chunks().to_batches()
+        small_batches.append(batch)
+        if len(small_batches) == BATCHES_TO_COMBINE or batch.num_rows > BATCHES_TO_COMBINE or batch.nbytes > MAX_SMALL_BATCH_BYTES:
+            yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
+            small_batches = []
+    if small_batches:
+        yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
 
 
 def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:

@@ -149,11 +149,11 @@ def _options(protocol: str) -> dict[str, Any]:
         return {}
     from fsspec.config import conf
 
-    own = conf.get("s3", {})
+    configured = conf.get("s3", {})
     return {
-        "config_kwargs": {**own.get("config_kwargs", {}), "retries": {"max_attempts": 0}},
-        "default_block_size": own.get("default_block_size", READ_AHEAD_BYTES),
-        "max_concurrency": own.get("max_concurrency", MAX_CONCURRENCY),
+        "config_kwargs": {**configured.get("config_kwargs", {}), "retries": {"max_attempts": 0}},
+        "default_block_size": configured.get("default_block_size", READ_AHEAD_BYTES),
+        "max_concurrency": configured.get("max_concurrency", MAX_CONCURRENCY),
     }
 
 
@@ -290,12 +290,12 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def move(self, place: str) -> None:
+    def move(self, name: str) -> None:
         """Move all files to a sibling folder, one by one."""
         above = self._root.rpartition("/")[0]
         self._files.invalidate_cache()
         for path in self._files.find(self._root):
-            target = f"{above}/{place}/{path[len(self._root) + 1 :]}"
+            target = f"{above}/{name}/{path[len(self._root) + 1 :]}"
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
             self._files.mv(path, target)
 
@@ -312,7 +312,7 @@ def refuse_address(
     Args:
         path: The path or address.
         where: The config key or argument, for the message.
-        problem: Why an address cannot be used.
+        message: Why an address cannot be used.
         allowed: What to use instead.
 
     Raises:

@@ -24,7 +24,7 @@ class TensorBoard:
 
     Args:
         run: The run. If it is resumed, TensorBoard discards the steps that are repeated.
-        place: The folder of the event files.
+        folder: The folder of the event files.
     """
 
     shows_images = True

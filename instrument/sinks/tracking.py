@@ -61,7 +61,7 @@ class Tracker(Protocol):
     """The interface of TensorBoard, Weights & Biases and MLflow.
 
     Attributes:
-        draws: Whether it shows pictures.
+        shows_images: Whether it shows pictures.
     """
 
     shows_images: bool
@@ -152,14 +152,14 @@ def require(packages: Mapping[str, str]) -> None:
         raise ConfigError(*missing)
 
 
-def open_tracker(name: str, run: TrackedRun, where: str, place: Path | None = None) -> TrackingSink:
+def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | None = None) -> TrackingSink:
     """Start tracking a run.
 
     Args:
         name: One of `instrument.spec.config.TRACKERS`.
         run: The description of the run.
         where: The config key that requests it, for messages.
-        place: The folder for files of the tracker. Default: in the run's folder.
+        tracker_folder: The folder for files of the tracker. Default: in the run's folder.
 
     Returns:
         A sink that passes rows to the tracker.
@@ -171,7 +171,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, place: Path | None = No
     module = import_module(f".{name}", __package__)
     try:
         with _same_random_numbers():
-            return TrackingSink(module.begin(run, place or run.folder / TRACKER_FOLDERS.get(name, ".")), name)
+            return TrackingSink(module.begin(run, tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")), name)
     except Exception as error:
         message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
         raise ConfigError(Problem(where, message, allowed="the environment variables in docs/export.md")) from error

@@ -99,16 +99,16 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
     """
     sent = TransferResult() if sent is None else sent
     refuse_other_run(folder, remote)
-    there = remote.sizes()
+    remote_sizes = remote.sizes()
     parts = {file.relative_to(folder).as_posix() for file in closed_parts(folder)}
     sent.missing.clear()
     failed = 0
     for name in files_of(folder):
         try:
             size = (folder / name).stat().st_size
-            if name in parts and there.get(name, size) != size:
-                sent.missing[name] = f"the remote file has {there[name]:,} bytes, the local one {size:,}"
-            if name in there and (name in parts or _is_same(folder / name, size, remote, name, there[name])):
+            if name in parts and remote_sizes.get(name, size) != size:
+                sent.missing[name] = f"the remote file has {remote_sizes[name]:,} bytes, the local one {size:,}"
+            if name in remote_sizes and (name in parts or _is_same(folder / name, size, remote, name, remote_sizes[name])):
                 continue
             if failed < ATTEMPTS:
                 put(folder, remote, name)
@@ -128,9 +128,9 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
 
 def _remove_old_checkpoints(folder: Path, remote: RemoteFolder) -> None:
     """Remove remote checkpoints that were replaced by newer ones."""
-    here = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
-    for name in remote.sizes() if here else ():
-        if name.startswith(CHECKPOINTS) and name not in here:
+    local = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
+    for name in remote.sizes() if local else ():
+        if name.startswith(CHECKPOINTS) and name not in local:
             remote.remove(name)
 
 
@@ -152,15 +152,15 @@ def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> 
     Raises:
         Exception: The service cannot be reached; clients raise exceptions of many types.
     """
-    there = remote.sizes()
+    remote_sizes = remote.sizes()
     for file in closed_parts(folder, rank):
-        if there.get(file.relative_to(folder).as_posix()) == file.stat().st_size:
+        if remote_sizes.get(file.relative_to(folder).as_posix()) == file.stat().st_size:
             file.unlink()
 
 
-def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, there: int) -> bool:
+def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, remote_size: int) -> bool:
     """Return whether a file need not be sent again. False for large files that may have changed."""
-    if size != there:
+    if size != remote_size:
         return False
     return name.startswith(CHECKPOINTS) or (size <= SMALL and file.read_bytes() == remote.read(name))
 

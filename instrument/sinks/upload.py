@@ -54,12 +54,12 @@ class Upload:
         self.rank = rank
         self.keep_local = keep_local
         self.sent = TransferResult()
-        self._there: set[Path] | None = None  # parts that need not be sent; None before the first response
+        self._remote_files: set[Path] | None = None  # parts that need not be sent; None before the first response
         # Modification times of the tables' folders at the last two checks.
         self._modified_times: dict[Path, tuple[int, int]] = {}
         self._messages: deque[str] = deque()
         self._refused: Exception | None = None
-        self._answered, self._over = threading.Event(), threading.Event()
+        self._answered, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
 
     def begin(self) -> None:
@@ -79,7 +79,7 @@ class Upload:
     @property
     def is_refused(self) -> bool:
         """Whether writing was refused before the run started."""
-        return self._refused is not None and self._there is None
+        return self._refused is not None and self._remote_files is None
 
     def messages(self) -> list[str]:
         """Return the messages about failures and recoveries since the last call."""
@@ -91,7 +91,7 @@ class Upload:
         Returns:
             What was sent, and what could not be sent.
         """
-        self._over.set()
+        self._ended.set()
         before, since = self.remote.moved, time.monotonic()
         while self._thread.is_alive() and time.monotonic() - since < STALL_SECONDS:
             self._thread.join(CHECK_SECONDS)
@@ -118,47 +118,47 @@ class Upload:
     def _send_own(self) -> None:
         """Send the last parts of this process. Rank 0 may already have sent everything else."""
         for file in closed_parts(self.folder, self.rank):
-            if self._there is None or file not in self._there:
+            if self._remote_files is None or file not in self._remote_files:
                 put(self.folder, self.remote, file.relative_to(self.folder).as_posix())
 
     def _send_during_run(self) -> None:
         """Send completed parts repeatedly, until the run ends or the remote folder turns out to contain another run."""
-        failures, lost = 0, False
-        while not self._over.is_set():
+        failures, is_disconnected = 0, False
+        while not self._ended.is_set():
             try:
                 self._send_new_parts()
             except Exception as error:
                 failures += 1
-                if isinstance(error, UploadError) or (self._there is None and permanent_error_hint(error) is not None):
+                if isinstance(error, UploadError) or (self._remote_files is None and permanent_error_hint(error) is not None):
                     self._refused = error
                     self.sent.missing[""] = safe_message(error)
-                if self._refused or (not lost and (failures >= ATTEMPTS or not self._answered.is_set())):
-                    lost = True
+                if self._refused or (not is_disconnected and (failures >= ATTEMPTS or not self._answered.is_set())):
+                    is_disconnected = True
                     consequence = "the upload stops" if self._refused else "the upload is retried"
                     kept = "all files are" if self.keep_local or not self.sent.files else "files that were not sent are"
                     self._messages.append(
                         f"{self.remote.address}: {safe_message(error)}; {consequence}, {kept} in {self.folder}"
                     )
             else:
-                if lost:
+                if is_disconnected:
                     self._messages.append(f"{self.remote.address} is reachable again")
-                failures, lost = 0, False
+                failures, is_disconnected = 0, False
             self._answered.set()
             if self._refused is not None:
                 return
-            self._over.wait(pause_after(failures) if failures else CHECK_SECONDS)
+            self._ended.wait(pause_after(failures) if failures else CHECK_SECONDS)
 
     def _send_new_parts(self) -> None:
         """Send the parts that were completed since the last check."""
-        if self._there is None:
+        if self._remote_files is None:
             if self.rank == 0:
                 self._put_record()
-            self._there = {self.folder / name for name in self.remote.sizes()}
+            self._remote_files = {self.folder / name for name in self.remote.sizes()}
         before = self.sent.files
         for file in self._changed_parts():
-            if file not in self._there and not self._over.is_set():
+            if file not in self._remote_files and not self._ended.is_set():
                 self.remote.put(file, file.relative_to(self.folder).as_posix())
-                self._there.add(file)
+                self._remote_files.add(file)
                 self.sent.files, self.sent.bytes = self.sent.files + 1, self.sent.bytes + file.stat().st_size
         if self.sent.files == before:
             return

@@ -22,7 +22,7 @@ class WeightsAndBiases:
 
     Args:
         run: The run. A resumed run creates a new W&B run that starts at the first repeated step.
-        place: The folder for W&B's files, unless `WANDB_DIR` is set.
+        folder: The folder for W&B's files, unless `WANDB_DIR` is set.
     """
 
     shows_images = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -11,23 +11,10 @@ from .fields import Count, Glob, Index, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
 
-KindName = Literal[
-    "forward_pre",
-    "forward",
-    "full_backward_pre",
-    "full_backward",
-    "tensor",
-    "parameter_grad",
-    "parameter_grad_micro",
-    "post_accumulate_grad",
-    "step_pre",
-    "step_post",
-    "state_dict_pre",
-    "state_dict_post",
-    "load_state_dict_pre",
-    "load_state_dict_post",
-    "loss",
-]
+if TYPE_CHECKING:
+    KindName = str
+else:
+    KindName = Literal[tuple(KINDS)]
 
 
 class HookBase(Selection):

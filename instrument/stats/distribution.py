@@ -26,7 +26,9 @@ GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples a
 NARROW, WIDER = 2.0**-1000, 2.0**600
 BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
-DistributionColumns = tuple[int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None]
+DistributionColumns = tuple[
+    int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None
+]
 
 
 def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Values:

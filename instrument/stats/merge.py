@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import ALL
 from .distribution import distribution
 from .formulas import FORMULAS, Sums
 from .measure import Values, measure
@@ -34,7 +33,7 @@ PARTIAL_STATISTICS = (*MEASURED, "l1", "saturated", "weight", "dead", "units")
 `MEASURED` and `l1`; the fraction of saturated elements; the norm of the parameter of an update; the number of dead
 units and of all units, if no two parts have the same units.
 """
-MERGED = ALL
+MERGED = (*FORMULAS, "dead_fraction", "saturated_fraction", "update_ratio")
 """The statistics of all parts together. For units that all parts have, the dead units of each part are gathered."""
 LEVELS = 257
 PACKED = 48  # units per number: a float64 represents integers up to 2^53 exactly
@@ -104,7 +103,9 @@ def extremes(parts: Tensor) -> Tensor:
         float64 [rows, 5]: max, -min, weight, saturated, l1; minus infinity for missing numbers.
     """
     columns = _columns(parts)
-    found = torch.stack([columns["max"], -columns["min"], columns["weight"], columns["saturated"], columns["l1"]], dim=1)
+    found = torch.stack(
+        [columns["max"], -columns["min"], columns["weight"], columns["saturated"], columns["l1"]], dim=1
+    )
     return found.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
 
 

@@ -168,7 +168,7 @@ def measure_as_on_a_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
 @pytest.mark.parametrize("where", ["on the host", "on a device"])
 def test_injected_nan_raises_an_alert(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "on a device":
-        monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._places))
+        monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._layout))
         monkeypatch.setattr("instrument.actions.record.measure", measure_as_on_a_device)
         monkeypatch.setattr("instrument.actions.intervention.measure", measure_as_on_a_device)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

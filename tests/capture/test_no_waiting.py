@@ -137,7 +137,7 @@ def test_guard_detects_a_hook_that_waits(guarded: list[str]) -> None:
 def pending_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat all values as on a device, and pending until they are read."""
 
-    monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._places))
+    monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._layout))
     use_device_statistics(monkeypatch)
 
 

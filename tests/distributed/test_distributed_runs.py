@@ -424,5 +424,5 @@ def test_batch_smaller_than_the_number_of_ranks_is_refused() -> None:
         match=r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes",
     ):
         check_batch_size(dataset, 10, BatchShard(0, 3), "train.batch_size")
-    with pytest.raises(ConfigError, match=r"at least one sample for each of the 3 processes[\s\S]*written +2\n[\s\S]*3 or more"):
+    with pytest.raises(ConfigError, match=r"at least one sample for each of the 3 processes[\s\S]*given +2\n[\s\S]*3 or more"):
         check_batch_size(dataset, 2, BatchShard(0, 3), "train.batch_size")

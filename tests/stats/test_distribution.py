@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from instrument.stats import single_pass
-from instrument.stats.distribution import SAMPLE, _sample_indices, distribution_columns, distribution, distribution_on_device
+from instrument.stats.distribution import (
+    SAMPLE,
+    _sample_indices,
+    distribution,
+    distribution_columns,
+    distribution_on_device,
+)
 
 LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 IMPLEMENTATIONS = ("compiled", "portable", "on a device")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
-from instrument.spec.statistics import DEFAULT, VALUE_STATISTICS, STATISTICS
+from instrument.spec.statistics import DEFAULT, STATISTICS, VALUE_STATISTICS
 from instrument.stats import single_pass
 from instrument.stats.blocks import BLOCK
 from instrument.stats.measure import measure, measure_on_device

@@ -21,10 +21,10 @@ from instrument.spec.statistics import ALL, DEFAULT, VALUE_STATISTICS
 from instrument.stats.units import (
     dead_fraction,
     dead_fraction_on_device,
-    saturation_limits,
     ratio_of_norms,
     saturated_fraction,
     saturated_fraction_on_device,
+    saturation_limits,
     unit_dim,
 )
 
