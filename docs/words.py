@@ -1,11 +1,11 @@
 """Refuses words in prose for which this project uses a standard term: `make check`.
 
-Prose is the text of the Markdown files, and the docstrings and comments of the package.
+Prose is the text of the Markdown files, and the strings and comments of the package, its configuration, the examples
+and the benchmarks.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import sys
@@ -15,6 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md")
+SOURCES = ("instrument/**/*.py", "conf/**/*.yaml", "examples/*.py", "benchmarks/**/*.py")
 TERMS = {
     r"foret(?:ell|old)": "predict, estimate",
     r"is told|are told|told of|tells of": "report, raise, warn",
@@ -26,6 +27,8 @@ TERMS = {
     r"(?:is|are) at hand|to be had": "available",
     r"looks? away|looked away": "pause",
     r"fire drill": "test",
+    r"mistakes?": "error, problem",
+    r"beside": "next to, in addition to",
 }
 PATTERN = re.compile("|".join(rf"\b(?:{words})\b" for words in TERMS), re.IGNORECASE)
 
@@ -38,20 +41,21 @@ def prose(file: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(blanked.splitlines(), 1):
             yield number, re.sub(r"`[^`]*`", "", line)
         return
+    if file.suffix == ".yaml":
+        yield from ((number, line.partition("#")[2]) for number, line in enumerate(text.splitlines(), 1))
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            for offset, line in enumerate(node.value.value.splitlines()):
-                yield node.lineno + offset, line
+        if tokenize.tok_name[token.type] in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + offset, line
 
 
 def main() -> int:
-    """Print each word that was found, with its place and the standard term; returns the exit code."""
+    """Print each word that was found, with its location and the standard term; returns the exit code."""
     files = [file for pattern in PAGES for file in sorted(REPOSITORY.glob(pattern))]
     found = 0
-    for file in [*files, *sorted((REPOSITORY / "instrument").rglob("*.py"))]:
+    files += [file for pattern in SOURCES for file in sorted(REPOSITORY.glob(pattern))]
+    for file in files:
         for number, line in prose(file):
             for match in PATTERN.finditer(line):
                 term = next(term for words, term in TERMS.items() if re.fullmatch(words, match[0], re.IGNORECASE))

@@ -66,7 +66,9 @@ def user_code_location(error: BaseException) -> str:
     user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not (frame.filename.startswith(_NOT_USER_CODE) or re.search(r"[\\/](site|dist)-packages[\\/]", frame.filename))
+        if not (
+            frame.filename.startswith(_NOT_USER_CODE) or re.search(r"[\\/](site|dist)-packages[\\/]", frame.filename)
+        )
     ]
     return f" (in {user_frames[-1].filename}:{user_frames[-1].lineno}, {user_frames[-1].name})" if user_frames else ""
 

@@ -29,9 +29,14 @@ from .sinks.transfer import send_all
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m instrument.upload", description="Upload runs to a remote folder.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs")
     parser.add_argument(
-        "remote", metavar="REMOTE", nargs="?", help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)"
+        "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
+    )
+    parser.add_argument(
+        "remote",
+        metavar="REMOTE",
+        nargs="?",
+        help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)",
     )
     args = parser.parse_args(arguments)
     try:

@@ -188,7 +188,11 @@ def _entries(value: Any) -> Any:
 
 VALID = (
     *("seed=7", "train.steps=3", "train.batch_size=8", "optimizer.lr=0.01"),
-    *("hooks.activations.every=2", "hooks.activations.stats=[mean]", "+hooks.new={layers: '**', kind: tensor, action: record}"),
+    *(
+        "hooks.activations.every=2",
+        "hooks.activations.stats=[mean]",
+        "+hooks.new={layers: '**', kind: tensor, action: record}",
+    ),
 )
 """Overrides that are valid with the command of the fuzz tests, so that some command lines are accepted."""
 

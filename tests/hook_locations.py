@@ -15,9 +15,7 @@ LOCATIONS = [
 ]
 GRADIENT_LOCATIONS = LOCATIONS[2:]
 # The locations that interventions support.
-INTERVENTION_LOCATIONS = [
-    location for location in GRADIENT_LOCATIONS if location != ("full_backward", "grad_output")
-]
+INTERVENTION_LOCATIONS = [location for location in GRADIENT_LOCATIONS if location != ("full_backward", "grad_output")]
 
 
 def record_hooks(locations: list[tuple[str, str]], layers: str = "**") -> dict[str, Any]:

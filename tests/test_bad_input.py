@@ -149,9 +149,7 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )  # fmt: skip
-def test_invalid_override_is_reported_with_a_suggestion(
-    cli: Cli, overrides: list[str], expected: list[str]
-) -> None:
+def test_invalid_override_is_reported_with_a_suggestion(cli: Cli, overrides: list[str], expected: list[str]) -> None:
     error = error_of(cli(*overrides))
     for words in expected:
         assert words in error
@@ -265,7 +263,9 @@ def test_invalid_command_line_gives_no_traceback(cli: Cli, overrides: list[str])
 
 
 @pytest.mark.parametrize("name", ["é漢字" * 50, "x" * 2_000], ids=["unicode", "long"])
-@pytest.mark.parametrize("override", ["+exp={}", "+hooks.{}=3", "hooks.tame.layers='{}'", "model._target_={}", "name={}/"])
+@pytest.mark.parametrize(
+    "override", ["+exp={}", "+hooks.{}=3", "hooks.tame.layers='{}'", "model._target_={}", "name={}/"]
+)
 def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str) -> None:
     answer = cli(*([] if "exp" in override else HOOKS), override.format(name))
     assert answer.code == 2
@@ -498,7 +498,9 @@ def test_model_error_during_training_keeps_the_rows(cli: Cli) -> None:
         "    def forward(self, x):\n        self.calls += 1\n        if self.calls == 6:\n"
         "            raise RuntimeError('worn out')\n        return super().forward(x)\n",
     )
-    write("conf/exp/mine.yaml", EXPERIMENT.replace("instrument.training.models.MLP, sizes: [64, 10]", "fragile_net.Net"))
+    write(
+        "conf/exp/mine.yaml", EXPERIMENT.replace("instrument.training.models.MLP, sizes: [64, 10]", "fragile_net.Net")
+    )
     answer = cli("+exp=mine", "train.steps=9", "hooks=activations", "hooks.activations.every=1", "hydra.run.dir=out")
     assert answer.code == 1
     assert "RuntimeError: worn out" in answer.err

@@ -191,9 +191,7 @@ def test_plan_predicts_the_number_of_written_rows(cli: Cli) -> None:
     assert int(total[-4].replace(",", "")) == wrote
 
 
-def test_run_works_in_the_repository_root(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_run_works_in_the_repository_root(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     answer = cli(*TINY, f"hydra.run.dir={tmp_path / 'out'}")
     assert (answer.code, answer.err) == (0, "")

@@ -106,4 +106,9 @@ def test_words_check_finds_the_words_in_prose_only(tmp_path: Path) -> None:
     page.write_text("The rows are foretold.\n\n```python\nanew = 1\n```\nThe column `anew`.\n")
     module.write_text('"""Nobody waits."""\n\nanew = "made anew"  # made anew\n')
     found = [(number, words.PATTERN.findall(line)) for file in (page, module) for number, line in words.prose(file)]
-    assert [(number, *matches) for number, matches in found if matches] == [(1, "foretold"), (3, "anew"), (1, "Nobody")]
+    assert [(number, *matches) for number, matches in found if matches] == [
+        (1, "foretold"),
+        (1, "Nobody"),
+        (3, "anew"),
+        (3, "anew"),
+    ]

@@ -31,9 +31,7 @@ from instrument.sinks.remote import UploadError
 
 
 def test_all_four_parts_are_on_separate_lines() -> None:
-    problem = Problem(
-        "hooks.a", "unknown field 'evry'", given="evry: 2", allowed=["every", "start"], similar=["every"]
-    )
+    problem = Problem("hooks.a", "unknown field 'evry'", given="evry: 2", allowed=["every", "start"], similar=["every"])
     assert str(problem).splitlines() == [
         "hooks.a: unknown field 'evry'",
         "    given    evry: 2",
@@ -109,9 +107,7 @@ def test_config_error_lists_all_problems_and_can_be_pickled() -> None:
         (AlreadyAttachedError, InstrumentError, 1),
     ],
 )
-def test_error_has_its_base_class_and_exit_code(
-    error: type[InstrumentError], base: type[Exception], code: int
-) -> None:
+def test_error_has_its_base_class_and_exit_code(error: type[InstrumentError], base: type[Exception], code: int) -> None:
     assert error.__bases__ == (base,)
     assert error.exit_code == code
     assert getattr(instrument, error.__name__) is error

@@ -46,7 +46,9 @@ def plan_exit_code(raw: dict[str, Any]) -> int:
         config = parse_config(raw)
         with process_state(seed=config.seed, deterministic=config.deterministic):
             made = prepare(config)
-            Console(file=io.StringIO(), width=100).print(plan_view(made.plan, made.inferred_by_phase, dry_run(made), made.steps))
+            Console(file=io.StringIO(), width=100).print(
+                plan_view(made.plan, made.inferred_by_phase, dry_run(made), made.steps)
+            )
     except ConfigError as error:
         return error.exit_code if str(error).strip() else 1
     return 0

@@ -468,7 +468,9 @@ def raise_keyboard_interrupt(tensor: Tensor, context: instrument.Context) -> Ten
 
 
 @pytest.mark.parametrize(
-    ("function", "error"), [("raise_value_error", instrument.HookError), ("raise_keyboard_interrupt", KeyboardInterrupt)], ids=str
+    ("function", "error"),
+    [("raise_value_error", instrument.HookError), ("raise_keyboard_interrupt", KeyboardInterrupt)],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["forward", "full_backward", "post_accumulate_grad", "parameter_grad", "step_post"])
 def test_error_in_a_hook_removes_all_hooks(loop: Loop, kind: str, function: str, error: type[BaseException]) -> None:

@@ -89,9 +89,7 @@ def test_wheel_contains_all_modules_configurations_and_py_typed(wheel: Path) -> 
 @pytest.mark.parametrize(
     "command", [["instrument"], pytest.param(["python", "-m", "instrument"], marks=pytest.mark.slow)], ids=" ".join
 )
-def test_installed_command_runs_with_a_local_model(
-    installed: Path, tmp_path: Path, command: list[str]
-) -> None:
+def test_installed_command_runs_with_a_local_model(installed: Path, tmp_path: Path, command: list[str]) -> None:
     where = call(installed / "python", "-c", "import instrument; print(instrument.__file__)", cwd=tmp_path).stdout
     assert Path(where.strip()).is_relative_to(installed.parent)
     (tmp_path / "conf" / "exp").mkdir(parents=True)

@@ -87,7 +87,9 @@ def test_imports_respect_the_layers(file: Path) -> None:
     wrong = [
         f"{file.relative_to(REPOSITORY)}:{line} imports {other or 'instrument'}"
         for line, other in read(file)[1]
-        if other != subpackage and (subpackage, other) not in ALLOWED_WITHIN_A_LAYER and not (other and LAYER_INDEX[other] < LAYER_INDEX[subpackage])
+        if other != subpackage
+        and (subpackage, other) not in ALLOWED_WITHIN_A_LAYER
+        and not (other and LAYER_INDEX[other] < LAYER_INDEX[subpackage])
     ]
     assert wrong == []
 
@@ -140,7 +142,9 @@ def test_no_import_cycle_even_for_type_checkers() -> None:
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): file for file in files()
     }
     # The front imports lazily, and every module is inside it.
-    imports = {name: {*imported_modules(file)} & names.keys() - {name} for name, file in names.items() if name != "instrument"}
+    imports = {
+        name: {*imported_modules(file)} & names.keys() - {name} for name, file in names.items() if name != "instrument"
+    }
     assert find_cycle(imports) == []
 
 

@@ -51,4 +51,4 @@ def test_numbers_of_the_page_match_the_code() -> None:
     assert f"row groups of {parts.ROW_GROUP_ROWS:,} rows ({compaction.ROW_GROUP_ROWS:,} when merged)" in " ".join(
         PAGE.split()
     )
-    assert f"Files of {compaction.LARGEST // 2**21} MB and more stay as they are" in PAGE
+    assert f"Files of {compaction.MAX_PART_BYTES // 2**21} MB and more stay as they are" in PAGE

@@ -38,7 +38,12 @@ def lines_of(file: Path) -> Iterator[str]:
 def words_in_bash(line: str, folder: Path) -> list[str] | str:
     """Return the words that bash passes to a command, or the error text if bash refuses the line."""
     answer = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {line}"], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        ["bash", "-c", f"printf '%s\\0' {line}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
     )
     return answer.stderr if answer.returncode else answer.stdout.split("\0")[:-1]
 

@@ -150,9 +150,7 @@ def test_rerun_keeps_the_numbers_of_unfinished_jobs(
             pd.testing.assert_frame_equal(left, right, check_exact=True)
 
 
-def test_rerun_continues_after_a_job_fails_again(
-    swept: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rerun_continues_after_a_job_fails_again(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("broken").touch()
     for attempt in (1, 2):
         code, out, err = run_command(capfd, "out", "--rerun")
@@ -199,9 +197,7 @@ def test_rerun_uses_the_launcher_of_the_sweep(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_workers")
-def test_rerun_of_a_sweep_with_a_killed_worker(
-    cli: Cli, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rerun_of_a_sweep_with_a_killed_worker(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     Path("killing.py").write_text(
         "import os, pathlib, signal\n\n\ndef kill(tensor, context, at):\n"
         "    if context.step == at and not pathlib.Path('mended').exists():\n"
@@ -312,9 +308,7 @@ def test_trials_of_a_search_are_listed_and_cannot_be_rerun(cli: Cli, capfd: pyte
 
 
 @pytest.mark.slow
-def test_jobs_in_renamed_folders_are_listed_without_rerun(
-    cli: Cli, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_in_renamed_folders_are_listed_without_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=job_${hydra.job.num}")
     assert cli("-m", *TINY, "train.steps=1", "seed=1,2", *folder).code == 0
     assert [job.name for job in Sweep(Path("out")).jobs()] == ["job_0", "job_1"]
@@ -323,9 +317,7 @@ def test_jobs_in_renamed_folders_are_listed_without_rerun(
     assert "hydra.sweep.subdir" in err
 
 
-def test_jobs_in_nested_folders_are_listed_without_rerun(
-    cli: Cli, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
     assert cli("-m", *TINY, "train.steps=1", "name=a,b", "seed=1,-2", *folder).code == 2
     code, out, _ = run_command(capfd, "out")
@@ -398,9 +390,7 @@ def test_runs_without_a_sweep_are_listed_locally_and_remotely(
         assert ("multirun.yaml" in err) == ("://" not in folder)
 
 
-def test_remote_sweep_lists_its_missing_jobs(
-    seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_remote_sweep_lists_its_missing_jobs(seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
     assert (remote / "multirun.yaml").read_text() == (seeds / "out" / "multirun.yaml").read_text()
     shutil.rmtree(remote / "1")
@@ -519,7 +509,9 @@ def test_invalid_sweep_record_is_reported(workdir: Path, capfd: pytest.CaptureFi
         ("away", "folder not found: away"),
     ],
 )
-def test_folder_without_a_sweep_is_reported(workdir: Path, capfd: pytest.CaptureFixture[str], folder: str, error: str) -> None:
+def test_folder_without_a_sweep_is_reported(
+    workdir: Path, capfd: pytest.CaptureFixture[str], folder: str, error: str
+) -> None:
     Path("out").mkdir()
     Path("file").touch()
     code, _, err = run_command(capfd, folder)

@@ -41,9 +41,7 @@ def test_upload_recovers_and_sends_a_killed_run(tmp_path: Path) -> None:
     assert (run.info["status"], len(run.stats)) == ("killed", 3)
 
 
-def test_upload_of_a_running_run_sends_only_parts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_upload_of_a_running_run_sends_only_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Linear(3, 2)
     address = f"memory://{tmp_path}/there"
     with instrument.attach(model, HOOKS, out=tmp_path / "going") as probe:

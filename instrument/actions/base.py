@@ -223,7 +223,9 @@ class NoArchive:
         Raises:
             LookupError: Always.
         """
-        raise LookupError(f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}")
+        raise LookupError(
+            f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}"
+        )
 
 
 class Action(Protocol):

@@ -124,7 +124,9 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
     where[index] = True
     if recorded.shape != tensor.shape:
         if recorded.shape != where[index].shape:
-            raise ValueError(f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}")
+            raise ValueError(
+                f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
+            )
         full = torch.zeros_like(tensor)
         full[index] = recorded.to(tensor.device, tensor.dtype)
         recorded = full

@@ -53,7 +53,9 @@ class RunArchive:
                 raise ConfigError(Problem(f"{where}.run", str(error), run, "the folder of a run")) from None
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
-            raise ConfigError(Problem(f"{where}.run", "this run has no recorded tensors: set 'tensors: true' in a record hook", run))
+            raise ConfigError(
+                Problem(f"{where}.run", "this run has no recorded tensors: set 'tensors: true' in a record hook", run)
+            )
         if hook is not None and hook not in hooks:
             message = "this run has no tensors recorded by this hook"
             raise ConfigError(Problem(f"{where}.hook", message, hook, hooks, similar_names(hook, hooks)))

@@ -83,9 +83,7 @@ def _warn_unpaired(run: RunTables, matching: Matching) -> None:
     reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MOST_REASONS])
     more = "; ..." if len(counts) > MOST_REASONS else ""
     unpaired = f"{len(matching.left_out)} of {len(run.folders)} runs are not in any pair"
-    warnings.warn(
-        f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4
-    )
+    warnings.warn(f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4)
 
 
 def _cells(values: list[Any]) -> pd.Series:

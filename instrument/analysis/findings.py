@@ -143,7 +143,13 @@ def _dead(run: RunTables) -> Iterator[Finding]:
     row = _largest(run, "zero_fraction", _OUTPUT & ds.field("module_type").isin(_RECTIFIERS))
     if row is not None:
         fraction = row["zero_fraction"]
-        yield Finding("most zeros after a ReLU", _where(row), row["step"], f"{fraction:.1%} of its output is zero", number=fraction)
+        yield Finding(
+            "most zeros after a ReLU",
+            _where(row),
+            row["step"],
+            f"{fraction:.1%} of its output is zero",
+            number=fraction,
+        )
 
 
 def _saturated(run: RunTables) -> Iterator[Finding]:
@@ -152,7 +158,9 @@ def _saturated(run: RunTables) -> Iterator[Finding]:
     if row is not None and row["saturated_fraction"]:
         fraction = row["saturated_fraction"]
         severity: Severity = "warning" if fraction >= MANY_SATURATED else "info"
-        yield Finding("most saturated", _where(row), row["step"], f"{fraction:.1%} of its output is saturated", severity, fraction)
+        yield Finding(
+            "most saturated", _where(row), row["step"], f"{fraction:.1%} of its output is saturated", severity, fraction
+        )
 
 
 def _updates(run: RunTables) -> Iterator[Finding]:
@@ -204,7 +212,9 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
         few = 0 < effect.changed_fraction < FEW
         amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
         where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''} ({hook})"
-        yield Finding(descriptions.get(hook, "changed"), where, None, f"{amount} changed{norms}", number=effect.changed_fraction)
+        yield Finding(
+            descriptions.get(hook, "changed"), where, None, f"{amount} changed{norms}", number=effect.changed_fraction
+        )
 
 
 def _described(run: RunTables) -> dict[str, str]:

@@ -65,7 +65,9 @@ class Journals:
                 except FileNotFoundError:
                     continue  # the journal was converted to Parquet in the meantime
                 rows[part] = list(known.pieces)
-                problem = known.reading.problem or truncation_problem(known.reading.rows, written.get((table.name, part), 0))
+                problem = known.reading.problem or truncation_problem(
+                    known.reading.rows, written.get((table.name, part), 0)
+                )
                 if problem is not None:
                     problems[path] = problem
             for path in [path for path in self._known if path.name.startswith(f"{table.name}-")]:

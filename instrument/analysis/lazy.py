@@ -58,7 +58,9 @@ class _Source:
         before, after = queried.columns(table)
         self.table_schema = pl.DataFrame(pl.from_arrow(TABLES[table].schema.empty_table())).schema
         self.run_columns = pl.DataFrame({name: pl.Series(values) for name, values in (before | after).items()})
-        self.empty = pl.DataFrame(schema={**self.table_schema, **self.run_columns.schema}).select(*before, *self.table_schema, *after)
+        self.empty = pl.DataFrame(schema={**self.table_schema, **self.run_columns.schema}).select(
+            *before, *self.table_schema, *after
+        )
         self.schema = self.empty.schema
 
     def read(
@@ -77,7 +79,9 @@ class _Source:
             polars.exceptions.PolarsError: The condition is invalid.
         """
         left = n_rows
-        for frame in _Collection(self, self.schema.names() if with_columns is None else with_columns, predicate).frames():
+        for frame in _Collection(
+            self, self.schema.names() if with_columns is None else with_columns, predicate
+        ).frames():
             yield frame if left is None else frame.head(left)
             left = None if left is None else left - frame.height
             if left is not None and left <= 0:
@@ -155,7 +159,11 @@ class _Collection:
         import polars as pl
 
         if table_files.paths:
-            yield from self._remote_frames(table_files) if is_address(table_files.paths[0]) else self._local_frames(table_files)
+            yield from (
+                self._remote_frames(table_files)
+                if is_address(table_files.paths[0])
+                else self._local_frames(table_files)
+            )
         if len(table_files.unwritten):
             rows = pl.DataFrame(pl.from_arrow(table_files.unwritten))
             yield rows.filter(self.conditions).select(self.columns)
@@ -174,7 +182,9 @@ class _Collection:
             include_file_paths=FILE if self.known else None,
         )
         if self.known:
-            run_columns = self.source.run_columns.select(self.known)[table_files.owners].with_columns(pl.Series(FILE, names))
+            run_columns = self.source.run_columns.select(self.known)[table_files.owners].with_columns(
+                pl.Series(FILE, names)
+            )
             rows = rows.join(run_columns.lazy(), on=FILE, how="left", maintain_order="left")
         yield from (
             rows.filter(self.conditions).select(self.columns).collect_batches(chunk_size=CHUNK, engine="streaming")

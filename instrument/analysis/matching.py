@@ -150,7 +150,9 @@ class _PartnerIndex:
         """
         if training.at(self.outer) is None:
             return self.by_other_settings.get(training.without(self.outer), [])
-        found = self.by_configuration.get(training.without(self.path)) or self.without_hook.get(training.without(self.outer))
+        found = self.by_configuration.get(training.without(self.path)) or self.without_hook.get(
+            training.without(self.outer)
+        )
         return [] if found is None else [found]
 
 
@@ -199,9 +201,7 @@ def _values_by_run(run: RunTables, key: str, known: Sequence[Training], latest: 
     return {training.index: group.label for group in groups for training in group.members}
 
 
-def _check_differs(
-    run: RunTables, where: str, key: str, known: Sequence[Training], groups: Sequence[_Group]
-) -> None:
+def _check_differs(run: RunTables, where: str, key: str, known: Sequence[Training], groups: Sequence[_Group]) -> None:
     if len(groups) > 1:
         return
     keys = dict.fromkeys(node for training in known for node in config_keys(training))
@@ -258,12 +258,22 @@ def _baseline(key: str, groups: Sequence[_Group], asked: Any) -> int:
     """Return the index of the baseline group."""
     if asked is not None:
         word = canonical_json(asked)
-        found = [i for i, group in enumerate(groups) if word in (canonical_json(group.value), canonical_json(group.label))]
+        found = [
+            i for i, group in enumerate(groups) if word in (canonical_json(group.value), canonical_json(group.label))
+        ]
         if not found:
             values = [group.text for group in groups]
             allowed = ", ".join(values[:MOST_NAMES])
             raise InstrumentError(
-                str(Problem("baseline", f"no run has this value of {key}", to_yaml(asked), allowed, similar_names(str(asked), values)))
+                str(
+                    Problem(
+                        "baseline",
+                        f"no run has this value of {key}",
+                        to_yaml(asked),
+                        allowed,
+                        similar_names(str(asked), values),
+                    )
+                )
             )
         return found[0]
     empty = [i for i, group in enumerate(groups) if group.value is None]

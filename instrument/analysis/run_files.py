@@ -32,7 +32,11 @@ from ..spec.statistics import STATISTICS
 from .journals import Journals
 from .remote_files import arrow_files, remote_errors
 
-OPTIONAL_COLUMNS = {POSITION.name, "scope", *(statistic.name for statistic in STATISTICS.values() if not statistic.default)}
+OPTIONAL_COLUMNS = {
+    POSITION.name,
+    "scope",
+    *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
+}
 """Columns that may be missing in files of earlier versions; they are read as null."""
 OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)

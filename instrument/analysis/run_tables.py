@@ -18,7 +18,9 @@ from .frames import add_overrides, plain_labels, with_arrays, without_unknown_ty
 from .run_files import RunFiles
 from .typed_columns import typed_frame
 
-OBJECTIVE_KEY = "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
+OBJECTIVE_KEY = (
+    "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
+)
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
@@ -69,7 +71,10 @@ class RunTables:
         their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or
         named `objective`, is renamed to `override.<name>`.
         """
-        numbers = [{**info["metrics"], **({OBJECTIVE_KEY: info[OBJECTIVE_KEY]} if OBJECTIVE_KEY in info else {})} for info in self.infos]
+        numbers = [
+            {**info["metrics"], **({OBJECTIVE_KEY: info[OBJECTIVE_KEY]} if OBJECTIVE_KEY in info else {})}
+            for info in self.infos
+        ]
         taken = {name for row in numbers for name in row}
         rows = [
             {

@@ -69,9 +69,7 @@ class Alerts:
         message = f"{'first recorded non-finite value' if first else 'further non-finite value'}: {_counted(row)}"
         self._write_event(RULE, message, severity="warning" if first else "info", layer=layer, step=step)
         if len(self._locations) > MAX_LOCATIONS:
-            message = (
-                f"values were not finite at {MAX_LOCATIONS + 1} locations; further ones are not reported, see the stats table"
-            )
+            message = f"values were not finite at {MAX_LOCATIONS + 1} locations; further ones are not reported, see the stats table"
             self._write_event(RULE, message, severity="info", layer=None, step=step)
 
     def check_metrics(self, moment: StepContext, metrics: Mapping[str, Any]) -> None:

@@ -56,7 +56,12 @@ class Budget:
     """
 
     def __init__(
-        self, config: BudgetConfig, attached_hooks: Sequence[AttachedHook], recorder: Recorder, steps: int | None, report: Reporter
+        self,
+        config: BudgetConfig,
+        attached_hooks: Sequence[AttachedHook],
+        recorder: Recorder,
+        steps: int | None,
+        report: Reporter,
     ) -> None:
         self.config = config
         self.record_hooks = [attached for attached in attached_hooks if isinstance(attached.site.spec, RecordSpec)]
@@ -175,8 +180,14 @@ class Budget:
         if self.measured <= allowed:
             return self._sample_more_often(allowed)
         # The time outside of actions is divided among all firings.
-        seconds_per_firing = (hook_seconds - self._factor * sum(self.timer.action_seconds.values())) / max(1, sum(self.timer.firings.values()))
-        costs = {attached: self._factor * self.timer.action_seconds[attached] + seconds_per_firing * self.timer.firings[attached] for attached in self.record_hooks}
+        seconds_per_firing = (hook_seconds - self._factor * sum(self.timer.action_seconds.values())) / max(
+            1, sum(self.timer.firings.values())
+        )
+        costs = {
+            attached: self._factor * self.timer.action_seconds[attached]
+            + seconds_per_firing * self.timer.firings[attached]
+            for attached in self.record_hooks
+        }
         return self._subsample(costs, hook_seconds - allowed * baseline, self._time_message(allowed))
 
     def _time_message(self, allowed: float) -> str:
@@ -192,13 +203,18 @@ class Budget:
         self._increases += 1
         for attached in subsampled:
             attached.subsampling //= 2
-            self.report(f"{self._time_message(allowed)}: {_name(attached)} is sampled more often again, {_rate_text(attached.subsampling)}", attached)
+            self.report(
+                f"{self._time_message(allowed)}: {_name(attached)} is sampled more often again, {_rate_text(attached.subsampling)}",
+                attached,
+            )
         return True
 
     def _keep_bytes(self, allowed: int, done: int) -> bool:
         total = sum(self._bytes_of(attached) for attached in self.record_hooks)
         remaining_steps = HORIZON * done if self.steps is None else max(0, self.steps - done)
-        expected_bytes = {attached: self._bytes_a_step(attached, done) * remaining_steps for attached in self.record_hooks}
+        expected_bytes = {
+            attached: self._bytes_a_step(attached, done) * remaining_steps for attached in self.record_hooks
+        }
         reason = f"{total:,.0f} bytes are recorded, the budget is {allowed:,}"
         return self._subsample(expected_bytes, sum(expected_bytes.values()) - (allowed - total), reason)
 
@@ -217,7 +233,11 @@ class Budget:
         before = {attached: attached.subsampling for attached in self.record_hooks}
         costs = dict(costs)
         while excess > 0:
-            candidates = [attached for attached in self.record_hooks if attached.subsampling < MAX_SUBSAMPLING and costs[attached] > 0]
+            candidates = [
+                attached
+                for attached in self.record_hooks
+                if attached.subsampling < MAX_SUBSAMPLING and costs[attached] > 0
+            ]
             if not candidates:
                 break
             most_expensive = max(candidates, key=lambda attached: costs[attached])
@@ -256,10 +276,16 @@ class Budget:
         """Return one line for each hook that was sampled less often."""
         lines = []
         for name in dict.fromkeys(attached.site.spec.name for attached in self.record_hooks):
-            subsampled = [attached for attached in self.record_hooks if attached.site.spec.name == name and attached.subsampling > 1]
+            subsampled = [
+                attached
+                for attached in self.record_hooks
+                if attached.site.spec.name == name and attached.subsampling > 1
+            ]
             if subsampled:
                 most = max(attached.subsampling for attached in subsampled)
-                overhead = "" if self.measured is None else f"; at the end, hooks took {self.measured:.1%} of the step time"
+                overhead = (
+                    "" if self.measured is None else f"; at the end, hooks took {self.measured:.1%} of the step time"
+                )
                 lines.append(
                     f"budget: hook '{name}' was sampled less often at {len(subsampled)} sites, down to "
                     f"{_rate_text(most)}{overhead}"

@@ -19,7 +19,9 @@ class Calibration:
     """
 
     def __init__(self, records: Sequence[AttachedHook]) -> None:
-        self.always_scheduled = [attached for attached in records if (s := attached.site.spec.schedule).every == 1 and s.steps is None]
+        self.always_scheduled = [
+            attached for attached in records if (s := attached.site.spec.schedule).every == 1 and s.steps is None
+        ]
         self.steps = 0
         self.is_paused = False
         self.recording: list[tuple[float, float]] = []  # duration of a step, and the time measured in hooks

@@ -16,7 +16,11 @@ from .tables import NEVER_DUE, is_incomplete
 
 
 def coverage_rows(
-    attached_hooks: Sequence[AttachedHook], layers: Layers, dropped: Mapping[tuple[str, str, str], int], *, running: bool
+    attached_hooks: Sequence[AttachedHook],
+    layers: Layers,
+    dropped: Mapping[tuple[str, str, str], int],
+    *,
+    running: bool,
 ) -> list[dict[str, Any]]:
     """Return one row per site, with the columns of the coverage table.
 
@@ -51,7 +55,11 @@ def _cause(attached: AttachedHook, layers: Layers) -> str:
     """
     if attached.expected:
         silent = attached.fired < attached.expected
-        return "; ".join(dict.fromkeys(_refined_cause(cause, attached, layers) for cause, _ in attached.reasons.most_common() if silent))
+        return "; ".join(
+            dict.fromkeys(
+                _refined_cause(cause, attached, layers) for cause, _ in attached.reasons.most_common() if silent
+            )
+        )
     if attached.exemptions:
         return "; ".join(cause for cause, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
@@ -65,7 +73,9 @@ def _refined_cause(cause: str, attached: AttachedHook, layers: Layers) -> str:
     if cause != NOT_CALLED:
         return cause
     layer = attached.site.layer
-    return fused_attention_reason(layer.module, _parents(layer, layers)) or (NOT_CALLED_COPIED if attached.copied else cause)
+    return fused_attention_reason(layer.module, _parents(layer, layers)) or (
+        NOT_CALLED_COPIED if attached.copied else cause
+    )
 
 
 def _parents(layer: Layer, layers: Layers) -> list[nn.Module]:

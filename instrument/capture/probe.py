@@ -100,7 +100,10 @@ class Probe:
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         found = archive or NoArchive()
         actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
-        self.attached_hooks = [AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked) for site in plan.sites]
+        self.attached_hooks = [
+            AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked)
+            for site in plan.sites
+        ]
         self.budget: Budget | None = None
         if budget is not None and (budget.time is not None or budget.bytes is not None):
             self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
@@ -108,7 +111,9 @@ class Probe:
         self._overhead = Overhead()
         # Names of the hooks that are scheduled in the current step.
         self._due: tuple[str, ...] = ()
-        self._hooks = HookSet(plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop)
+        self._hooks = HookSet(
+            plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
+        )
         self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
         self.warnings: list[str] = []
         self._entered = False
@@ -437,7 +442,11 @@ class Probe:
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
         for attached in self.attached_hooks:
-            if attached.ever_due and attached.frequency == "occasion" and (attached.has_opportunities or not (attached.expected or attached.exemptions)):
+            if (
+                attached.ever_due
+                and attached.frequency == "occasion"
+                and (attached.has_opportunities or not (attached.expected or attached.exemptions))
+            ):
                 attached.update_coverage()
         running = self._busy or error is not None
         rows = coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running)

@@ -95,7 +95,9 @@ AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
 """The sort order that restores the order in which the rows of a sorted table were written."""
 
 MOMENT = (
-    Column("step", pa.int64(), "step", "optimizer step, from 0; for an evaluation, the number of steps completed before it"),
+    Column(
+        "step", pa.int64(), "step", "optimizer step, from 0; for an evaluation, the number of steps completed before it"
+    ),
     Column("micro_step", pa.int32(), "batch", "micro-batch in the step, or batch in the evaluation, from 0"),
     Column("epoch", pa.int32(), "epoch", "pass over the data, from 0"),
     Column("phase", _LABEL, "", "train or eval"),
@@ -108,7 +110,9 @@ IDENTITY = (
     Column("module_type", _LABEL, "", "short name of the module's class"),
     Column("kind", _LABEL, "", "kind of the hook"),
     Column("role", _LABEL, "", "role of the tensor: which of the kind's tensors it is"),
-    Column("path", _LABEL, "", "location of the tensor in a nested value; the name of a parameter or buffer in its module"),
+    Column(
+        "path", _LABEL, "", "location of the tensor in a nested value; the name of a parameter or buffer in its module"
+    ),
     Column(
         "call",
         pa.int32(),
@@ -155,19 +159,25 @@ TABLES: dict[str, Table] = {
             (
                 *IDENTITY,
                 Column(
-                    "sampled", pa.int64(), "elements", "finite elements from which the quantiles are computed; null without quantiles"
+                    "sampled",
+                    pa.int64(),
+                    "elements",
+                    "finite elements from which the quantiles are computed; null without quantiles",
                 ),
                 Column("levels", pa.list_(pa.float64()), "fraction", "levels of the quantiles, ascending"),
                 Column(
                     "quantiles",
                     pa.list_(pa.float64()),
                     "the tensor's own",
-                    "one per level; computed from all elements if there are at most 32,768, otherwise from a sample of 16,384; null if none is finite",
+                    "one per level; computed from all elements if there are at most 32,768, otherwise from a sample of "
+                    "16,384; null if none is finite",
                 ),
                 Column(
                     "low", pa.float64(), "the tensor's own", "lower end of the histogram: the smallest finite value"
                 ),
-                Column("high", pa.float64(), "the tensor's own", "upper end of the histogram: the largest finite value"),
+                Column(
+                    "high", pa.float64(), "the tensor's own", "upper end of the histogram: the largest finite value"
+                ),
                 Column(
                     "counts",
                     pa.list_(pa.int64()),
@@ -209,7 +219,12 @@ TABLES: dict[str, Table] = {
                 Column("changed_fraction", pa.float64(), "fraction", "changed / numel"),
                 Column("norm_before", pa.float64(), "the tensor's own", "L2 norm of the finite values before"),
                 Column("norm_after", pa.float64(), "the tensor's own", "L2 norm of the finite values after"),
-                Column("factor", pa.float64(), "", "factor by which the tensor was multiplied; null if it is not one number"),
+                Column(
+                    "factor",
+                    pa.float64(),
+                    "",
+                    "factor by which the tensor was multiplied; null if it is not one number",
+                ),
             ),
             is_sorted=True,
         ),
@@ -220,7 +235,10 @@ TABLES: dict[str, Table] = {
                 *(column for column in MOMENT if column.name != "micro_step"),
                 Column("loss", pa.float64(), "the loss's own", "mean over the samples of the step"),
                 Column(
-                    "accuracy", pa.float64(), "fraction", "fraction of the samples whose most likely class is the target"
+                    "accuracy",
+                    pa.float64(),
+                    "fraction",
+                    "fraction of the samples whose most likely class is the target",
                 ),
                 Column(
                     "lr",
@@ -259,7 +277,12 @@ TABLES: dict[str, Table] = {
                     "call; steps at which its parameter is frozen or not in the optimizer do not count",
                 ),
                 Column("fired", pa.int64(), "firings", "actual number of firings"),
-                Column("dropped", pa.int64(), "tensors", "recorded tensors that were dropped because no buffer was available"),
+                Column(
+                    "dropped",
+                    pa.int64(),
+                    "tensors",
+                    "recorded tensors that were dropped because no buffer was available",
+                ),
                 Column(
                     "cause",
                     pa.string(),

@@ -195,7 +195,9 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
     elif sharded := [parameter for parameter in model.parameters() if is_sharded(parameter)]:
         parallel = "fsdp2"
         problems += shard_problems(hooks)
-        if reduce == "global" and not all(placement.is_shard() for parameter in sharded for placement in parameter.placements):
+        if reduce == "global" and not all(
+            placement.is_shard() for parameter in sharded for placement in parameter.placements
+        ):
             message = "some parameters are replicated in several processes and would be counted more than once"
             problems.append(Problem("reduce", message, given=reduce, allowed="none"))
     if problems:

@@ -21,7 +21,11 @@ Location = tuple[type[Family], int, bool, bool]
 
 
 def attach_sites(
-    attached_hooks: Sequence[AttachedHook], optimizers: Sequence[Optimizer], clock: Clock, *, steps_by_loop: bool = False
+    attached_hooks: Sequence[AttachedHook],
+    optimizers: Sequence[Optimizer],
+    clock: Clock,
+    *,
+    steps_by_loop: bool = False,
 ) -> Iterator[Family]:
     """Attach all sites. Each family is yielded as soon as it is attached, so that it can be detached after an error.
 

@@ -17,7 +17,7 @@ from ..actions.intervention import describe
 from ..errors import HookError, InstrumentError, user_code_location
 from ..plan.dimension_checks import refuse_misfit
 from ..plan.sites import Site
-from ..sharded import is_sharded, local_shard, sharded_like, full_tensor
+from ..sharded import full_tensor, is_sharded, local_shard, sharded_like
 from ..spec.functions import FunctionSpec, PenaltySpec
 from ..spec.globs import matches
 from ..spec.record import RecordSpec

@@ -85,7 +85,9 @@ class Calls:
     @property
     def has_unfinished(self) -> bool:
         """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return self.micro_step_index == self.clock.micro_step_index and any(not call.is_recomputed for call in self.active)
+        return self.micro_step_index == self.clock.micro_step_index and any(
+            not call.is_recomputed for call in self.active
+        )
 
     def _original_number(self, segments: list[tuple[object, bool]]) -> int:
         """Return the index of the original call, given its position among the calls of its segment."""
@@ -107,7 +109,9 @@ def in_backward() -> bool:
 
 def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
     """Return whether a call will not return. Checkpointing recomputes no more of a segment than required."""
-    return call.is_recomputed and call.segment is not None and all(segment is not call.segment for segment, _ in segments)
+    return (
+        call.is_recomputed and call.segment is not None and all(segment is not call.segment for segment, _ in segments)
+    )
 
 
 def _may_be_checkpointed() -> bool:

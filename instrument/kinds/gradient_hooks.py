@@ -73,11 +73,19 @@ class ViewRegion(NamedTuple):
 
     def extract(self, gradient: Tensor) -> Tensor:
         """Return the view's part of the base tensor's gradient."""
-        return gradient if self.base_geometry == self.view_geometry else self._with_base_layout(gradient).as_strided(*self.view_geometry).clone()
+        return (
+            gradient
+            if self.base_geometry == self.view_geometry
+            else self._with_base_layout(gradient).as_strided(*self.view_geometry).clone()
+        )
 
     def insert(self, gradient: Tensor, part: Tensor) -> Tensor:
         """Return the base tensor's gradient with the view's part replaced."""
-        return part if self.base_geometry == self.view_geometry else self._with_base_layout(gradient).as_strided_scatter(part, *self.view_geometry)
+        return (
+            part
+            if self.base_geometry == self.view_geometry
+            else self._with_base_layout(gradient).as_strided_scatter(part, *self.view_geometry)
+        )
 
     def _with_base_layout(self, gradient: Tensor) -> Tensor:
         shape, strides, _ = self.base_geometry

@@ -34,7 +34,9 @@ def overhead_factor(recording: Sequence[float], paused: Sequence[float], measure
     if min(len(recording), len(paused)) < 3 or measured <= 0.0:
         return USUAL_FACTOR
     found = (median(recording) - median(paused)) / measured
-    variance = (robust_variance(recording) / len(recording) + robust_variance(paused) / len(paused)) / measured**2 + 1e-9
+    variance = (
+        robust_variance(recording) / len(recording) + robust_variance(paused) / len(paused)
+    ) / measured**2 + 1e-9
     usual, own = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
     return min(max((USUAL_FACTOR * usual + found * own) / (usual + own), 1.0), MAX_FACTOR)
 

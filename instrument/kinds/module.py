@@ -93,7 +93,9 @@ class ModuleHooks(InertWhenCopied):
         self.input_gradients.own = [
             attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_input"
         ]
-        self.input_gradients.total = [attached for kind, role, attached in roles if kind == "tensor" and role == "input"]
+        self.input_gradients.total = [
+            attached for kind, role, attached in roles if kind == "tensor" and role == "input"
+        ]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
@@ -162,7 +164,9 @@ class ModuleHooks(InertWhenCopied):
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.count_opportunity()
-                attached.count_firing() if attached in fired else attached.count_miss(obstacles.get(attached, NO_TENSOR))
+                attached.count_firing() if attached in fired else attached.count_miss(
+                    obstacles.get(attached, NO_TENSOR)
+                )
         return new
 
     def detach(self) -> None:

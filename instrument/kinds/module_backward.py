@@ -35,7 +35,9 @@ class ModuleBackwardHooks(InertWhenCopied):
         ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow in addition to these.
     """
 
-    def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock, *, prepend: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock, *, prepend: bool = False
+    ) -> None:
         if module._is_full_backward_hook is False:
             site = attached_hooks[0].site
             message = (
@@ -123,7 +125,11 @@ class ModuleBackwardHooks(InertWhenCopied):
 
         def act(path: str, gradient: Tensor) -> Tensor:
             path = "" if role == "grad_output" and self.returns_tensor else path
-            accepting = [attached for attached in attached_hooks if attached.accepts(gradient, path) and unreadable(gradient) is None]
+            accepting = [
+                attached
+                for attached in attached_hooks
+                if attached.accepts(gradient, path) and unreadable(gradient) is None
+            ]
             fired.update(accepting)
             return fire_all(accepting, gradient, path, firing)
 

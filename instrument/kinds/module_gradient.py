@@ -77,7 +77,10 @@ def edge_of(tensor: Tensor) -> Edge:
 
 
 def find_contributions(
-    outputs: Iterable[Tensor], contributions: dict[Edge, ModuleContribution], views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]], since: int
+    outputs: Iterable[Tensor],
+    contributions: dict[Edge, ModuleContribution],
+    views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]],
+    since: int,
 ) -> None:
     """Traverse the graph from a module's outputs to its inputs, and collect contributions from the nodes on the way.
 

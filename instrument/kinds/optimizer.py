@@ -28,7 +28,13 @@ class StepHooks:
     """
 
     def __init__(
-        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, steps_by_loop: bool = False
+        self,
+        optimizer: Optimizer,
+        owners: Owners,
+        attached_hooks: Sequence[AttachedHook],
+        clock: Clock,
+        *,
+        steps_by_loop: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.owners = owners
@@ -72,7 +78,11 @@ class StepHooks:
                 if parameter is None or is_lazy(parameter):
                     continue
                 wide = torch.promote_types(parameter.dtype, torch.float32)
-                if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (parameter.shape, wide, parameter.device):
+                if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (
+                    parameter.shape,
+                    wide,
+                    parameter.device,
+                ):
                     buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
                 buffer.copy_(parameter)
 
@@ -126,7 +136,11 @@ class StepHooks:
             case "param_grad":
                 return held.grad
             case "update":
-                return torch.sub(held.to(self.parameters_before[attached].dtype), self.parameters_before[attached], out=self.parameters_before[attached])
+                return torch.sub(
+                    held.to(self.parameters_before[attached].dtype),
+                    self.parameters_before[attached],
+                    out=self.parameters_before[attached],
+                )
         state = self.optimizer.state.get(held, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 

@@ -8,9 +8,7 @@ from typing import Any
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def run_after_gradients(
-    args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
-) -> Arguments | None:
+def run_after_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Arguments | None:
     """Run a function as soon as gradients exist: at once, or after each call of the closure if there is one.
 
     Args:

@@ -35,7 +35,9 @@ class GradientHooks:
         self.clock = clock
         self.attached_hooks = attached_hooks
         self.micro = [attached for attached in attached_hooks if attached.site.spec.kind == "parameter_grad_micro"]
-        self.accumulated = [attached for attached in attached_hooks if attached.site.spec.kind == "post_accumulate_grad"]
+        self.accumulated = [
+            attached for attached in attached_hooks if attached.site.spec.kind == "post_accumulate_grad"
+        ]
         self.site = attached_hooks[0]
         self.handles: list[RemovableHandle] = []
         self.micro_step_index = -1
@@ -96,7 +98,11 @@ class GradientHooks:
         return Firing(backward=self.passes[kind] - 1)
 
     def _due(self, attached_hooks: Sequence[AttachedHook], gradient: Tensor) -> list[AttachedHook]:
-        return [attached for attached in attached_hooks if attached.due and not self.clock.closed and attached.check_readable(gradient)]
+        return [
+            attached
+            for attached in attached_hooks
+            if attached.due and not self.clock.closed and attached.check_readable(gradient)
+        ]
 
     def detach(self) -> None:
         """Remove the hooks in reverse order."""
@@ -113,7 +119,13 @@ class BoundaryHooks:
     """
 
     def __init__(
-        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock, *, steps_by_loop: bool = False
+        self,
+        optimizer: Optimizer,
+        owners: Owners,
+        attached_hooks: Sequence[AttachedHook],
+        clock: Clock,
+        *,
+        steps_by_loop: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.owners = owners
@@ -147,7 +159,8 @@ class BoundaryHooks:
         true = gradients if scale is None else [unscaled(gradient, scale) for gradient in gradients]
         ready[0][0].action.prepare(true)
         changed = [
-            attached.fire(old, attached.site.own_name, Firing(attached.call), value=p, amp_scale=scale) for attached, p, old in ready
+            attached.fire(old, attached.site.own_name, Firing(attached.call), value=p, amp_scale=scale)
+            for attached, p, old in ready
         ]
         # Replace gradients only after all actions have succeeded.
         for gradient, new in zip(gradients, changed, strict=True):

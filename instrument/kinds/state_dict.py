@@ -28,7 +28,9 @@ class StateDictHooks(InertWhenCopied):
     def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         self.module = module
         self.clock = clock
-        self.by_kind = {kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER}
+        self.by_kind = {
+            kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER
+        }
         self.handles: list[RemovableHandle] = []
         for kind, hook in (
             ("state_dict_pre", self.saving),
@@ -87,10 +89,14 @@ class StateDictHooks(InertWhenCopied):
 class OptimizerStateDictHooks:
     """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
-    def __init__(self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
+    def __init__(
+        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock
+    ) -> None:
         self.owners = owners
         self.clock = clock
-        self.by_kind = {kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER}
+        self.by_kind = {
+            kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER
+        }
         self.handles: list[RemovableHandle] = []
         if self.by_kind["state_dict_pre"]:
             self.handles.append(optimizer.register_state_dict_pre_hook(self.saving))

@@ -43,7 +43,11 @@ class GradientCall:
     """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock) -> None:
-        self.attached_hooks = [attached for attached in attached_hooks if not attached.is_record_hook] if call.graph_is_discarded else attached_hooks
+        self.attached_hooks = (
+            [attached for attached in attached_hooks if not attached.is_record_hook]
+            if call.graph_is_discarded
+            else attached_hooks
+        )
         self.call = call
         self.clock = clock
         self.has_tensors = False
@@ -74,7 +78,11 @@ class GradientCall:
             path: The path of the tensor.
             value: The tensor that the gradient belongs to.
         """
-        attached_hooks = [attached for attached in self.attached_hooks if attached.matches_path(path) and (attached, id(value)) not in self.registered]
+        attached_hooks = [
+            attached
+            for attached in self.attached_hooks
+            if attached.matches_path(path) and (attached, id(value)) not in self.registered
+        ]
         if not attached_hooks:
             return None
         self.registered.update((attached, id(value)) for attached in attached_hooks)
@@ -154,7 +162,12 @@ class PendingInputGradients:
 
     def _find_contributions(self, output: Any) -> None:
         outputs = [tensor for _, tensor in leaves(output)]
-        find_contributions(outputs, {edge: contribution for edge, (contribution, _) in self.contributions.items()}, self.views, self.since)
+        find_contributions(
+            outputs,
+            {edge: contribution for edge, (contribution, _) in self.contributions.items()},
+            self.views,
+            self.since,
+        )
         bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
         for contribution, tensor in self.contributions.values():
             if not bases.isdisjoint((id(tensor), id(tensor._base))):
@@ -192,7 +205,9 @@ class InputGradients:
                 continue
             if (hook := total.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
-                self.leaf_hooks.register(tensor, hook) if tensor.is_leaf else TensorGradientHook(tensor, hook).finish_registration()
+                self.leaf_hooks.register(tensor, hook) if tensor.is_leaf else TensorGradientHook(
+                    tensor, hook
+                ).finish_registration()
         for path, tensor in own.tensors_with_gradient(value):
             if (hook := own.hook(path, tensor)) is None:
                 continue
@@ -238,7 +253,10 @@ class OutputGradients:
         """Register hooks for all output tensors. Return the output for the caller."""
         gradients = GradientCall(self.attached_hooks, call, self.clock)
         read_only = all(attached.is_record_hook for attached in gradients.attached_hooks)
-        needs_alias = any(not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre" for attached in gradients.attached_hooks)
+        needs_alias = any(
+            not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
+            for attached in gradients.attached_hooks
+        )
         for path, tensor in gradients.tensors_with_gradient(output):
             if (hook := gradients.hook(path, tensor)) is not None:
                 is_own = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
@@ -248,7 +266,9 @@ class OutputGradients:
                     self.leaf_hooks.register(tensor, hook)
                 else:
                     TensorGradientHook(gradients.alias(tensor), hook).finish_registration()
-        missing_is_expected = call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+        missing_is_expected = (
+            call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+        )
         gradients.count_opportunities(missing_is_expected=missing_is_expected)
         return gradients.with_aliases(output)
 

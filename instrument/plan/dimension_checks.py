@@ -14,7 +14,7 @@ from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.interventions import ScaleSpec
 from ..spec.record import RecordSpec
-from .shape_inference import TensorInfo, InferredCalls, calls_of
+from .shape_inference import InferredCalls, TensorInfo, calls_of
 from .sites import HookPlan, Site
 
 ALLOWED_IN_SMALLER_BATCH = (
@@ -44,7 +44,10 @@ def refuse_misfits(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls
 
 
 def misfits_in_smaller_batches(
-    plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls], samples: Mapping[str, int], smallest: Callable[[HookSpec], int]
+    plan: HookPlan,
+    inferred_by_phase: Mapping[str, InferredCalls],
+    samples: Mapping[str, int],
+    smallest: Callable[[HookSpec], int],
 ) -> list[Problem]:
     """Check slices and lists of factors along the samples against the smallest batch that their hooks will see.
 
@@ -77,7 +80,9 @@ def misfits_in_smaller_batches(
     return [*problems.values()]
 
 
-def _contains_samples(shape: Sequence[int], samples: int, other_shapes: Sequence[int] | None, samples_there: int) -> bool:
+def _contains_samples(
+    shape: Sequence[int], samples: int, other_shapes: Sequence[int] | None, samples_there: int
+) -> bool:
     """Return whether dimension 0 of a tensor contains the samples of a batch, judged by its shapes in two batches."""
     if not shape:
         return False
@@ -140,7 +145,11 @@ def _problems(
                 first = tuple(min(spec.samples or size, size) for size in shape[:1])  # a scalar has no samples
                 yield from _slice_problems(spec.slice, first + shape[1:], may_exceed=may_exceed)
             if spec.dtype is not None and dtype.is_complex:
-                yield "dtype", f"{spec.dtype} cannot represent the complex values of", f"no 'dtype': {dtype} is not converted"
+                yield (
+                    "dtype",
+                    f"{spec.dtype} cannot represent the complex values of",
+                    f"no 'dtype': {dtype} is not converted",
+                )
         case ScaleSpec(factor=tuple()):
             yield from _factor_problems(spec, shape)
         case MeanSpec() if spec.dim is not None:

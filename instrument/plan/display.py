@@ -31,7 +31,11 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def plan_view(
-    plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls], forecast: Forecast, steps: int, folder: Path | None = None
+    plan: HookPlan,
+    inferred_by_phase: Mapping[str, InferredCalls],
+    forecast: Forecast,
+    steps: int,
+    folder: Path | None = None,
 ) -> RenderableType:
     """Render the complete plan with rich.
 
@@ -170,12 +174,16 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
         for pattern in spec.globs:
             if "*" in pattern and not pattern.startswith("re:") and not pattern.endswith("**"):
                 submodules = [
-                    layer.label for layer in unmatched if matches(f"{pattern}.**" if pattern != "." else "**", layer.name)
+                    layer.label
+                    for layer in unmatched
+                    if matches(f"{pattern}.**" if pattern != "." else "**", layer.name)
                 ]
                 if submodules:
                     yield f"{name}: '{pattern}' does not match submodules; '{pattern}.**' would also match {shorten(submodules, 4)}"
         matched_by_glob = [
-            layer for layer in unmatched if any(matches(pattern, alias) for pattern in spec.globs for alias in layer.names)
+            layer
+            for layer in unmatched
+            if any(matches(pattern, alias) for pattern in spec.globs for alias in layer.names)
         ]
         parameter_ids = {id(site.parameter) for site in sites}
         for label, found in _unselected(spec, matched_by_glob, parameter_ids):
@@ -187,15 +195,23 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
     yield from (remark.message for remark in remarks(plan))
 
 
-def _unselected(spec: HookSpec, matched_by_glob: list[Layer], parameter_ids: set[int]) -> Iterator[tuple[str, list[Layer]]]:
+def _unselected(
+    spec: HookSpec, matched_by_glob: list[Layer], parameter_ids: set[int]
+) -> Iterator[tuple[str, list[Layer]]]:
     """Yield the layers that the globs match but another field excludes, by the reason."""
-    of_other_type = [layer for layer in matched_by_glob if spec.types and not any(layer.is_a(name) for name in spec.types)]
+    of_other_type = [
+        layer for layer in matched_by_glob if spec.types and not any(layer.is_a(name) for name in spec.types)
+    ]
     excluded = [
-        layer for layer in matched_by_glob if any(matches(pattern, name) for pattern in spec.exclude for name in layer.names)
+        layer
+        for layer in matched_by_glob
+        if any(matches(pattern, name) for pattern in spec.exclude for name in layer.names)
     ]
     rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]
     of_parameters = spec.definition.family != "module"
-    without_parameters = [layer for layer in rest if of_parameters and _only_submodules_have_parameters(spec, layer, parameter_ids)]
+    without_parameters = [
+        layer for layer in rest if of_parameters and _only_submodules_have_parameters(spec, layer, parameter_ids)
+    ]
     if of_other_type:
         yield f"not of type {' or '.join(spec.types)}", of_other_type
     if excluded:
@@ -211,5 +227,7 @@ def _only_submodules_have_parameters(spec: HookSpec, layer: Layer, parameter_ids
     """Return whether a layer has no parameters itself, but submodules with parameters that the spec would select."""
     if any(True for _ in layer.own_parameters()):
         return False
-    unmatched_names = [name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in parameter_ids]
+    unmatched_names = [
+        name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in parameter_ids
+    ]
     return any(not spec.params or any(matches(pattern, own) for pattern in spec.params) for own in unmatched_names)

@@ -50,7 +50,9 @@ InferredCalls = dict[int, Calls]
 Observer = Callable[[nn.Module, str, Any], None]
 
 
-def infer_shapes(model: nn.Module, forward: Callable[[], Any], *, training: bool, observe: Observer | None = None) -> InferredCalls:
+def infer_shapes(
+    model: nn.Module, forward: Callable[[], Any], *, training: bool, observe: Observer | None = None
+) -> InferredCalls:
     """Run one forward pass and list the tensors of every module.
 
     Args:
@@ -188,5 +190,6 @@ def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Problem:
         "data, model",
         f"the batch does not fit the model: layer {layer.label!r} was given {shapes(given)}{location}",
         given=reason,
-        allowed=f"input that fits {layer.type}" + (f" with {own}" if own else f": {layer.module}".replace("\n", " ")[:160]),
+        allowed=f"input that fits {layer.type}"
+        + (f" with {own}" if own else f": {layer.module}".replace("\n", " ")[:160]),
     )

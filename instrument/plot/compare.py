@@ -108,7 +108,10 @@ def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
     check_choice(phase, list(frame["phase"]), "phase", "no metrics were recorded in this phase")
     rows = frame[frame["phase"] == phase]
     check_choice(
-        name, [one for one in METRICS if _has(frame, one, phase)], "y", f"no run has a value of this metric in phase {phase}"
+        name,
+        [one for one in METRICS if _has(frame, one, phase)],
+        "y",
+        f"no run has a value of this metric in phase {phase}",
     )
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
     return Curves(f"{name} ({phase})", METRICS[name], values)

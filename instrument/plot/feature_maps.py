@@ -65,9 +65,13 @@ def feature_maps(
     found = [one for one in found if one.series == series]
     steps = _steps(sorted({one.step for one in found}), step)
     ranks = {name: rank for rank, name in enumerate(forward_order(run))}
-    locations = list(dict.fromkeys(one.location for one in sorted(found, key=lambda one: ranks.get(one.layer, UNKNOWN_ORDER))))
+    locations = list(
+        dict.fromkeys(one.location for one in sorted(found, key=lambda one: ranks.get(one.layer, UNKNOWN_ORDER)))
+    )
     grid = {(one.location, one.step): one for one in reversed(found)}  # reversed: the first of several calls wins
-    figure = _draw_figure(run, [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]], known, sample)
+    figure = _draw_figure(
+        run, [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]], known, sample
+    )
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MOST_PLACES} of {len(locations)} locations" if len(locations) > MOST_PLACES else ""
     figure.suptitle(plain(f"{series.label}{of_sample}{more}", 90), fontsize=10)
@@ -95,7 +99,9 @@ def _at_layers(known: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
         return known
     names = {one: (one.location, one.layer or ".") for one in known}
     for layer in layers:
-        check_choice(layer, [name for both in names.values() for name in both], "layer", "no maps of this layer were recorded")
+        check_choice(
+            layer, [name for both in names.values() for name in both], "layer", "no maps of this layer were recorded"
+        )
     return [one for one in known if not set(layers).isdisjoint(names[one])]
 
 

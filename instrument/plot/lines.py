@@ -92,7 +92,9 @@ def draw_over_locations(curves: Curves, locations: list[str], overrides: pd.Data
         if run in curves.values:
             line = curves.values[run].reindex(locations).to_numpy()
             label = plain(labels[run], LONG)
-            axes.plot(line, range(len(locations)), color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
+            axes.plot(
+                line, range(len(locations)), color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label
+            )
     _scale(axes, "x", curves)
     label_locations(axes, locations)
     _set_titles(axes, curves.title, curves.axis, "in forward order")

@@ -21,7 +21,17 @@ from .numbers import rounded
 
 CURVE_POINTS = 200
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
-PREFERRED_STATISTICS = ("l2", "std", "rms", "abs_max", "mean", "zero_fraction", "dead_fraction", "update_ratio", "nan_count")
+PREFERRED_STATISTICS = (
+    "l2",
+    "std",
+    "rms",
+    "abs_max",
+    "mean",
+    "zero_fraction",
+    "dead_fraction",
+    "update_ratio",
+    "nan_count",
+)
 SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 
 

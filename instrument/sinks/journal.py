@@ -133,7 +133,9 @@ class JournalReader:
             reading.torn = True
             return reading
         # Not opened as a stream: Arrow then checks a damaged length against the size of the content.
-        content = pa.memory_map(str(path)) if exclusive else pa.BufferReader(reading._head + _content_from(path, reading.end))
+        content = (
+            pa.memory_map(str(path)) if exclusive else pa.BufferReader(reading._head + _content_from(path, reading.end))
+        )
         beginning = content.read(len(STREAM_MAGIC))
         if beginning != STREAM_MAGIC[: len(beginning)]:
             reading.problem = "not an Arrow stream: the file is not read"

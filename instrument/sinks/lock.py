@@ -8,7 +8,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 LOCK = ".lock"
-LOCK_TIMEOUT = 1.0  # Seconds to wait for the lock. A reader that checks whether a run is active holds it for an instant.
+LOCK_TIMEOUT = (
+    1.0  # Seconds to wait for the lock. A reader that checks whether a run is active holds it for an instant.
+)
 
 
 def lock_of(folder: Path, rank: int = 0) -> Path:

@@ -34,7 +34,10 @@ OTHER_COLUMNS = "the columns differ from those of the table: the file is not rea
 ROW_GROUP_ROWS = 32_768
 TENSORS_ROWS = 8_192  # the number of rows that are read to get one tensor
 LISTING_SIZE = 256  # the number of files that the system lists in one call
-BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20  # batches, and bytes of the last of them, that are combined into one
+BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = (
+    64,
+    2**20,
+)  # batches, and bytes of the last of them, that are combined into one
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
@@ -153,7 +156,9 @@ def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     known = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
     known_files = {*known.values(), *reserves_of(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
-    return sorted(file for file in found if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name)))
+    return sorted(
+        file for file in found if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
+    )
 
 
 def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> JournalReader:
@@ -211,7 +216,9 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
             if part.rank == rank and part.number >= counts[name]:
                 file.unlink()
             elif part.rank == rank and part.end > counts[name]:
-                raise OSError(f"{file} contains rows from before and after the checkpoint: it was merged for another checkpoint")
+                raise OSError(
+                    f"{file} contains rows from before and after the checkpoint: it was merged for another checkpoint"
+                )
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:
             file.unlink()
@@ -245,7 +252,11 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     small_batches: list[pa.RecordBatch] = []
     for batch in batches:
         small_batches.append(batch)
-        if len(small_batches) == BATCHES_TO_COMBINE or batch.num_rows > BATCHES_TO_COMBINE or batch.nbytes > MAX_SMALL_BATCH_BYTES:
+        if (
+            len(small_batches) == BATCHES_TO_COMBINE
+            or batch.num_rows > BATCHES_TO_COMBINE
+            or batch.nbytes > MAX_SMALL_BATCH_BYTES
+        ):
             yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
             small_batches = []
     if small_batches:

@@ -305,7 +305,11 @@ class RemoteFolder:
 
 
 def refuse_address(
-    path: str | Path, where: str, message: str = LOCAL_FOLDER_ONLY, *, allowed: str = f"{REMOTE}=protocol://bucket/folder"
+    path: str | Path,
+    where: str,
+    message: str = LOCAL_FOLDER_ONLY,
+    *,
+    allowed: str = f"{REMOTE}=protocol://bucket/folder",
 ) -> None:
     """Refuse an address where a local folder is required.
 

@@ -62,7 +62,9 @@ class TensorWriter:
         when_full: What a hook does if no buffer is available: `wait` for the thread, or `drop` the tensor.
     """
 
-    def __init__(self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]) -> None:
+    def __init__(
+        self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]
+    ) -> None:
         self.writer = writer
         self.as_list = tensors == "list"
         self.waits = when_full == "wait"

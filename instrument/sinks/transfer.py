@@ -108,7 +108,9 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
             size = (folder / name).stat().st_size
             if name in parts and remote_sizes.get(name, size) != size:
                 sent.missing[name] = f"the remote file has {remote_sizes[name]:,} bytes, the local one {size:,}"
-            if name in remote_sizes and (name in parts or _is_same(folder / name, size, remote, name, remote_sizes[name])):
+            if name in remote_sizes and (
+                name in parts or _is_same(folder / name, size, remote, name, remote_sizes[name])
+            ):
                 continue
             if failed < ATTEMPTS:
                 put(folder, remote, name)

@@ -70,7 +70,9 @@ class Upload:
         """
         self._thread.start()
         if not self._answered.wait(RESPONSE_SECONDS):
-            self._messages.append(f"{self.remote.address} has not responded for {RESPONSE_SECONDS:.0f} s; the upload is retried")
+            self._messages.append(
+                f"{self.remote.address} has not responded for {RESPONSE_SECONDS:.0f} s; the upload is retried"
+            )
         if self._refused is not None:
             message = f"cannot write to the remote folder: {safe_message(self._refused)}"
             allowed = permanent_error_hint(self._refused) or ()
@@ -129,7 +131,9 @@ class Upload:
                 self._send_new_parts()
             except Exception as error:
                 failures += 1
-                if isinstance(error, UploadError) or (self._remote_files is None and permanent_error_hint(error) is not None):
+                if isinstance(error, UploadError) or (
+                    self._remote_files is None and permanent_error_hint(error) is not None
+                ):
                     self._refused = error
                     self.sent.missing[""] = safe_message(error)
                 if self._refused or (not is_disconnected and (failures >= ATTEMPTS or not self._answered.is_set())):

@@ -76,13 +76,19 @@ class HookBase(Selection):
         if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
             raise ValueError(f"'via: module' requires kind full_backward or full_backward_pre, not {self.kind}")
         if self.prepend and kind.family != "module":
-            raise ValueError(f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}")
+            raise ValueError(
+                f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}"
+            )
         if self.always_call and kind.name != "forward":
             raise ValueError(f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}")
         if self.params and kind.family == "module":
-            raise ValueError(f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call")
+            raise ValueError(
+                f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call"
+            )
         if self.path is not None and kind.family != "module":
-            raise ValueError(f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'")
+            raise ValueError(
+                f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'"
+            )
         return self
 
 

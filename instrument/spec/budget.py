@@ -44,4 +44,6 @@ class BudgetConfig(Spec):
         None,
         description="Maximum overhead, relative to a step without hooks: 5% or 0.05. It is measured during the run.",
     )
-    bytes: SizeLimit | None = Field(None, description="Approximate maximum size of all recorded data on disk: 500MB, 2GB.")
+    bytes: SizeLimit | None = Field(
+        None, description="Approximate maximum size of all recorded data on disk: 500MB, 2GB."
+    )

@@ -29,6 +29,9 @@ def describe_action(spec: HookSpec) -> str:
     parts = [
         spec.action,
         fn["_target_"] if isinstance(fn, dict) else fn,
-        *(f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}" for key, value in arguments.items()),
+        *(
+            f"{key} {value:g}" if isinstance(value, int | float) else f"{key} {value}"
+            for key, value in arguments.items()
+        ),
     ]
     return " ".join(part for part in parts if part)

@@ -130,12 +130,20 @@ def _parse_section(section: str, raw: Any, model_for: Callable[[Mapping[str, Any
             if not isinstance(name, str):
                 raise ConfigError(Problem(section, _not_a_string(name), given=name, allowed="the name in quotes"))
             if not NAME.fullmatch(name):
-                raise ConfigError(Problem(section, "a name must consist of letters, digits and underscores, and must not start with a digit", given=name))
+                raise ConfigError(
+                    Problem(
+                        section,
+                        "a name must consist of letters, digits and underscores, and must not start with a digit",
+                        given=name,
+                    )
+                )
             if not isinstance(value, Mapping):
                 raise ConfigError(Problem(where, "must be a mapping", given=value))
             if value.get("name") not in (None, "", name):
                 raise ConfigError(
-                    Problem(f"{where}.name", "the name differs from the key of the spec; remove it", given=value["name"])
+                    Problem(
+                        f"{where}.name", "the name differs from the key of the spec; remove it", given=value["name"]
+                    )
                 )
             if name in specs:
                 raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
@@ -180,9 +188,7 @@ def _named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
             for i, value in enumerate(raw)
         ]
     else:
-        raise ConfigError(
-            Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw)
-        )
+        raise ConfigError(Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw))
     return [
         (str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value)
         for name, value in items

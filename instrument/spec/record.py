@@ -96,7 +96,9 @@ class RecordSpec(HookBase):
         for name in self.stats if isinstance(self.stats, tuple) else ():
             if not self._has(name):
                 where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[name].only)
-                raise ValueError(f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}")
+                raise ValueError(
+                    f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -109,13 +111,17 @@ class RecordSpec(HookBase):
             raise ValueError("'unit_dim' requires dead_fraction in 'stats'")
         tensor_options = {"samples", "slice", "max_elements", "dtype"} & self.model_fields_set
         if tensor_options and not self.tensors:
-            raise ValueError(f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'")
+            raise ValueError(
+                f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
+            )
         return self
 
     @property
     def statistics(self) -> tuple[str, ...]:
         """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
-        requested = {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
+        requested = (
+            {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
+        )
         return tuple(name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS))
 
     def _has(self, statistic: str) -> bool:

@@ -81,7 +81,9 @@ _DERIVED_STATISTICS = (
     ),
 )
 
-STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in (*_VALUE_STATISTICS, *_DERIVED_STATISTICS)}
+STATISTICS: dict[str, Statistic] = {
+    statistic.name: statistic for statistic in (*_VALUE_STATISTICS, *_DERIVED_STATISTICS)
+}
 ALL: tuple[str, ...] = tuple(STATISTICS)
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
 """Recorded with every other statistic.

@@ -144,7 +144,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     )
     archive = RunArchive(strategy.batch_shard.size, strategy.batch_shard.indices_of)
     samples = {"train": number_of_samples(first), "eval": number_of_samples(evaluated)}
-    _check_shapes(config, plan, archive, inferred_by_phase, samples, batches, evaluation)
+    _check_shapes(config, plan, archive, inferred_by_phase, samples, batches=batches, evaluation=evaluation)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase["train"])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
@@ -184,6 +184,7 @@ def _check_shapes(
     archive: RunArchive,
     inferred_by_phase: dict[str, InferredCalls],
     samples: dict[str, int],
+    *,
     batches: Batches,
     evaluation: DataLoader[Any],
 ) -> None:

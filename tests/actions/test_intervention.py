@@ -73,7 +73,16 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
     probe = train(kind, "raise_key_error")
     error = probe.error
     assert type(error) is instrument.HookError
-    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", "KeyError", "gone", "test_intervention.py", "raise_key_error"):
+    for part in (
+        "'mine'",
+        f"({kind})",
+        "layer '1'",
+        "step 1",
+        "KeyError",
+        "gone",
+        "test_intervention.py",
+        "raise_key_error",
+    ):
         assert part in str(error)
     assert isinstance(error.__cause__, KeyError)
     assert error.exit_code == 1

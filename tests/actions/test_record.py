@@ -111,7 +111,9 @@ def test_tensor_is_copied_when_recorded() -> None:
     for row in probe.sink.records("tensors"):
         assert row["values"].eq(1).all()
         assert row["values"].is_contiguous()
-        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4, "only the kept elements are held in memory"
+        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4, (
+            "only the kept elements are held in memory"
+        )
 
 
 X = torch.arange(4 * 3 * 5, dtype=torch.float32).reshape(4, 3, 5)

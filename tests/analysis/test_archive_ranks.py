@@ -76,9 +76,7 @@ def test_several_processes_find_shards_of_one_batch(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_tensor_equal_on_every_rank_is_found_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_tensor_equal_on_every_rank_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     run = recorded(tmp_path / "run", 2, "averaged", monkeypatch, kind="parameter_grad", role="grad")
     assert find(run, ranks, ranks - 1, kind="parameter_grad", role="grad") == BATCH.tolist()
 
@@ -97,5 +95,7 @@ def test_shards_that_cannot_be_combined_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
 ) -> None:
     run = recorded(tmp_path / "run", 2, "local", monkeypatch, kind=kind)
-    with pytest.raises(LookupError, match=f"no full tensor of step 0 .* recorded by 2 processes, and this run has {ranks}"):
+    with pytest.raises(
+        LookupError, match=f"no full tensor of step 0 .* recorded by 2 processes, and this run has {ranks}"
+    ):
         find(run, ranks, kind=kind)

@@ -176,7 +176,11 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
 
 def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
     for rate, norm, seed in product((0.2, 0.1), (0.1, 1.0), (1, 2)):
-        config = {**clip_config(norm), "optimizer": {"lr": rate}, "model": {"_target_": "MLP", "sizes": [seed // 9, 10]}}
+        config = {
+            **clip_config(norm),
+            "optimizer": {"lr": rate},
+            "model": {"_target_": "MLP", "sizes": [seed // 9, 10]},
+        }
         rows = {"metrics": [{"loss": rate * norm + seed}]}
         write_run(tmp_path / f"{rate}-{norm}-{seed}", config=config, seed=seed, rows=rows)
     sweep = instrument.load(tmp_path)

@@ -118,9 +118,7 @@ def test_largest_gradient_norm_has_the_median_of_its_location(made: Make, killed
         ({"kind": "forward_pre", "role": "input"}, None),
     ],
 )
-def test_all_gradient_kinds_and_no_others_count(
-    made: Make, about: dict[str, Any], where: str | None
-) -> None:
+def test_all_gradient_kinds_and_no_others_count(made: Make, about: dict[str, Any], where: str | None) -> None:
     run = made(stats=[{**about, "l2": 4.0}])
     assert [found.where for found in findings(run) if found.what == "largest gradient norm"] == (
         [where] if where else []
@@ -206,7 +204,11 @@ def test_healthy_units_give_no_findings(made: Make) -> None:
 def test_most_saturated_finding(made: Make, fraction: float, severity: str) -> None:
     rows = [{"layer": str(i), "step": i, "saturated_fraction": value} for i, value in enumerate((0.1, fraction, 0.2))]
     found = only(made(stats=rows), "most saturated")
-    assert (found.where, found.when, found.value) == ("1 output (seen)", 1, f"{fraction:.1%} of its output is saturated")
+    assert (found.where, found.when, found.value) == (
+        "1 output (seen)",
+        1,
+        f"{fraction:.1%} of its output is saturated",
+    )
     assert found.severity == severity
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from buckets import connected
-from test_sql import make_run, part, damage_inside
+from test_sql import damage_inside, make_run, part
 from tiers import tiered
 
 import instrument
@@ -176,9 +176,7 @@ def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path) ->
     assert run.lazy("stats").collect().height == 8
 
 
-def test_file_that_fails_after_the_first_rows_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     original = lazy._Collection._local_frames
 
@@ -189,14 +187,15 @@ def test_file_that_fails_after_the_first_rows_is_reported(
 
     with monkeypatch.context() as patched:
         patched.setattr(lazy._Collection, "_local_frames", fail_midway)
-        with pytest.warns(InstrumentWarning, match="cannot be read"), pytest.raises(InstrumentError, match=r"call collect\(\) again"):
+        with (
+            pytest.warns(InstrumentWarning, match="cannot be read"),
+            pytest.raises(InstrumentError, match=r"call collect\(\) again"),
+        ):
             run.lazy("stats").collect()
     assert run.lazy("stats").collect().height == 8
 
 
-def test_files_merged_while_listing_are_listed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
     original = RunsToQuery.table_files
@@ -278,9 +277,7 @@ def test_nan_is_the_largest_number_in_remote_files_too(tmp_path: Path) -> None:
         assert instrument.load(path).lazy("stats").filter(pl.col("mean") > 1e300).collect().height == 12
 
 
-def test_damaged_remote_file_is_reported_and_the_rest_is_read(
-    remote_path: str, closed: Path, tmp_path: Path
-) -> None:
+def test_damaged_remote_file_is_reported_and_the_rest_is_read(remote_path: str, closed: Path, tmp_path: Path) -> None:
     remote = RemoteFolder(f"{remote_path}-damaged", "")
     send_all(closed / "1", remote)
     (tmp_path / "bad").write_bytes(b"no parquet")

@@ -170,9 +170,7 @@ def test_tensors_are_arrays_of_their_shape(tmp_path: Path) -> None:
         ({"recompute": False, "layer": "b", "hook": "seen", "step": 0}, [("b", 0)]),
     ],
 )
-def test_tensors_are_filtered_by_columns(
-    tmp_path: Path, where: dict[str, Any], found: list[tuple[str, int]]
-) -> None:
+def test_tensors_are_filtered_by_columns(tmp_path: Path, where: dict[str, Any], found: list[tuple[str, int]]) -> None:
     rows = instrument.load(make_run(tmp_path / "run")).tensors(**where)
     assert list(zip(rows.layer, rows.step, strict=True)) == found
 

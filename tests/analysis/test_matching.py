@@ -72,17 +72,28 @@ def test_key_missing_in_some_runs_is_null_there(tmp_path: Path) -> None:
 def test_hook_and_hook_field_match_runs_without_the_hook(tmp_path: Path) -> None:
     seen = {"hooks": {"seen": RECORD}}
     run = sweep(
-        tmp_path, (1, clip_config(0.1)), (1, clip_config(1)), (1, {"hooks": {"tame": None}}), (2, clip_config(1)), (2, seen)
+        tmp_path,
+        (1, clip_config(0.1)),
+        (1, clip_config(1)),
+        (1, {"hooks": {"tame": None}}),
+        (2, clip_config(1)),
+        (2, seen),
     )
     assert match_indices(run, "hooks.tame.norm") == [(0.1, 0, 2), (1.0, 1, 2), (1.0, 3, 4)]
     assert match_indices(run, "hooks.tame.norm", 1) == [(0.1, 0, 1), (None, 2, 1), (None, 4, 3)]
     text = "{{layers: [a], kind: parameter_grad, action: clip, norm: {}}}"
-    assert match_indices(run, "hooks.tame") == [(text.format(0.1), 0, 2), (text.format(1.0), 1, 2), (text.format(1.0), 3, 4)]
+    assert match_indices(run, "hooks.tame") == [
+        (text.format(0.1), 0, 2),
+        (text.format(1.0), 1, 2),
+        (text.format(1.0), 3, 4),
+    ]
 
 
 def test_recording_hooks_may_differ(tmp_path: Path) -> None:
     config = clip_config(1.0)
-    run = sweep(tmp_path, (1, clip_config(0.1)), (1, {"hooks": {**config["hooks"], "seen": RECORD}, "sink": {"wandb": True}}))
+    run = sweep(
+        tmp_path, (1, clip_config(0.1)), (1, {"hooks": {**config["hooks"], "seen": RECORD}, "sink": {"wandb": True}})
+    )
     assert match_indices(run, "hooks.tame.norm") == [(1.0, 1, 0)]
 
 
@@ -205,9 +216,7 @@ def test_varying_keys_are_listed_without_overrides(tmp_path: Path) -> None:
 
 def test_single_run_cannot_be_compared(tmp_path: Path) -> None:
     run = sweep(tmp_path, (1, clip_config(0.1)))
-    with pytest.raises(
-        instrument.InstrumentError, match="they differ in: none: the runs differ only in their seed"
-    ):
+    with pytest.raises(instrument.InstrumentError, match="they differ in: none: the runs differ only in their seed"):
         match(run, "hooks.tame.norm")
 
 

@@ -46,7 +46,9 @@ def test_mean_is_over_all_rows_of_a_location(
     run = Batches(folder, [folder])
     run.rows = size
     means = means_of(run, "stats")
-    assert sorted(location[LOCATION_COLUMNS.index("layer")] for location in means.locations) == sorted({row[0] for row in rows})
+    assert sorted(location[LOCATION_COLUMNS.index("layer")] for location in means.locations) == sorted(
+        {row[0] for row in rows}
+    )
     for layer in {row[0] for row in rows}:
         for name, numbers in (
             ("l2", [r[1] for r in rows if r[0] == layer]),

@@ -147,7 +147,9 @@ def test_remote_folder_without_a_run_is_reported(remote_sweep: str) -> None:
         instrument.load(f"{remote_sweep}/elsewhere")
 
 
-def test_damaged_remote_part_is_reported_and_the_rest_is_read(remote_root: str, s3: None, local: Path, tmp_path: Path) -> None:
+def test_damaged_remote_part_is_reported_and_the_rest_is_read(
+    remote_root: str, s3: None, local: Path, tmp_path: Path
+) -> None:
     remote = RemoteFolder(f"{remote_root}/damaged", "")
     send_all(local / "0", remote)
     (tmp_path / "bad").write_bytes(b"no Parquet")
@@ -159,7 +161,9 @@ def test_damaged_remote_part_is_reported_and_the_rest_is_read(remote_root: str, 
 
 
 @IN_S3
-def test_report_of_a_remote_run_is_written_locally(remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_remote_run_is_written_locally(
+    remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report([f"{remote_sweep}/0", "--out", str(tmp_path / "one.html")]) == 0
     assert report([remote_sweep, "--out", str(tmp_path / "all.html")]) == 0
     assert (tmp_path / "all.html").stat().st_size > 10_000
@@ -168,7 +172,9 @@ def test_report_of_a_remote_run_is_written_locally(remote_sweep: str, tmp_path: 
 
 
 @IN_S3
-def test_export_of_a_remote_run_is_written_locally(remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_remote_run_is_written_locally(
+    remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert export([remote_sweep, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
     assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
     assert export([f"{remote_sweep}/0", "--to", "csv"]) == 2

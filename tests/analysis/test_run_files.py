@@ -101,9 +101,7 @@ def test_incomplete_part_is_removed_by_recovery(folder: Path) -> None:
         ("journal/stats-0000-000003.arrows", b"not a stream", "not an Arrow stream"),
     ],
 )
-def test_damaged_file_is_reported_and_the_rest_is_read(
-    folder: Path, file: str, content: bytes, message: str
-) -> None:
+def test_damaged_file_is_reported_and_the_rest_is_read(folder: Path, file: str, content: bytes, message: str) -> None:
     (folder / file).write_bytes(content)
     run = instrument.load(folder)
     with pytest.warns(InstrumentWarning, match=file):

@@ -190,7 +190,9 @@ def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(query.RunsToQuery, "table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
     assert table_files == ["stats"]
-    run.sql("create temp table mine as select * from metrics; select count(*) from mine")  # several statements: all tables
+    run.sql(
+        "create temp table mine as select * from metrics; select count(*) from mine"
+    )  # several statements: all tables
     assert set(table_files) == set(TABLES)
 
 
@@ -199,7 +201,9 @@ def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pyt
     [(b"", "cannot be read"), (b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"), (b"no parquet", "cannot be read")],
 )
 @pytest.mark.parametrize("number", [0, 1])
-def test_damaged_files_are_reported_and_the_rest_is_read(tmp_path: Path, content: bytes, error: str, number: int) -> None:
+def test_damaged_files_are_reported_and_the_rest_is_read(
+    tmp_path: Path, content: bytes, error: str, number: int
+) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     part(tmp_path / "run", number).write_bytes(content)
     with pytest.warns(InstrumentWarning, match=f"part-0000-00000{number}.parquet: {error}"):
@@ -241,9 +245,7 @@ def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[
     assert sweep.problems == []
 
 
-def test_files_merged_while_listing_are_listed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
     original = query.RunsToQuery.table_files

@@ -102,7 +102,10 @@ def test_number_of_reported_locations_is_limited(events: EventList) -> None:
     for step in range(3):
         alerts.check_stats([row(step=step, layer=str(layer), nan_count=1) for layer in range(100)])
     assert len(events) == module.MAX_LOCATIONS + 2
-    assert events[-1]["message"] == "values were not finite at 21 locations; further ones are not reported, see the stats table"
+    assert (
+        events[-1]["message"]
+        == "values were not finite at 21 locations; further ones are not reported, see the stats table"
+    )
     assert [event["severity"] for event in events] == ["warning", *["info"] * (module.MAX_LOCATIONS + 1)]
 
 
@@ -124,7 +127,9 @@ def test_gradients_of_a_skipped_step_raise_no_warning(events: EventList) -> None
         alerts.check_metrics(StepContext(step, 0, 0, "train"), metrics(1.0, skipped=float(step < 2)))
         alerts.check_stats([row(step=step, kind="parameter_grad", role="param_grad", path="weight", inf_count=5)])
     assert [(event["severity"], event["step"]) for event in events] == [("info", 0), ("warning", 2)]
-    assert events[0]["message"].startswith("non-finite value in a step that the gradient scaler skipped: at step 0 in a ")
+    assert events[0]["message"].startswith(
+        "non-finite value in a step that the gradient scaler skipped: at step 0 in a "
+    )
     assert "a param_grad 'weight'" in events[1]["message"]
 
 

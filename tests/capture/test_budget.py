@@ -64,9 +64,7 @@ def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_se
 
 
 @pytest.mark.parametrize("number", tiered(range(10), [2]))
-def test_budget_overhead_converges_to_the_limit(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     draw = random.Random(number)
     layers, step_seconds = draw.randrange(8, 40), 10 ** draw.uniform(-3, -1)
     budget = draw.choice([0.01, 0.02, 0.05, 0.1])
@@ -81,7 +79,11 @@ def test_budget_overhead_converges_to_the_limit(
     assert ends >= budget - 0.01 or ends >= 0.7 * budget, "no more was dropped than necessary"
     events = [row for row in probe.sink.records("events") if row["rule"] == "budget"]
     assert events
-    assert all("the budget is " in row["message"] and ": hook 'h' on" in row["message"] for row in events[2:] if row["severity"] == "info")
+    assert all(
+        "the budget is " in row["message"] and ": hook 'h' on" in row["message"]
+        for row in events[2:]
+        if row["severity"] == "info"
+    )
     (line,) = [warning for warning in probe.warnings if warning.startswith("budget: hook 'h'")]
     assert "; at the end, hooks took " in line
 
@@ -206,9 +208,15 @@ def test_bytes_include_all_recorded_data(spec: dict[str, Any], bytes_a_row: int)
 
 def test_overhead_factor_uses_its_default_without_data() -> None:
     steps, slower = [1.0, 1.1, 0.9] * 6, [1.2, 1.3, 1.1] * 6
-    assert overhead_factor(slower, steps, 0.1) == pytest.approx(1.6, abs=0.2), "twice the measured cost, with some uncertainty"
-    assert overhead_factor(slower * 500, steps * 500, 0.1) == pytest.approx(2.0, abs=0.01), "with enough samples the estimate is certain"
-    assert overhead_factor(slower, steps, 1e-6) == pytest.approx(USUAL_FACTOR, abs=0.01), "the difference is too small to measure"
+    assert overhead_factor(slower, steps, 0.1) == pytest.approx(1.6, abs=0.2), (
+        "twice the measured cost, with some uncertainty"
+    )
+    assert overhead_factor(slower * 500, steps * 500, 0.1) == pytest.approx(2.0, abs=0.01), (
+        "with enough samples the estimate is certain"
+    )
+    assert overhead_factor(slower, steps, 1e-6) == pytest.approx(USUAL_FACTOR, abs=0.01), (
+        "the difference is too small to measure"
+    )
     assert overhead_factor(slower[:2], steps, 0.1) == USUAL_FACTOR
     assert overhead_factor(steps * 500, slower * 500, 0.1) == 1.0, "the factor is never below 1"
     assert overhead_factor([9.0] * 100, [1.0] * 100, 0.1) == MAX_FACTOR
@@ -271,7 +279,9 @@ def test_budget_restores_sampling_after_a_burst(monkeypatch: pytest.MonkeyPatch)
         simulated.costs = {2: 0.001}
         train(simulated, probe, 4000, 0.01)
         assert subsampling >= 16
-        assert probe.attached_hooks[0].subsampling == subsampling // 16, "sampling is restored four times only, to prevent oscillation"
+        assert probe.attached_hooks[0].subsampling == subsampling // 16, (
+            "sampling is restored four times only, to prevent oscillation"
+        )
         assert train(simulated, probe, 640, 0.01) <= 0.2
     messages = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
     assert sum("is sampled more often again" in message for message in messages) == 4
@@ -333,7 +343,9 @@ def test_run_reports_what_the_budget_dropped(cli: Cli) -> None:
     ],
     ids=str,
 )
-def test_budget_fractions_and_sizes_are_parsed(written: dict[str, Any], expected: tuple[float | None, int | None]) -> None:
+def test_budget_fractions_and_sizes_are_parsed(
+    written: dict[str, Any], expected: tuple[float | None, int | None]
+) -> None:
     budget = parse_budget(written)
     assert budget is not None
     assert (budget.time, budget.bytes) == expected

@@ -152,7 +152,9 @@ def test_time_budget_measures_the_overhead() -> None:
 def test_late_rows_are_attributed_to_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step after one with hooks writes its rows, where they are on a device."""
     pending = itertools.cycle([False, True, False])
-    monkeypatch.setattr("instrument.capture.recorder.Recorder.has_pending_rows", property(lambda recorder: next(pending)))
+    monkeypatch.setattr(
+        "instrument.capture.recorder.Recorder.has_pending_rows", property(lambda recorder: next(pending))
+    )
     seen: list[tuple[str, ...]] = []
     monkeypatch.setattr(Overhead, "add", lambda overhead, due, seconds: seen.append(due))
     probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 3}}), SlowModule()), instrument.MemorySink())

@@ -147,7 +147,9 @@ def test_rows_reach_the_sink_when_the_step_ends(model: nn.Module) -> None:
 @pytest.mark.parametrize("name", ["perplexity", "samples_per_second", "skipped"])
 def test_metric_without_a_column_is_refused(model: nn.Module, name: str) -> None:
     with probe_of(model, h=RECORD) as probe:
-        with pytest.raises(TypeError, match=rf"no column '{name}' for a given value; allowed: loss, accuracy, lr, grad_norm"):
+        with pytest.raises(
+            TypeError, match=rf"no column '{name}' for a given value; allowed: loss, accuracy, lr, grad_norm"
+        ):
             probe.end_step(loss=1.0, **{name: 2.0})
         assert probe.step == 0
         with probe.evaluating(), pytest.raises(TypeError, match="no column 'perplexity'"):
@@ -290,9 +292,7 @@ def test_interrupted_step_is_not_counted_as_missed(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("error", [None, KeyError], ids=str)
-def test_unfinished_first_step_is_not_reported_as_unscheduled(
-    model: nn.Module, error: type[Exception] | None
-) -> None:
+def test_unfinished_first_step_is_not_reported_as_unscheduled(model: nn.Module, error: type[Exception] | None) -> None:
     probe = probe_of(model, now=RECORD, at_the_end={**RECORD, "kind": "tensor"}, late={**RECORD, "start": 1})
 
     def use() -> None:

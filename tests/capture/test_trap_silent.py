@@ -202,7 +202,9 @@ SILENT = {
     "module hooks under no_grad": Silent(
         hook("used", "full_backward", via="module", role="grad_output"), reasons.NO_GRAD, step=forward_only
     ),
-    "a forward pass under inference_mode": Silent(hook("used", "full_backward"), reasons.INFERENCE, step=forward_in_inference_mode),
+    "a forward pass under inference_mode": Silent(
+        hook("used", "full_backward"), reasons.INFERENCE, step=forward_in_inference_mode
+    ),
     "a forward pass that raised": Silent(hook("dead_end", "forward"), reasons.RAISED, step=raise_in_forward),
     "gradients of a forward pass that raised": Silent(
         hook("dead_end", "full_backward_pre"), reasons.RAISED, step=raise_in_forward
@@ -210,12 +212,8 @@ SILENT = {
     "an input gradient in a forward pass that raised": Silent(
         hook(".", "full_backward"), reasons.RAISED, step=raise_in_forward
     ),
-    "a module after one that raised": Silent(
-        hook("attention", "forward"), reasons.NOT_CALLED, step=raise_in_forward
-    ),
-    "no backward pass": Silent(
-        hook("used", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT, step=forward_only
-    ),
+    "a module after one that raised": Silent(hook("attention", "forward"), reasons.NOT_CALLED, step=raise_in_forward),
+    "no backward pass": Silent(hook("used", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT, step=forward_only),
     "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), reasons.NO_GRAPH),
     "an intervention on an input without gradient": Silent(
         {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, reasons.NO_GRAPH
@@ -237,7 +235,9 @@ SILENT = {
         hook("0", "forward"), reasons.TRANSFORMED, step=vmap_over_samples, model=lambda: nn.Sequential(nn.Linear(4, 4))
     ),
     "a schedule without a step": Silent(hook("used", "forward", start=5), NEVER_DUE, expected=0),
-    "a phase that is never entered": Silent(hook("used", "forward", phase="eval"), reasons.phase_never_entered("eval"), expected=0),
+    "a phase that is never entered": Silent(
+        hook("used", "forward", phase="eval"), reasons.phase_never_entered("eval"), expected=0
+    ),
     "training hooks in an evaluation": Silent(
         hook("used", "forward"),
         "the module was called in phase eval only, but the hook is for phase train",
@@ -442,7 +442,9 @@ def test_clean_model_gives_no_false_alarm(name: str) -> None:
     assert not [row for row in probe.sink.records("events") if row["severity"] == "warning"]
     silent = [row for row in probe.sink.records("coverage") if row["fired"] != row["expected"]]
     assert not silent
-    assert set(probe.sink.frame("stats").hook) >= set(ALL_HOOKS) - {"own"}  # a module whose input is data has no input gradient
+    assert set(probe.sink.frame("stats").hook) >= set(ALL_HOOKS) - {
+        "own"
+    }  # a module whose input is data has no input gradient
 
 
 def test_fast_path_disabled_by_hooks_is_reported() -> None:

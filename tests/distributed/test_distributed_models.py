@@ -28,7 +28,10 @@ KEYS = ["step", "layer", "path"]
 )
 def single_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Working directory of a run of one process, and its arguments."""
-    folder, common = tmp_path_factory.mktemp("unused"), [*TRAINED, "model={_target_: distributed_models.UnusedLayer}", *request.param]
+    folder, common = (
+        tmp_path_factory.mktemp("unused"),
+        [*TRAINED, "model={_target_: distributed_models.UnusedLayer}", *request.param],
+    )
     one = run_processes(folder, *common, "hydra.run.dir=one")
     assert one.returncode == 0, one.stderr
     return folder, common
@@ -68,7 +71,9 @@ def test_unused_parameters_are_reported_before_the_step(tmp_path: Path, rank: st
 
 def test_find_unused_parameters_skips_unused_layers(tmp_path: Path) -> None:
     arguments = [*TRAINED, "model={_target_: distributed_models.UnusedLayer, after: 6}", "train.parallel=ddp"]
-    result = run_processes(tmp_path, *arguments, "train.find_unused_parameters=true", "hydra.run.dir=found", processes=2)
+    result = run_processes(
+        tmp_path, *arguments, "train.find_unused_parameters=true", "hydra.run.dir=found", processes=2
+    )
     assert result.returncode == 0, result.stderr
     stats = instrument.load(tmp_path / "found").stats
     assert (stats.query("layer == 'middle'").step.max(), stats.query("layer == 'last'").step.max()) == (2, 5)
@@ -88,12 +93,17 @@ def test_task_that_calls_parts_of_the_model(tmp_path: Path) -> None:
     refused = run_processes(tmp_path, *gan, "train.parallel=fsdp2", "hydra.run.dir=shards", processes=2)
     assert refused.returncode != 0
     assert "train.parallel: the task calls submodules of the model" in refused.stderr
-    assert "instrument/run/" not in refused.stderr  # no traceback of this package
+    assert "/instrument/" not in refused.stderr  # no traceback of this package
 
 
 def test_error_on_one_rank_before_training_names_the_rank(tmp_path: Path) -> None:
     done = run_processes(
-        tmp_path, *TRAINED, "model={_target_: distributed_models.FailsOnRank1}", "train.parallel=ddp", "hydra.run.dir=out", processes=2
+        tmp_path,
+        *TRAINED,
+        "model={_target_: distributed_models.FailsOnRank1}",
+        "train.parallel=ddp",
+        "hydra.run.dir=out",
+        processes=2,
     )
     assert done.returncode != 0
     assert "rank 1: model" in done.stderr
@@ -104,14 +114,24 @@ def test_error_on_one_rank_before_training_names_the_rank(tmp_path: Path) -> Non
 
 def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
     done = run_processes(
-        tmp_path, *TRAINED, "model={_target_: distributed_models.Reentrant}", "train.parallel=ddp", "hydra.run.dir=out", processes=2
+        tmp_path,
+        *TRAINED,
+        "model={_target_: distributed_models.Reentrant}",
+        "train.parallel=ddp",
+        "hydra.run.dir=out",
+        processes=2,
     )
     assert done.returncode == 0, done.stderr
     assert set(instrument.load(tmp_path / "out").stats["step"]) == set(range(6))
 
 
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
-    task = ["model=mlp", "model.sizes=[64,16,10]", "task={_target_: distributed_models.EmbeddingDistance}", "~task.loss"]
+    task = [
+        "model=mlp",
+        "model.sizes=[64,16,10]",
+        "task={_target_: distributed_models.EmbeddingDistance}",
+        "~task.loss",
+    ]
     for name, processes, more in [("one", 1, []), ("two", 2, ["train.parallel=ddp", "reduce=global"])]:
         done = run_processes(tmp_path, *TRAINED, *task, f"hydra.run.dir={name}", *more, processes=processes)
         assert done.returncode == 0, done.stderr

@@ -214,7 +214,9 @@ def test_sharded_parameters_have_rows_per_shard(runs: Runs) -> None:
 
 def loop(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the custom loops in two processes."""
-    return distributed_runs.run_processes(folder.parent, str(folder), *arguments, processes=2, module=HERE / "distributed_loop.py")
+    return distributed_runs.run_processes(
+        folder.parent, str(folder), *arguments, processes=2, module=HERE / "distributed_loop.py"
+    )
 
 
 def test_custom_distributed_loops(tmp_path: Path) -> None:
@@ -236,7 +238,9 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
     assert (total["max"].max() == global_rows["max"].sort_index()).all()
     assert len(none.metrics) == 6  # each rank has its own loss
     assert merged.stats.query("hook == 'grads'")["rank"].unique().tolist() == [0]
-    assert set(merged.stats.query("hook == 'grads'")["scope"]) == {"global"}  # one row for values that are equal on all ranks
+    assert set(merged.stats.query("hook == 'grads'")["scope"]) == {
+        "global"
+    }  # one row for values that are equal on all ranks
     assert sorted(merged.stats.query("hook == 'sums'")["rank"].unique()) == [0, 1]
     assert sorted(merged.tensors()["rank"].unique()) == [0, 1]
 
@@ -280,12 +284,14 @@ def test_dead_rank_in_a_custom_loop_is_reported(tmp_path: Path) -> None:
     ("rank", "how", "reduce"),
     [(0, "kill", "none"), pytest.param(1, "kill", "none", marks=pytest.mark.slow), (1, "raise", "global")],
 )
-def test_other_ranks_report_the_dead_rank(
-    tmp_path: Path, rank: int, how: str, reduce: str, processes: int
-) -> None:
+def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, reduce: str, processes: int) -> None:
     done = run_experiment(
         tmp_path,
-        *("data=digits", f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5}}", "quiet=true"),
+        *(
+            "data=digits",
+            f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5}}",
+            "quiet=true",
+        ),
         *(
             "+hooks.seen={layers: '*', kind: forward, action: record}",
             "train.parallel=ddp",
@@ -358,7 +364,7 @@ def config(**changes: Any) -> Any:
 def test_invalid_combination_leaves_no_folder(tmp_path: Path, processes: int, arguments: list[str]) -> None:
     done = run_experiment(tmp_path, "+exp=ranked", "hydra.run.dir=out", *arguments, processes=processes)
     assert done.returncode != 0
-    assert "instrument/run/" not in done.stderr  # no traceback of this package
+    assert "/instrument/" not in done.stderr  # no traceback of this package
     assert not (tmp_path / "out").exists()
 
 
@@ -366,7 +372,9 @@ def test_strategy_must_match_the_number_of_processes() -> None:
     group: Any = SimpleNamespace(size=2, rank=0, is_rank_zero=True)
     with pytest.raises(ConfigError, match=r"train.parallel: torchrun started 2 processes[\s\S]*ddp, fsdp2"):
         choose_strategy(config(), group)
-    with pytest.raises(ConfigError, match=r"train.parallel: this needs several processes[\s\S]*torchrun --nproc-per-node"):
+    with pytest.raises(
+        ConfigError, match=r"train.parallel: this needs several processes[\s\S]*torchrun --nproc-per-node"
+    ):
         choose_strategy(config(train={"steps": 1, "parallel": "ddp"}), None)
 
 
@@ -424,5 +432,7 @@ def test_batch_smaller_than_the_number_of_ranks_is_refused() -> None:
         match=r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes",
     ):
         check_batch_size(dataset, 10, BatchShard(0, 3), "train.batch_size")
-    with pytest.raises(ConfigError, match=r"at least one sample for each of the 3 processes[\s\S]*given +2\n[\s\S]*3 or more"):
+    with pytest.raises(
+        ConfigError, match=r"at least one sample for each of the 3 processes[\s\S]*given +2\n[\s\S]*3 or more"
+    ):
         check_batch_size(dataset, 2, BatchShard(0, 3), "train.batch_size")

@@ -165,7 +165,11 @@ MANY_ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "quantiles": {"a": {**LEAVES, "stats": "none", "quantiles": True}},
     "histograms": {"a": {**LEAVES, "stats": "none", "histogram": 16}},
     "seldom": {"a": {**RECORD, "every": 7}, "b": {**RECORD, "kind": "parameter_grad", "start": 50, "stop": 150}},
-    "together": {"a": RECORD, "b": {**RECORD, "kind": "parameter_grad"}, "c": {**RECORD, "tensors": True, "samples": 1}},
+    "together": {
+        "a": RECORD,
+        "b": {**RECORD, "kind": "parameter_grad"},
+        "c": {**RECORD, "tensors": True, "samples": 1},
+    },
 }
 
 
@@ -308,7 +312,9 @@ def test_dry_run_does_not_exceed_the_scheduler_steps() -> None:
 
 
 def test_predicted_rows_of_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # without code generation, which is much faster
+    monkeypatch.setattr(
+        torch, "compile", partial(torch.compile, backend="eager")
+    )  # without code generation, which is much faster
     model = {"_target_": "instrument.training.models.MLP", "sizes": [64, 8, 10]}
     cost, folder = run_of(tmp_path, {"a": RECORD}, {"steps": 3, "batch_size": 16, "compile": True}, model=model)
     assert cost["a"].rows == rows_written(folder)["a"] > 0

@@ -86,9 +86,7 @@ def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, bucket: str) -
     assert [(job.name, job.status) for job in jobs_in(address).jobs()] == [("0", "missing"), ("1", "done")]
 
 
-def test_credentials_are_never_logged_or_written(
-    cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_are_never_logged_or_written(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = upload.Upload.begin
 
     def logged(self: upload.Upload) -> None:
@@ -154,7 +152,11 @@ def test_address_of_another_run_is_refused(cli: Cli, bucket: str) -> None:
 
 
 def test_run_continues_without_a_connection_and_is_uploaded_later(
-    cli: Cli, baseline: tuple[Path, str], bucket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cli: Cli,
+    baseline: tuple[Path, str],
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(transfer, "PAUSES", (0.01,))
     with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
@@ -256,9 +258,7 @@ def test_keep_local_false_without_a_remote_is_refused(cli: Cli) -> None:
     assert "requires 'remote'" in answer.err
 
 
-def test_ranks_upload_their_parts_and_rank_0_the_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "CHECK_SECONDS", 0.01)
     folder, reporter, uploaded = write_run(tmp_path / "run"), SimpleNamespace(warn=pytest.fail), list[str]()
     reporter.uploaded = lambda address, size: uploaded.append(address)

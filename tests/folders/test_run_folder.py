@@ -45,9 +45,7 @@ def test_folder_with_other_files_is_accepted(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_writable_check_tolerates_a_concurrent_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writable_check_tolerates_a_concurrent_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch = Path.touch
 
     def touched_by_two(file: Path) -> None:

@@ -213,7 +213,9 @@ def test_hooks_that_did_not_fire_are_warned_about_at_exit() -> None:
         model(torch.zeros(1, 2))
         probe.end_step()
     messages = [str(warning.message) for warning in caught]
-    assert any("hook 'seen' (forward) fired 0 of 1 times on unused: the module was not called" in text for text in messages)
+    assert any(
+        "hook 'seen' (forward) fired 0 of 1 times on unused: the module was not called" in text for text in messages
+    )
     assert any(text.startswith("hidden[0] (Linear) is in a plain Python list") for text in messages)
     assert len(messages) == 2
 

@@ -34,7 +34,11 @@ class Net(nn.Module):
 
 
 def specs(via: str) -> dict[str, dict[str, Any]]:
-    hook_points = [("full_backward", "grad_input"), ("full_backward", "grad_output"), ("full_backward_pre", "grad_output")]
+    hook_points = [
+        ("full_backward", "grad_input"),
+        ("full_backward", "grad_output"),
+        ("full_backward_pre", "grad_output"),
+    ]
     every = {"layers": "**", "action": "record", "stats": "none", "tensors": True, "via": via}
     return {f"{kind}_{role}": {**every, "kind": kind, "role": role} for kind, role in hook_points}
 

@@ -475,9 +475,7 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("path", [None, "0", "1"])
 @pytest.mark.parametrize(("kind", "role"), [("full_backward", "grad_input"), ("full_backward_pre", "grad_output")])
-def test_tensor_at_two_paths_has_its_gradient_changed_once(
-    kind: str, role: str, path: str | None
-) -> None:
+def test_tensor_at_two_paths_has_its_gradient_changed_once(kind: str, role: str, path: str | None) -> None:
     x = torch.ones(2, requires_grad=True)
     hook = {"layers": ".", "kind": kind, "role": role, "path": path, "action": "scale", "factor": 3.0}
     with instrument.attach(Pair(), {"h": hook}) as probe:

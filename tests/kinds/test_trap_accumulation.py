@@ -92,7 +92,8 @@ def test_loop_without_end_micro_step_loses_nothing() -> None:
     assert torch.equal(model.weight, same.weight)
     for hook in ("micro", "boundary"):
         trained, wanted = (
-            [row["values"] for row in each.sink.records("tensors") if row["hook"] == hook] for each in (probe, announced)
+            [row["values"] for row in each.sink.records("tensors") if row["hook"] == hook]
+            for each in (probe, announced)
         )
         assert len(trained) == len(wanted)
         assert all(map(torch.equal, trained, wanted))

@@ -260,7 +260,7 @@ def test_custom_checkpoint_is_correct_or_reported() -> None:
     model.forward = lambda x: CustomCheckpoint.apply(block, x)
     assert gradients_match(train(model, specs, batch)[0], expected)
     model.forward = lambda x: CustomCheckpoint.apply(block, CustomCheckpoint.apply(block, x))
-    with pytest.raises(HookError, match=r"'draw' \(forward\) on layer '0' at step 0.*which of the calls"):
+    with pytest.raises(HookError, match=r"'draw' \(forward\) on layer '0' at step 0.*index of this call is unknown"):
         train(model, specs, batch)
 
 

@@ -96,7 +96,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
         transformers_model("GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16),
         lambda: {"input_ids": TOKENS, "labels": TOKENS, "output_hidden_states": True, "use_cache": False},
     ),
-    "Llama": (transformers_model("LlamaForCausalLM", **WIDE), lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}),
+    "Llama": (
+        transformers_model("LlamaForCausalLM", **WIDE),
+        lambda: {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False},
+    ),
     "BERT": (
         transformers_model("BertForSequenceClassification", attn_implementation="eager", **WIDE),
         lambda: {"input_ids": TOKENS, "labels": torch.tensor([0, 1]), "output_attentions": True},

@@ -217,9 +217,7 @@ def notes(**spec: Any) -> list[str]:
         ),
     ],
 )
-def test_unmatched_modules_are_noted_with_the_reason(
-    spec: dict[str, Any], messages: list[str]
-) -> None:
+def test_unmatched_modules_are_noted_with_the_reason(spec: dict[str, Any], messages: list[str]) -> None:
     assert notes(**spec) == messages
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instrument.errors import ConfigError, Problem
-from instrument.plan.shape_inference import Calls, TensorInfo, materialise, infer_shapes
+from instrument.plan.shape_inference import Calls, TensorInfo, infer_shapes, materialise
 
 
 class Noisy(nn.Module):

@@ -177,7 +177,9 @@ def test_legend_of_many_runs_fits_the_figure() -> None:
 def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run) -> None:
     with pytest.raises(InstrumentError, match=r"(?s)y: unknown metric or statistic.*'los'.*similar  loss"):
         compare(sweep, "los")
-    with pytest.raises(InstrumentError, match=r"(?s)x: the runs do not differ in this override.*'norm'.*clip\.norm, seed"):
+    with pytest.raises(
+        InstrumentError, match=r"(?s)x: the runs do not differ in this override.*'norm'.*clip\.norm, seed"
+    ):
         compare(sweep, x="norm")
     with pytest.raises(InstrumentError, match="layer: required to plot l2 over seed"):
         compare(sweep, "l2", "seed", hook="grads")

@@ -140,7 +140,9 @@ def test_color_image_is_scaled_to_its_value_range() -> None:
 
 
 def test_missing_maps_are_an_error_with_options(run: instrument.Run) -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)hook.*no data with this value was recorded.*'grads'.*maps.*filters"):
+    with pytest.raises(
+        InstrumentError, match=r"(?s)hook.*no data with this value was recorded.*'grads'.*maps.*filters"
+    ):
         feature_maps(run, hook="grads")
     with pytest.raises(InstrumentError, match=r"(?s)layer: no maps of this layer.*'encoder'.*0\.weight"):
         feature_maps(run, "encoder")

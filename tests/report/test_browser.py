@@ -118,7 +118,9 @@ def full_report(full_report_page: OpenReport) -> Iterator[OpenReport]:
     full_report_page.check()
 
 
-def test_heat_map_shows_the_table_and_follows_the_drop_downs(full_report: OpenReport, reported_run: instrument.Run) -> None:
+def test_heat_map_shows_the_table_and_follows_the_drop_downs(
+    full_report: OpenReport, reported_run: instrument.Run
+) -> None:
     stats = reported_run.stats
     assert full_report.choices("heatmap-series") == [
         "acts: forward output",
@@ -200,7 +202,9 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
 def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_run: instrument.Run) -> None:
     tensors = reported_run.tensors(hook="maps", step=5)["values"].iloc[0]
     assert full_report.choices("maps-what") == ["feature maps", "filters"]
-    kinds = full_report.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].map(at => at.data[0].type)")
+    kinds = full_report.page.evaluate(
+        "[...document.querySelectorAll('#maps-charts .chart')].map(at => at.data[0].type)"
+    )
     assert kinds == ["image", "heatmap"] * 6
     mosaic = full_report.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0].z")
     assert [row[:6] for row in mosaic[:6]] == [pytest.approx(row, rel=1e-5) for row in tensors[0, 0].tolist()]
@@ -322,9 +326,7 @@ def test_configuration_can_be_copied(full_report: OpenReport) -> None:
     assert "tame" in full_report.page.input_value("#paste")
 
 
-def test_sweep_report_plots_numbers_against_overrides(
-    open_page: Open, reported_sweep: instrument.Run
-) -> None:
+def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_sweep: instrument.Run) -> None:
     done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
     losses = [reported_sweep.infos[i]["metrics"]["loss"] for i in done]
     with open_page(reported_sweep, width=PHONE, dark=True) as report:

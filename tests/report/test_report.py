@@ -58,9 +58,7 @@ def series_of(data: dict[str, Any], hook: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hook", ["acts", "flow", "gradients", "updates"])
-def test_heat_map_equals_the_table(
-    reported_run: instrument.Run, data: dict[str, Any], hook: str
-) -> None:
+def test_heat_map_equals_the_table(reported_run: instrument.Run, data: dict[str, Any], hook: str) -> None:
     series, stats = series_of(data, hook), reported_run.stats[reported_run.stats["hook"] == hook]
     assert series["first"] == series["last"] == sorted(stats["step"].unique())
     seen = 0
@@ -69,7 +67,10 @@ def test_heat_map_equals_the_table(
         at = (series["places"].index(place), series["first"].index(row["step"]))
         for name, values in series["statistics"].items():
             shown = values[at[0]][at[1]]
-            assert shown == (pytest.approx(row[name], rel=TOLERANCE) if not math.isnan(row[name]) else None), (name, row)
+            assert shown == (pytest.approx(row[name], rel=TOLERANCE) if not math.isnan(row[name]) else None), (
+                name,
+                row,
+            )
             seen += 1
     assert seen == len(stats) * len(series["statistics"])
 
@@ -130,12 +131,16 @@ def test_feature_maps_equal_the_recorded_tensors(reported_run: instrument.Run, d
     assert picture["shape"] == [1, 5, 6, 6]
     np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, :6], features[0], rtol=TOLERANCE)
     np.testing.assert_allclose(np.array(picture["mosaic"]["z"], float)[:6, 7:13], features[1], rtol=TOLERANCE)
-    assert picture["mosaic"]["low"] == -picture["mosaic"]["high"] == pytest.approx(-np.abs(features).max(), rel=TOLERANCE)
+    assert (
+        picture["mosaic"]["low"] == -picture["mosaic"]["high"] == pytest.approx(-np.abs(features).max(), rel=TOLERANCE)
+    )
     shades = np.array(data["maps"]["images"][picture["image"]]["z"])
     assert shades.shape == (8, 8, 3)
     assert np.corrcoef(shades.ravel(), image.transpose(1, 2, 0).ravel())[0, 1] > 0.999
     filters = known["filters", 3]
-    np.testing.assert_allclose(np.array(shown["filters", 3]["mosaic"]["z"], float)[:3, :3], filters[0, 0], rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        np.array(shown["filters", 3]["mosaic"]["z"], float)[:3, :3], filters[0, 0], rtol=TOLERANCE
+    )
     assert shown["filters", 3]["image"] is None
 
 
@@ -417,9 +422,7 @@ def test_command_without_plotly_names_the_package(
     assert pip_command("report") in capsys.readouterr().err
 
 
-def test_run_with_report_is_refused_without_plotly(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_report_is_refused_without_plotly(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.report.page._plotly_script", missing_plotly)
     answer = cli(
         "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"

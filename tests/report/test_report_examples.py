@@ -84,7 +84,9 @@ def test_dying_relu_units(run_example: Callable[..., instrument.Run], seed: int)
         pytest.param({}, [1, 2, 3], id="all seeds", marks=pytest.mark.slow),
     ],
 )
-def test_clipping_prevents_divergence(run_example: Callable[..., instrument.Run], overrides: dict[str, str], seeds: list[int]) -> None:
+def test_clipping_prevents_divergence(
+    run_example: Callable[..., instrument.Run], overrides: dict[str, str], seeds: list[int]
+) -> None:
     sweep = run_example("clipping", **overrides)
     assert sorted(sweep.runs["seed"]) == sorted(2 * seeds)
     for folder, info in zip(sweep.folders, sweep.infos, strict=True):

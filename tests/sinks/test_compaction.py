@@ -294,9 +294,7 @@ def test_compact_command_respects_checkpoint_boundaries(folder: Path) -> None:
     assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == ["000000-000001", "000002-000005"]
 
 
-def test_folder_changed_while_listing_is_listed_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_changed_while_listing_is_listed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LISTING_SIZE", 2)
     listing = Path.iterdir
     half: list[list[Path]] = [list((folder / "stats").iterdir())[:3]]
@@ -304,9 +302,7 @@ def test_folder_changed_while_listing_is_listed_again(
     assert len(written_parts(folder, "stats")) == 6
 
 
-def test_run_that_is_still_being_written_is_not_compacted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_is_still_being_written_is_not_compacted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = FolderLock(folder, 2)
     assert lock.acquire()
     assert command.main([str(folder)]) == 1

@@ -72,9 +72,7 @@ def test_file_that_is_no_journal_is_reported(tmp_path: Path) -> None:
     assert "not read" in str(reading.problem)
 
 
-def test_incomplete_batch_is_removed_from_the_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_batch_is_removed_from_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "j.arrows"
     journal = Journal(path, SCHEMA)
     journal.append(batch(0))
@@ -116,9 +114,7 @@ def test_removed_journal_is_detected_at_the_next_step(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_fsync_option_syncs_rows_before_append_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsync_option_syncs_rows_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr("instrument.sinks.journal.os.fsync", synced.append)
     plain = Journal(tmp_path / "plain.arrows", SCHEMA)

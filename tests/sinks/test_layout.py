@@ -83,9 +83,7 @@ def test_files_without_positions_keep_their_order(tmp_path: Path) -> None:
     assert run.problems == []
 
 
-def test_row_groups_declare_their_order_and_statistics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_groups_declare_their_order_and_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
     monkeypatch.setattr(parts, "BATCHES_TO_COMBINE", 1)
     folder = write(tmp_path / "run", 8)
@@ -104,9 +102,7 @@ def test_row_groups_declare_their_order_and_statistics(
     assert "sorting_columns" not in parts._options(TABLES["metrics"])
 
 
-def test_large_step_is_split_into_row_groups_by_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_step_is_split_into_row_groups_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
     sink = ParquetSink(tmp_path)
     sink.write("stats", [stats_row(0, f"layer{index % 40:02d}", 0, 0.0) for index in range(80)])

@@ -74,9 +74,7 @@ def test_config_is_logged_as_parameters_within_the_limits(client: Any, tmp_path:
     assert params["k" * 250] == "true"
 
 
-def test_step_is_logged_in_batches_of_a_thousand(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_is_logged_in_batches_of_a_thousand(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = open_sink(tmp_path)
     sizes: list[int] = []
     monkeypatch.setattr(

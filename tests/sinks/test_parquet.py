@@ -87,7 +87,9 @@ def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: A
     words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20),
     mode=st.sampled_from(["list", "bytes"]),
 )
-def test_float32_of_any_bits_is_stored_bit_identically(tmp_path_factory: pytest.TempPathFactory, words: list[int], mode: Any) -> None:
+def test_float32_of_any_bits_is_stored_bit_identically(
+    tmp_path_factory: pytest.TempPathFactory, words: list[int], mode: Any
+) -> None:
     folder = tmp_path_factory.mktemp("run")
     tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
     sink = ParquetSink(folder, tensors=mode)
@@ -155,9 +157,7 @@ def test_large_journal_becomes_a_part(tmp_path: Path, monkeypatch: pytest.Monkey
     assert pq.read_table(tmp_path / "metrics").column("step").to_pylist() == list(range(40))
 
 
-def test_many_tensors_of_a_step_are_written_as_a_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_tensors_of_a_step_are_written_as_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "ROW_GROUP_BYTES", 10_000)
     sink = ParquetSink(tmp_path)
     for step, count in enumerate((1, 10, 2, 7)):
@@ -269,9 +269,7 @@ def read_only(self: Journal, batch: pa.RecordBatch) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_error_in_an_inaccessible_folder_reports_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
     sink.write("stats", [stats_row(0)])
     sink.end_step()

@@ -41,7 +41,9 @@ def colours(values: Any) -> np.ndarray[Any, Any]:
         ((8, 0, 5, 6), "step_post", None),
     ],
 )
-def test_image_tiles_of_each_shape_and_kind(shape: tuple[int, ...], kind: str, expected: tuple[int, ...] | None) -> None:
+def test_image_tiles_of_each_shape_and_kind(
+    shape: tuple[int, ...], kind: str, expected: tuple[int, ...] | None
+) -> None:
     found = tiles(torch.zeros(shape), kind)
     assert (None if found is None else found.shape) == expected
     assert found is None or max(found.shape[1:]) <= LONGEST

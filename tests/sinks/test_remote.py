@@ -117,7 +117,10 @@ def test_jobs_of_two_sweeps_have_distinct_paths(tmp_path: Path) -> None:
     for sweep in ("one", "two"):
         (tmp_path / sweep).mkdir()
         (tmp_path / sweep / "multirun.yaml").touch()
-    assert [remote_address_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == ["s3://b/one/0", "s3://b/two/0"]
+    assert [remote_address_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == [
+        "s3://b/one/0",
+        "s3://b/two/0",
+    ]
     assert remote_address_of(tmp_path / "one", "s3://b") == "s3://b/one"
 
 

@@ -126,7 +126,9 @@ def test_parquet_rows_are_complete_when_a_tracker_fails(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     tracker = Tracker(fails_at=2, fails_at_the_end=True)
     sink = TeeSink(ParquetSink(tmp_path), {"mlflow": TrackingSink(tracker, "mlflow")})
-    with pytest.warns(InstrumentWarning, match="mlflow failed: ConnectionError: nobody there; mlflow receives no more data") as warned:
+    with pytest.warns(
+        InstrumentWarning, match="mlflow failed: ConnectionError: nobody there; mlflow receives no more data"
+    ) as warned:
         steps(sink)
         sink.close()
     assert len(warned) == 1
@@ -154,7 +156,9 @@ def test_tracker_receives_the_outcome_of_the_run(rules: list[str], outcome: str)
 def test_tracker_does_not_change_random_state(fails_at: int | None) -> None:
     before = random.getstate(), np.random.get_state()
     steps(
-        TeeSink(MemorySink(), {"tracker": TrackingSink(Tracker(fails_at=fails_at), "tracker")}, report=lambda messages: None)
+        TeeSink(
+            MemorySink(), {"tracker": TrackingSink(Tracker(fails_at=fails_at), "tracker")}, report=lambda messages: None
+        )
     )
     after = random.getstate(), np.random.get_state()
     assert after[0] == before[0]

@@ -116,9 +116,7 @@ def test_error_in_the_writer_thread_is_raised_in_the_loop(
     assert "cannot write to " in run.events.message[0]
 
 
-def test_error_in_the_writer_thread_reaches_a_waiting_hook(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_in_the_writer_thread_reaches_a_waiting_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POOL_BYTES", 100_000)
 
     def fail(self: module.TensorWriter, copied: module.Copied) -> None:

@@ -96,7 +96,12 @@ def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     sent = started_upload.end()
     assert sent.missing == {}
     local_files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert set(remote.sizes()) == local_files - {".lock", ".lock-1", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
+    assert set(remote.sizes()) == local_files - {
+        ".lock",
+        ".lock-1",
+        "journal/stats-0000-000002.arrows",
+        ".run.json.tmp",
+    }
     assert remote.puts[-1] == "run.json"
     assert json.loads(remote.read("run.json") or b"")["status"] == "done"
     assert not started_upload.messages()
@@ -145,7 +150,9 @@ def test_later_ranks_upload_their_own_parts_only(folder: Path, remote: FailingRe
     assert sorted(remote.sizes()) == ["stats/part-0001-000000.parquet", "stats/part-0001-000001.parquet"]
 
 
-def test_lost_connection_is_reported_once_and_retried(started_upload: Upload, folder: Path, remote: FailingRemote) -> None:
+def test_lost_connection_is_reported_once_and_retried(
+    started_upload: Upload, folder: Path, remote: FailingRemote
+) -> None:
     wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
@@ -295,7 +302,9 @@ def test_end_waits_while_bytes_are_uploaded(
     assert "checkpoints/step-00000006.pt" in remote.sizes()
 
 
-def test_end_does_not_wait_for_a_stalled_upload(folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_does_not_wait_for_a_stalled_upload(
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload, "RESPONSE_SECONDS", 0.05)
     monkeypatch.setattr(upload, "STALL_SECONDS", 0.05)
     released = threading.Event()

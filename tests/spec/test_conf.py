@@ -128,9 +128,7 @@ def test_data_without_download_loads(name: str) -> None:
     assert data.fallback is None
 
 
-def test_mnist_loads_from_the_environment_folder(
-    mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mnist_loads_from_the_environment_folder(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if mnist_root is None:
         pytest.skip("MNIST is not on this disk")
     monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))

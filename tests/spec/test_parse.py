@@ -143,9 +143,7 @@ def test_stats_none_records_tensors_only() -> None:
         ({"kind": "forward", "scope": "sample"}, "sample"),
     ],
 )
-def test_norm_scope_default_depends_on_the_kind(
-    fields: dict[str, str], scope: str
-) -> None:
+def test_norm_scope_default_depends_on_the_kind(fields: dict[str, str], scope: str) -> None:
     spec = parse_hooks({"x": {**CLIP, "norm": 1.0, **fields}})["x"]
     assert isinstance(spec, hook_specs.ClipSpec)
     assert spec.norm_scope == scope
@@ -488,9 +486,7 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"apply": 3}, "apply", "must be a mapping"),
     ],
 )
-def test_config_problem_is_reported_with_its_location(
-    changes: dict[str, Any], where: str, words: str
-) -> None:
+def test_config_problem_is_reported_with_its_location(changes: dict[str, Any], where: str, words: str) -> None:
     problem = problem_in(parse_config, {**CONFIG, **changes})
     assert (problem.where, words in problem.message) == (where, True), str(problem)
 

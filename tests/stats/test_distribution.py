@@ -26,7 +26,9 @@ LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 IMPLEMENTATIONS = ("compiled", "portable", "on a device")
 
 
-def compute(tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, implementation: str = "compiled") -> dict[str, Any]:
+def compute(
+    tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, implementation: str = "compiled"
+) -> dict[str, Any]:
     if implementation == "on a device":
         values = distribution_on_device(tensor.reshape(-1), levels, bins).tolist()
     elif implementation == "portable":
@@ -67,9 +69,7 @@ def test_element_on_an_edge_belongs_to_the_bin_above(implementation: str) -> Non
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [2 * SAMPLE + 1, 300_000, 1 << 21])
-def test_sampled_quantiles_are_accurate_and_all_elements_counted(
-    implementation: str, numel: int
-) -> None:
+def test_sampled_quantiles_are_accurate_and_all_elements_counted(implementation: str, numel: int) -> None:
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).exp()
     answer = compute(tensor, LEVELS[1:-1], implementation=implementation)
     assert answer["sampled"] == SAMPLE

@@ -50,7 +50,10 @@ def measure_with_device_operations(tensor: Tensor) -> Numbers:
     values = measure_on_device(tensor, VALUE_STATISTICS)
     assert values.dtype == torch.float64
     assert values.shape == (len(VALUE_STATISTICS),)
-    return {name: None if math.isnan(value) else value for name, value in zip(VALUE_STATISTICS, values.tolist(), strict=True)}
+    return {
+        name: None if math.isnan(value) else value
+        for name, value in zip(VALUE_STATISTICS, values.tolist(), strict=True)
+    }
 
 
 def reference(elements: Any) -> Numbers:
@@ -79,7 +82,9 @@ def reference(elements: Any) -> Numbers:
 
 
 def assert_law_5(got: Numbers, wanted: Numbers) -> None:
-    assert {name for name in VALUE_STATISTICS if got[name] is None} == {name for name in VALUE_STATISTICS if wanted[name] is None}
+    assert {name for name in VALUE_STATISTICS if got[name] is None} == {
+        name for name in VALUE_STATISTICS if wanted[name] is None
+    }
     for name in EXACT:
         assert got[name] == wanted[name], name
     if wanted["mean"] is None:
@@ -105,7 +110,11 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, *UNSIGNED)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-ALL_IMPLEMENTATIONS: tuple[Implementation, ...] = (measure_in_one_pass, measure_in_blocks, measure_with_device_operations)
+ALL_IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    measure_in_one_pass,
+    measure_in_blocks,
+    measure_with_device_operations,
+)
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
 
 
@@ -136,7 +145,9 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", SHAPES)
-def test_statistics_of_every_layout_and_float_type(implementation: Implementation, dtype: torch.dtype, layout: str) -> None:
+def test_statistics_of_every_layout_and_float_type(
+    implementation: Implementation, dtype: torch.dtype, layout: str
+) -> None:
     tensor = SHAPES[layout](drawn(4, 3, 8, 10).to(dtype))
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
@@ -190,14 +201,18 @@ def test_statistics_with_a_block_without_finite_values(implementation: Implement
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [100, 2 * BLOCK + 3])
-def test_std_of_a_small_spread_around_a_large_mean(implementation: Implementation, dtype: torch.dtype, size: int) -> None:
+def test_std_of_a_small_spread_around_a_large_mean(
+    implementation: Implementation, dtype: torch.dtype, size: int
+) -> None:
     tensor = (drawn(size, dtype=torch.float64) * 1e-2 + 1e4).to(dtype)
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
 @IMPLEMENTATIONS
 def test_std_of_a_spread_in_the_last_bits_of_float64(implementation: Implementation) -> None:
-    tensor = 1e4 + (torch.arange(2 * BLOCK + 5) % 7).double() * 2.0**-38  # steps of two units in the last index of float64
+    tensor = (
+        1e4 + (torch.arange(2 * BLOCK + 5) % 7).double() * 2.0**-38
+    )  # steps of two units in the last index of float64
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
@@ -229,7 +244,9 @@ def test_constant_tensor_has_zero_std(implementation: Implementation, size: int)
         (torch.float64, 5e-324),
     ],
 )
-def test_huge_and_tiny_values_do_not_overflow_or_vanish(implementation: Implementation, dtype: torch.dtype, magnitude: float) -> None:
+def test_huge_and_tiny_values_do_not_overflow_or_vanish(
+    implementation: Implementation, dtype: torch.dtype, magnitude: float
+) -> None:
     pattern = torch.tensor([1.0, -1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     tensor = (pattern * magnitude).to(dtype)
     wanted = reference(numpy_of(tensor))

@@ -99,7 +99,9 @@ OTHER_STATISTICS = {"dead_fraction", "saturated_fraction", "update_ratio"}  # ea
 
 
 def test_every_statistic_is_tested_for_every_dtype() -> None:
-    assert set(ALL) == {*VALUE_STATISTICS, *OTHER_STATISTICS}, "test_measure.py tests VALUE_STATISTICS, this file the other statistics"
+    assert set(ALL) == {*VALUE_STATISTICS, *OTHER_STATISTICS}, (
+        "test_measure.py tests VALUE_STATISTICS, this file the other statistics"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

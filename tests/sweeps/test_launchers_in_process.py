@@ -86,7 +86,9 @@ def test_existing_ray_cluster_is_used(cli: Cli, ray_arguments: dict[str, Any]) -
     assert_ray_was_asked(ray_arguments, {"address": "host:1"})
 
 
-def test_submitit_jobs_share_the_cores(cli: Cli, ray_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitit_jobs_share_the_cores(
+    cli: Cli, ray_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     Path("noting.py").write_text(
         "import os, pathlib, torch\n\n\n"
@@ -181,9 +183,7 @@ def test_missing_slurm_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_sweep_under_torchrun_is_refused_by_rank_0(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str
-) -> None:
+def test_sweep_under_torchrun_is_refused_by_rank_0(cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", rank)
     answer = cli("-m", *TINY, "seed=1,2")

@@ -41,13 +41,17 @@ SEARCH = ("-m", *TINY, "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "opti
             marks=pytest.mark.slow,
         ),
         ("max_failure_rate=2", ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"]),
-        ("storage=nonsense", ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"]),
-        ("storage=mysql://me:hush@host/db", ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"]),
+        (
+            "storage=nonsense",
+            ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"],
+        ),
+        (
+            "storage=mysql://me:hush@host/db",
+            ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"],
+        ),
     ],
 )
-def test_invalid_sweeper_setting_is_reported_before_the_start(
-    cli: Cli, override: str, expected: list[str]
-) -> None:
+def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli, override: str, expected: list[str]) -> None:
     answer = cli(*SEARCH, f"hydra.sweeper.{override}")
     assert answer.code == 2
     for words in expected:
@@ -149,7 +153,10 @@ def test_search_without_any_objective_value_fails(cli: Cli) -> None:
         *(f'objective="{objective}"', "optimizer.lr=interval(0.01,2.0)"),
     )
     assert answer.code == 1
-    assert f"out/0  the objective has no value: {objective}: no row that meets the condition has a value in this column" in answer.err
+    assert (
+        f"out/0  the objective has no value: {objective}: no row that meets the condition has a value in this column"
+        in answer.err
+    )
     assert "hydra_optuna_sweeper failed: ValueError: No trials are completed yet" in answer.err
 
 

@@ -135,7 +135,9 @@ def test_generator_and_critic_get_gradients_of_their_own_loss() -> None:
     critic = torch.autograd.grad(critic_loss, list(model.critic.parameters()), allow_unused=True)
     generator = torch.autograd.grad(-model.critic(fake).mean(), list(model.generator.parameters()))
     ours = gan_gradients({})
-    expected = dict(zip((f"generator.{name}" for name, _ in model.generator.named_parameters()), generator, strict=True))
+    expected = dict(
+        zip((f"generator.{name}" for name, _ in model.generator.named_parameters()), generator, strict=True)
+    )
     expected |= dict(zip((f"critic.{name}" for name, _ in model.critic.named_parameters()), critic, strict=True))
     for name, gradient in expected.items():
         if gradient is not None:

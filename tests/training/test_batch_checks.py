@@ -138,7 +138,8 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
             {"step": 0},
             {},
             r"in 2 batches of 16, 16 samples at step 0, but this run has 2 batches of 16, 2 samples(.|\n)*allowed  a schedule "
-            r"\(steps, every, start, stop\) that omits the steps with smaller batches; or a data.slice whose number of samples is a multiple of 32$",
+            r"\(steps, every, start, stop\) that omits the steps with smaller batches; "
+            r"or a data.slice whose number of samples is a multiple of 32$",
         ),
         (
             {"step": 1},
@@ -159,7 +160,11 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
             {},
             r"put.layers: the other run recorded no tensors with role 'output' at '\.'\n(.|\n)*allowed  'layers.0'",
         ),
-        ({"kind": "forward_pre"}, {}, r"put.layers: the other run recorded no tensors with role 'input'(.|\n)*allowed  none"),
+        (
+            {"kind": "forward_pre"},
+            {},
+            r"put.layers: the other run recorded no tensors with role 'input'(.|\n)*allowed  none",
+        ),
         (
             {"fn": "patch", "slice": ":, 10"},
             {},
@@ -254,7 +259,9 @@ def test_number_of_checks_does_not_depend_on_the_steps(clean: str, monkeypatch: 
     """Each step is checked by its batch sizes; tensors are checked once per distinct size."""
     checked = []
     plain = batch_checks._RecordingCheck._shape_problems
-    monkeypatch.setattr(batch_checks._RecordingCheck, "_shape_problems", lambda *given: checked.append(given) or plain(*given))
+    monkeypatch.setattr(
+        batch_checks._RecordingCheck, "_shape_problems", lambda *given: checked.append(given) or plain(*given)
+    )
     put = {**REPLACE, "layers": "layers.*", "fn": "patch", "slice": ":, 0:10", "run": clean, "hook": "train", "step": 0}
     prepare_only({"put": put}, steps=3000, data={"slice": {"stop": 32}})
     assert len(checked) == 2  # one per layer, since both batches have the same size
@@ -263,7 +270,8 @@ def test_number_of_checks_does_not_depend_on_the_steps(clean: str, monkeypatch: 
 def test_ambiguous_recording_hook_is_refused_before_step_0(tmp_path: Path) -> None:
     run = recorded(tmp_path / "both", {"one": RECORD, "two": RECORD})
     with pytest.raises(
-        ConfigError, match=r"put.hook: several hooks of the other run recorded 'layers.1' at step 0\n *allowed  one, two"
+        ConfigError,
+        match=r"put.hook: several hooks of the other run recorded 'layers.1' at step 0\n *allowed  one, two",
     ):
         prepare_only({"put": {**REPLACE, "run": run}})
     prepare_only({"put": {**REPLACE, "run": run, "hook": "two"}})
@@ -305,7 +313,9 @@ def test_partial_samples_fit_batches_of_other_sizes(tmp_path: Path) -> None:
     run = recorded(tmp_path / "few", {"kept": {**RECORD, "samples": 2}})
     put = {**REPLACE, "fn": "patch", "slice": "0:2", "run": run}
     assert len(trained({"put": put}, seed=1, batch_size=12).records("effects")) == 4
-    with pytest.raises(ConfigError, match=r"'layers.1' was recorded with shape \[2, 10\], but has shape \[16, 10\] in this run"):
+    with pytest.raises(
+        ConfigError, match=r"'layers.1' was recorded with shape \[2, 10\], but has shape \[16, 10\] in this run"
+    ):
         prepare_only({"put": {**REPLACE, "run": run}})
 
 

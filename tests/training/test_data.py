@@ -60,9 +60,7 @@ def choose_indices(dataset: Dataset[Any] | None = None, **slice_fields: Any) -> 
         ({"classes": [0, 1], "stride": 3, "per_class": 1}, [0, 4]),
     ],
 )
-def test_slice_selects_classes_then_range_then_per_class(
-    slice_fields: dict[str, Any], indices: list[int]
-) -> None:
+def test_slice_selects_classes_then_range_then_per_class(slice_fields: dict[str, Any], indices: list[int]) -> None:
     assert choose_indices(**slice_fields) == indices
 
 
@@ -73,7 +71,10 @@ def test_shuffle_precedes_the_range_and_depends_on_the_seed() -> None:
     state = torch.get_rng_state()
     assert choose_indices(shuffle=True, seed=3, start=2, stop=8, stride=2) == order[2:8:2]
     assert torch.equal(torch.get_rng_state(), state)
-    assert choose_indices(shuffle=True, seed=3, classes=[0], per_class=2) == choose_indices(shuffle=True, seed=3, classes=[0])[:2]
+    assert (
+        choose_indices(shuffle=True, seed=3, classes=[0], per_class=2)
+        == choose_indices(shuffle=True, seed=3, classes=[0])[:2]
+    )
 
 
 @given(

@@ -92,7 +92,9 @@ def test_models_train_with_hooks_on_every_layer(model: dict[str, Any], shape: tu
     assert list(frame.phase) == ["train", "train", "eval"]
     assert frame.loss.notna().all()
     stats = sink.frame("stats")
-    called = {layer.name for layer in experiment.plan.layers if id(layer.module) in experiment.inferred_by_phase["train"]}
+    called = {
+        layer.name for layer in experiment.plan.layers if id(layer.module) in experiment.inferred_by_phase["train"]
+    }
     assert set(stats[stats.hook == "seen"].layer) == called
     parameters = [name for name, _ in experiment.model.named_parameters()]
     gradients = stats[(stats.hook == "gradients") & (stats.step == 1)]
@@ -141,7 +143,10 @@ def test_frozen_parameters_are_not_optimized() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}}, "model: the model has no trainable parameter"),
+        (
+            {"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}},
+            "model: the model has no trainable parameter",
+        ),
         ({"optimizer": {"_target_": "torch.nn.Identity"}}, "optimizer: torch.nn.Identity returned Identity"),
         ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: torch.nn.Identity returned Identity"),
     ],

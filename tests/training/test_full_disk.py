@@ -106,9 +106,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "arguments", [[], ["hooks.kept=null"], pytest.param(["sink.tensors=bytes"], marks=pytest.mark.slow)], ids=str
 )
-def test_full_file_system_stops_the_run_with_an_event(
-    tmp_path: Path, small_disk: Path, arguments: list[str]
-) -> None:
+def test_full_file_system_stops_the_run_with_an_event(tmp_path: Path, small_disk: Path, arguments: list[str]) -> None:
     process = start(*MANY_STEPS, f"hydra.run.dir={small_disk}/out", *arguments, folder=tmp_path)
     code, _, err = result_of(process)
     assert code == 1

@@ -109,7 +109,9 @@ def test_invalid_function_is_refused(function: Callable[..., Any], fields: dict[
     assert "a new tensor of the same shape and dtype" in str(problem.allowed)
 
 
-@pytest.mark.parametrize(("function", "message"), [(cut_off, "detached from the graph"), (draws_globally, "global random state")])
+@pytest.mark.parametrize(
+    ("function", "message"), [(cut_off, "detached from the graph"), (draws_globally, "global random state")]
+)
 def test_function_that_changes_training_is_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         try_function(function)

@@ -106,7 +106,9 @@ LANGUAGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("batch_size", [1, 12, 20])
 def test_accumulation_weights_tokens_equally(batch_size: int) -> None:
-    parts = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1})
+    parts = prepare_experiment(
+        **LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1}
+    )
     single_batch = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
     found, expected = (trained(experiment)[0].frame("metrics") for experiment in (parts, single_batch))
     for column in ("loss", "accuracy", "grad_norm"):
@@ -224,7 +226,9 @@ def test_evaluation_uses_the_full_slice_in_eval_mode() -> None:
 
 def test_evaluation_interval_does_not_change_training() -> None:
     model = {"_target_": f"{__name__}.Dropping"}
-    often, once = (prepare_experiment(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0))
+    often, once = (
+        prepare_experiment(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0)
+    )
     for experiment in (often, once):
         torch.manual_seed(5)
         trained(experiment)

@@ -284,7 +284,7 @@ def warm_then_steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_schedule
 
 def test_resume_needs_the_folder_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(ConfigError, match="run.json was not written by this package"):
+    with pytest.raises(ConfigError, match=r"run\.json was not written by this package"):
         RunFolder.reopen(tmp_path)
 
 
@@ -350,7 +350,9 @@ def run_tiny(folder: str, hooks: dict[str, Any], resume: str | None = None) -> N
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 64, "out_features": 10}
 
 
-def test_checkpoints_have_unmodified_values_with_state_dict_hooks(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_have_unmodified_values_with_state_dict_hooks(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A resumed run, an uninterrupted run and a run without these hooks end in the same state."""
     hooks = state_dict_hooks()
     run_tiny("baseline", {})
@@ -371,7 +373,9 @@ def test_checkpoints_have_unmodified_values_with_state_dict_hooks(workdir: Path,
 
     coverage = one.coverage.set_index("hook")
     saved = coverage[coverage.index.str.fullmatch("state_dict_(pre|post)_seen_(entry|state)")]
-    assert set(zip(saved.expected, saved.fired, saved.cause, strict=True)) == {(3, 3, "")}, "hooks should fire after 2, 4 and 5 steps"
+    assert set(zip(saved.expected, saved.fired, saved.cause, strict=True)) == {(3, 3, "")}, (
+        "hooks should fire after 2, 4 and 5 steps"
+    )
     changed = coverage[coverage.index.str.match("state_dict_post_(clip|scale|round)")]
     assert set(zip(changed.expected, changed.fired, changed.cause, strict=True)) == {(0, 0, CHECKPOINT)}
     assert sum(CHECKPOINT in message for message in one.events.message) == 2 * len(CHANGES)

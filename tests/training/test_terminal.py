@@ -147,7 +147,9 @@ def bar_lines(width: int, *, warning: str | None = None, **more: Any) -> list[st
     bar = Bar(100)
     speed = Speed()
     speed._steps, speed._seconds, speed._done = 50.0, 1.0, 50
-    bar.update(progress_at(overhead=0.031, **more), progress_texts(progress_at(overhead=0.031, **more), speed, 1_234_567))
+    bar.update(
+        progress_at(overhead=0.031, **more), progress_texts(progress_at(overhead=0.031, **more), speed, 1_234_567)
+    )
     bar.warning = warning
     console = console_of(width)
     console.print(bar)
@@ -156,7 +158,9 @@ def bar_lines(width: int, *, warning: str | None = None, **more: Any) -> list[st
 
 @pytest.mark.parametrize("width", [*range(8, 160, 3), 300])
 def test_progress_lines_fit_the_terminal_width(width: int) -> None:
-    lines = bar_lines(width, warning="first recorded non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5)
+    lines = bar_lines(
+        width, warning="first recorded non-finite value: at step 12 in encoder.0 output: 3 NaN\nof many " * 5
+    )
     assert len(lines) == 2
     assert max(cell_len(line) for line in lines) < width
 

@@ -76,7 +76,9 @@ def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, local_tra
 
     assert cli(*TINY[:-1], "hydra.run.dir=baseline").code == 0
     baseline = instrument.load("baseline")
-    pd.testing.assert_frame_equal(baseline.metrics.drop(columns=CLOCK), run.metrics.drop(columns=CLOCK), check_exact=True)
+    pd.testing.assert_frame_equal(
+        baseline.metrics.drop(columns=CLOCK), run.metrics.drop(columns=CLOCK), check_exact=True
+    )
     for name in ("stats", "coverage", "layers", "events"):
         pd.testing.assert_frame_equal(getattr(baseline, name), getattr(run, name), check_exact=True)
 
@@ -158,9 +160,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(loop, "gradient_norm", fail)
 
 
-def test_resumed_run_logs_every_step_once(
-    cli: Cli, local_trackers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_logs_every_step_once(cli: Cli, local_trackers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [*TINY, "train.checkpoint.every=4", "train.eval_every=4", "sink.tensorboard=true", "sink.mlflow=true"]
     with monkeypatch.context() as patch:
         fail_after(patch, 6)

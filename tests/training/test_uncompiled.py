@@ -78,7 +78,9 @@ def trained(make: Callable[[Any], Optimizer], *, without_compiler: bool) -> tupl
     ],
     ids=lambda make: make.func.__name__,
 )
-def test_optimizers_train_equally_without_the_compiler(make: Callable[[Any], Optimizer], compiler: CompilerImport) -> None:
+def test_optimizers_train_equally_without_the_compiler(
+    make: Callable[[Any], Optimizer], compiler: CompilerImport
+) -> None:
     parameters, state = trained(make, without_compiler=True)
     compiler.import_compiler()
     expected, expected_state = trained(make, without_compiler=False)
@@ -105,7 +107,9 @@ def test_step_calls_hooks_and_closure_like_pytorch(compiler: CompilerImport) -> 
     assert copy.deepcopy(optimizer).step.__self__ is not optimizer  # type: ignore[attr-defined]
 
 
-def test_original_methods_are_used_once_the_compiler_is_imported(compiler: CompilerImport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_original_methods_are_used_once_the_compiler_is_imported(
+    compiler: CompilerImport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = SGD([weight], lr=0.1)
     bypass_compiler_in_step(optimizer)

@@ -363,7 +363,9 @@ def draws_random_number(self: Record, tensor: Any, context: Any) -> None:
     torch.rand(1)
 
 
-def test_verify_command_reports_configuration_errors(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_command_reports_configuration_errors(
+    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = verify_command(cli, monkeypatch, *SMALL, "hooks.tame.norm=-1")
     assert answer.code == 2
     assert "hooks.tame.norm" in answer.err
