@@ -1,4 +1,4 @@
-"""Whether a budget of time is kept: what hooks cost a step in the end, measured against steps without them.
+"""Time budgets: the overhead of hooks with and without a budget, relative to uninstrumented steps.
 
 python benchmarks/budget.py
 """
@@ -18,12 +18,12 @@ from workloads import WORKLOADS, Training, Workload, _images
 
 import instrument
 
-SETTLING = 300  # steps before it is measured
-MEASURING = 6.0  # seconds of a measurement, about
+WARM_UP_STEPS = 300  # steps before the measurement
+MEASUREMENT_SECONDS = 6.0  # approximate duration of a measurement
 
 
 def narrow(layers: int, width: int, batch: int) -> Workload:
-    """Many small layers, whose hooks cost much for what they compute."""
+    """Return a workload of many small layers, for which the relative overhead of hooks is high."""
 
     def model() -> nn.Module:
         return nn.Sequential(nn.Flatten(), *(nn.Linear(width, width) for _ in range(layers)))
@@ -39,46 +39,46 @@ CASES = [
 ]  # fmt: skip
 
 
-def ends_at(workload: Workload, budget: float) -> tuple[float, float, float]:
-    """The share at first and in the end, and what the probe says of the end.
+def overheads(workload: Workload, budget: float) -> tuple[float, float, float]:
+    """Return the overhead without a budget, the overhead with a budget, and the overhead that the probe reports.
 
-    Two trainings of one kind differ by some percent, by where their memory lies. So the one with hooks is measured against
-    the other both with its hooks and without them, before and after.
+    Two identical trainings differ by some percent, depending on their memory layout. Therefore the instrumented training is
+    also measured without its hooks, before and after, and these measurements are the reference.
     """
-    bare, hooked = workload.training(), workload.training()
+    baseline, hooked = workload.training(), workload.training()
     specs = _specs(hooked)
 
-    def against_bare(step: Callable[[], object]) -> float:
-        steps = 8  # of which some look, and some do not
-        rounds = max(4, round(MEASURING / (2 * steps * _seconds(bare))))
-        return paired(lambda: bare.step().item(), step, rounds=rounds, steps=steps).ratio
+    def relative_to_baseline(step: Callable[[], object]) -> float:
+        steps = 8  # with a budget, only some of these steps record
+        rounds = max(4, round(MEASUREMENT_SECONDS / (2 * steps * _seconds(baseline))))
+        return paired(lambda: baseline.step().item(), step, rounds=rounds, steps=steps).ratio
 
-    def looking(out: Path, **settings: object) -> tuple[float, float]:
+    def with_hooks(out: Path, **settings: object) -> tuple[float, float]:
         with instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=out, **settings) as probe:  # type: ignore[arg-type]
-            for _ in range(SETTLING if settings else 5):
+            for _ in range(WARM_UP_STEPS if settings else 5):
                 probe.end_step(loss=hooked.step())
-            ratio = against_bare(lambda: probe.end_step(loss=hooked.step()))
+            ratio = relative_to_baseline(lambda: probe.end_step(loss=hooked.step()))
             return ratio, 0.0 if probe.budget is None else probe.budget.measured or 0.0
 
     def without_hooks() -> float:
-        return against_bare(lambda: hooked.step().item())
+        return relative_to_baseline(lambda: hooked.step().item())
 
     with tempfile.TemporaryDirectory() as folder:
-        alone = [without_hooks()]
-        first, _ = looking(Path(folder) / "free")
-        alone.append(without_hooks())
-        last, told = looking(Path(folder) / "kept", budget={"time": budget})
-        alone.append(without_hooks())
-    return first / mean(alone[:2]) - 1, last / mean(alone[1:]) - 1, told
+        references = [without_hooks()]
+        unbudgeted, _ = with_hooks(Path(folder) / "unbudgeted")
+        references.append(without_hooks())
+        budgeted, reported = with_hooks(Path(folder) / "budgeted", budget={"time": budget})
+        references.append(without_hooks())
+    return unbudgeted / mean(references[:2]) - 1, budgeted / mean(references[1:]) - 1, reported
 
 
 def _seconds(training: Training) -> float:
     for _ in range(3):
         training.step().item()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(5):
         training.step().item()
-    return (time.perf_counter() - began) / 5
+    return (time.perf_counter() - start) / 5
 
 
 def _specs(training: Training) -> dict[str, dict[str, object]]:
@@ -90,11 +90,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     keep_memory()
     print(machine())
-    print("\n| workload, every leaf's output and gradient | budget | without one | in the end | as the run says |")
+    print("\n| workload, every leaf's output and gradient | budget | overhead without a budget | final overhead | reported by the run |")
     print("|---|---|---|---|---|")
     for workload, budget in CASES:
-        first, last, told = ends_at(workload, budget)
-        print(f"| {workload.name} | {budget:.0%} | {first:.1%} | {last:.1%} | {told:.1%} |", flush=True)
+        unbudgeted, budgeted, reported = overheads(workload, budget)
+        print(f"| {workload.name} | {budget:.0%} | {unbudgeted:.1%} | {budgeted:.1%} | {reported:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

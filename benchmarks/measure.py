@@ -1,4 +1,4 @@
-"""Paired timing: two ways of making a step, one after the other, again and again in one process."""
+"""Paired timing: time two variants of a step alternately in one process."""
 
 from __future__ import annotations
 
@@ -19,63 +19,66 @@ PACKAGES = ("torch", "torchvision", "numpy", "pyarrow", "pandas")
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much longer one way takes than the other.
+    """The duration of a step relative to the duration of a baseline step.
 
     Attributes:
-        ratio: The median of the rounds' ratios.
-        low: The lower quartile.
-        high: The upper quartile.
-        bare: The median of the bare steps, in seconds.
+        ratio: The median of the ratios of all rounds.
+        low: The lower quartile of the ratios.
+        high: The upper quartile of the ratios.
+        baseline: The median duration of a baseline step, in seconds.
     """
 
     ratio: float
     low: float
     high: float
-    bare: float
+    baseline: float
 
     def __str__(self) -> str:
         return f"{self.ratio:.3f} ({self.low:.2f}-{self.high:.2f})"
 
 
 def paired(
-    bare: Callable[[], object], other: Callable[[], object], *, rounds: int, steps: int = 1, device: str = "cpu"
+    baseline: Callable[[], object], variant: Callable[[], object], *, rounds: int, steps: int = 1, device: str = "cpu"
 ) -> Ratio:
-    """Time both, `steps` at a time, for so many rounds; which goes first alternates.
+    """Time two variants of a step. Their order alternates from round to round.
 
     Args:
-        bare: One step of the one.
-        other: One step of the other.
-        rounds: How many pairs.
-        steps: Steps in each half of a round.
-        device: A GPU is waited for at both ends of a half.
+        baseline: Function that makes one baseline step.
+        variant: Function that makes one step of the other variant.
+        rounds: The number of measured rounds.
+        steps: The number of steps of each variant in a round.
+        device: The device of the steps. A GPU is synchronized before and after each measurement.
+
+    Returns:
+        The duration of `variant` relative to `baseline`.
     """
-    ratios, bares = [], []
+    ratios, baselines = [], []
     for number in range(rounds + 2):
-        first, second = (bare, other) if number % 2 else (other, bare)
-        times = {id(way): _time(way, steps, device) for way in (first, second)}
-        if number >= 2:  # the first two warm up
-            ratios.append(times[id(other)] / times[id(bare)])
-            bares.append(times[id(bare)] / steps)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return Ratio(middle, low, high, statistics.median(bares))
+        first, second = (baseline, variant) if number % 2 else (variant, baseline)
+        times = {id(step): _time(step, steps, device) for step in (first, second)}
+        if number >= 2:  # the first two rounds are warm-up
+            ratios.append(times[id(variant)] / times[id(baseline)])
+            baselines.append(times[id(baseline)] / steps)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return Ratio(median, low, high, statistics.median(baselines))
 
 
 def _time(step: Callable[[], object], steps: int, device: str) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(steps):
         step()
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def keep_memory() -> None:
-    """Let glibc keep the memory that it was given.
+    """Configure glibc to keep freed memory.
 
-    By default it hands large blocks back to the system and fetches them again in each step. How many depends on what else
-    lies on the heap, which hooks change for better or worse: that moved ratios of the small network by up to 0.15.
+    By default, glibc returns large blocks to the system in each step, and the number of blocks depends on the other content
+    of the heap. Hooks change that content, which changed the ratios of the small network by up to 0.15 in both directions.
     """
     libc = ctypes.util.find_library("c")
     if libc and hasattr(ctypes.CDLL(libc), "mallopt"):
@@ -85,7 +88,7 @@ def keep_memory() -> None:
 
 
 def machine() -> str:
-    """What this was measured on."""
+    """Return a description of the hardware and of the package versions."""
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as file:

@@ -1,9 +1,9 @@
-"""A step beside an upload over the same step without, and how fast parts are sent; to an S3 server in a process of its own.
+"""Step time with an upload relative to the same step without one, and the upload rate, with a local S3 server.
 
     python benchmarks/remote.py
 
-The server (moto's) is on the same machine and takes its share of the cores, which a real one does not: the ratios are upper
-bounds.
+The server (moto) runs in another process on the same machine and uses the same cores. A server on another machine does not, so
+the ratios are upper bounds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ print("%s:%d" % server.get_host_and_port(), flush=True)
 sys.stdin.read()
 """
 STATISTICS = {"layers": "layers.*", "kind": "forward", "action": "record"}
-WAYS: dict[str, dict[str, Any]] = {
-    "1 tensor of each": {**STATISTICS, "tensors": True, "samples": 1},
-    "8 tensors of each": {**STATISTICS, "tensors": True, "samples": 8},
+SPECS: dict[str, dict[str, Any]] = {
+    "1 tensor of each layer": {**STATISTICS, "tensors": True, "samples": 1},
+    "8 tensors of each layer": {**STATISTICS, "tensors": True, "samples": 8},
 }
 
 
 def train(folder: Path, spec: dict[str, Any], remote: RemoteFolder | None) -> tuple[float, float, float]:
-    """Seconds of the median step; bytes sent by the last one; seconds from there to the end of the upload."""
+    """Train for some steps, with an upload if `remote` is given.
+
+    Returns:
+        The median step in seconds, the bytes sent until the last step, and the seconds from then to the end of the upload.
+    """
     torch.manual_seed(0)
     model, images, targets = MnistCNN(), torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -54,42 +58,42 @@ def train(folder: Path, spec: dict[str, Any], remote: RemoteFolder | None) -> tu
             upload = Upload(folder, remote, rank=0)
             upload.begin()
         for _ in range(STEPS):
-            began = time.perf_counter()
+            start = time.perf_counter()
             loss = torch.nn.functional.cross_entropy(model(images), targets)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             probe.end_step(loss=loss)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start)
         sent = 0 if upload is None else upload.sent.bytes
-    began = time.perf_counter()
+    start = time.perf_counter()
     if upload is not None:
         assert not upload.end().missing
-    return statistics.median(times), sent, time.perf_counter() - began
+    return statistics.median(times), sent, time.perf_counter() - start
 
 
 def measure(name: str, spec: dict[str, Any], bucket: str) -> str:
-    """One line of the table."""
-    ratios, bytes_in_all, beside = [], [], []
+    """Return one row of the table."""
+    ratios, total_bytes, sent_during_run = [], [], []
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(ROUNDS):
-            found = {}
+            results = {}
             for remote in (number % 2, 1 - number % 2):
                 folder = Path(scratch) / f"{name}-{number}-{remote}".replace(" ", "_")
-                there = RemoteFolder(f"{bucket}/{folder.name}", "") if remote else None
-                found[remote] = train(folder, spec, there)
-                if there is not None:
-                    bytes_in_all.append(sum(there.sizes().values()))
-            ratios.append(found[1][0] / found[0][0])
-            beside.append(found[1][1] / bytes_in_all[-1])
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        began, spent = time.perf_counter(), time.process_time()
+                target = RemoteFolder(f"{bucket}/{folder.name}", "") if remote else None
+                results[remote] = train(folder, spec, target)
+                if target is not None:
+                    total_bytes.append(sum(target.sizes().values()))
+            ratios.append(results[1][0] / results[0][0])
+            sent_during_run.append(results[1][1] / total_bytes[-1])
+        low, median, high = statistics.quantiles(ratios, n=4)
+        start, processor_start = time.perf_counter(), time.process_time()
         sent = send_all(folder, RemoteFolder(f"{bucket}/again/{folder.name}", ""))
-        speed, spent = sent.bytes / (time.perf_counter() - began), time.process_time() - spent
-    megabytes = statistics.median(bytes_in_all) / 1e6
+        rate, processor = sent.bytes / (time.perf_counter() - start), time.process_time() - processor_start
+    megabytes = statistics.median(total_bytes) / 1e6
     return (
-        f"| {name} | {megabytes:.1f} | {megabytes / STEPS:.2f} | {100 * statistics.median(beside):.0f}% "
-        f"| {middle:.3f} ({low:.2f}-{high:.2f}) | {speed / 1e6:.0f} | {1e9 * spent / sent.bytes:.1f} |"
+        f"| {name} | {megabytes:.1f} | {megabytes / STEPS:.2f} | {100 * statistics.median(sent_during_run):.0f}% "
+        f"| {median:.3f} ({low:.2f}-{high:.2f}) | {rate / 1e6:.0f} | {1e9 * processor / sent.bytes:.1f} |"
     )
 
 
@@ -102,10 +106,11 @@ def main() -> None:
     os.environ |= {"AWS_DEFAULT_REGION": "us-east-1"}
     filesystem("s3://bucket", "")[0].mkdir("bucket")
     print(
-        "\n| recorded | MB a run | MB a step | sent during the run | step: with over without | MB/s, alone | ms of a core a MB |"
+        "\n| recorded | MB per run | MB per step | sent during the run | step time, with / without "
+        "| MB/s, upload alone | core ms per MB |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, spec in WAYS.items():
+    for name, spec in SPECS.items():
         print(measure(name, spec, "s3://bucket"), flush=True)
     server.kill()
 

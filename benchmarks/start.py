@@ -1,4 +1,4 @@
-"""How long commands take to start: each in a new process, in turns, over `import torch`.
+"""Start-up time of commands relative to `import torch`. Each command runs in a new process; the commands alternate.
 
 python benchmarks/start.py
 """
@@ -16,7 +16,7 @@ from statistics import median
 
 from measure import machine
 
-PLAIN = """
+PLAIN_PYTORCH = """
 import torch
 from torch import nn
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -28,10 +28,10 @@ for _ in range(2):
 """
 RUN = ["-m", "instrument", "model=mlp", "model.sizes=[64,64,10]", "data=digits", "train.steps=2"]
 HOOKS = ["+hooks.outputs={layers: '**', kind: forward, action: record}"]
-FIRST = "`import torch`"
+REFERENCE = "`import torch`"
 COMMANDS = {
-    FIRST: ["-c", "import torch"],
-    "two steps in PyTorch alone": ["-c", PLAIN],
+    REFERENCE: ["-c", "import torch"],
+    "two steps in plain PyTorch": ["-c", PLAIN_PYTORCH],
     "a run of two steps, digits, no hooks": RUN,
     "a run of two steps, digits, outputs recorded": [*RUN, *HOOKS],
     "`import instrument`": ["-c", "import instrument"],
@@ -41,20 +41,25 @@ COMMANDS = {
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a process took, in seconds: of the clock, and of the processor in all of its threads."""
+class Duration:
+    """The duration of a process.
 
-    clock: float
+    Attributes:
+        elapsed: The elapsed time, in seconds.
+        processor: The processor time of all threads, in seconds.
+    """
+
+    elapsed: float
     processor: float
 
 
-def start(arguments: list[str]) -> Taken:
-    """Run a Python process in an empty folder."""
+def start(arguments: list[str]) -> Duration:
+    """Run a Python process in an empty folder and return its duration."""
     with tempfile.TemporaryDirectory() as folder:
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run([sys.executable, *arguments], cwd=folder, check=True, capture_output=True)
-        clock, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Taken(clock, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        elapsed, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Duration(elapsed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
 def main() -> None:
@@ -63,15 +68,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     for arguments in COMMANDS.values():
-        start(arguments)  # files are in memory, modules compiled
-    taken = [{name: start(arguments) for name, arguments in COMMANDS.items()} for _ in range(rounds)]
-    print(f"{machine()}; medians of {rounds} rounds, in which all take turns\n")
-    print("| command | s | over `import torch` | processor, s | over `import torch` |\n|---|---|---|---|---|")
+        start(arguments)  # warm-up: read the files into the page cache and compile the modules
+    durations = [{name: start(arguments) for name, arguments in COMMANDS.items()} for _ in range(rounds)]
+    print(f"{machine()}; medians of {rounds} rounds; the commands alternate\n")
+    print("| command | elapsed time, s | relative to `import torch` | processor time, s | relative to `import torch` |")
+    print("|---|---|---|---|---|")
     for name in COMMANDS:
         cells = []
-        for of in ("clock", "processor"):
-            seconds = median(getattr(row[name], of) for row in taken)
-            ratio = median(getattr(row[name], of) / getattr(row[FIRST], of) for row in taken)
+        for field in ("elapsed", "processor"):
+            seconds = median(getattr(row[name], field) for row in durations)
+            ratio = median(getattr(row[name], field) / getattr(row[REFERENCE], field) for row in durations)
             cells.append(f"{seconds:.2f} | {ratio:.2f}")
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -1,4 +1,4 @@
-"""What a user pays for looking: a training step with hooks over the same step without, statistics written to Parquet.
+"""Step time with hooks that write statistics to Parquet, relative to the same step without hooks.
 
 python benchmarks/steps.py [--rounds N] [--only mnist_cnn gpt resnet18] [--device cuda]
 """
@@ -20,7 +20,7 @@ NEVER = {"start": 10**9}
 
 
 def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
-    """The rows of the table: hook specs by what is recorded."""
+    """Return the hook specs of each row of the table, by the label of the row."""
     leaves = training.leaves()
     record = {"action": "record"}
     output = {"layers": leaves, "kind": "forward", **record}
@@ -31,14 +31,14 @@ def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
         "updates": {"layers": "**", "kind": "step_post", "role": "update", **record},
     }
     return {
-        "nothing due (hooks attached)": {"outputs": {**output, **NEVER}, "grads": {**gradient, **NEVER}},
+        "hooks attached, none scheduled": {"outputs": {**output, **NEVER}, "grads": {**gradient, **NEVER}},
         "every leaf's output and gradient, every 10 steps": {
             "outputs": {**output, "every": 10},
             "grads": {**gradient, "every": 10},
         },
         "every leaf's output, every step": {"outputs": output},
         "every leaf's output and gradient, every step": {"outputs": output, "grads": gradient},
-        "the same and every parameter, its gradient and its update": {
+        "the same, and every parameter, its gradient and its update": {
             "outputs": output,
             "grads": gradient,
             **parameters,
@@ -46,26 +46,26 @@ def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-FLOOR = "physical floor for the fourth row: one read of each tensor"
+LOWER_BOUND = "lower bound for the fourth row: one read of each tensor"
 
 
-def floor(workload: Workload, rounds: int, device: str) -> Ratio:
-    """The sum of every leaf's output and gradient, and nothing else."""
-    bare, read = workload.training(device), workload.training(device)
+def measure_lower_bound(workload: Workload, rounds: int, device: str) -> Ratio:
+    """Measure a step whose hooks only compute the sum of every leaf's output and gradient."""
+    baseline, hooked = workload.training(device), workload.training(device)
 
-    def look(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
+    def read_output(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
         output.detach().sum()
         if output.requires_grad:
             output.register_hook(lambda gradient: (gradient.sum(), None)[1])
 
-    for name in read.leaves():
-        read.model.get_submodule(name).register_forward_hook(look)
-    return paired(bare.step, read.step, rounds=rounds, device=device)
+    for name in hooked.leaves():
+        hooked.model.get_submodule(name).register_forward_hook(read_output)
+    return paired(baseline.step, hooked.step, rounds=rounds, device=device)
 
 
 def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, device: str) -> Ratio:
-    """A step with hooks over a step without."""
-    bare, hooked = workload.training(device), workload.training(device)
+    """Measure a step with hooks relative to a step without hooks."""
+    baseline, hooked = workload.training(device), workload.training(device)
     with (
         tempfile.TemporaryDirectory() as folder,
         instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "run") as probe,
@@ -74,11 +74,11 @@ def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, d
         def step() -> None:
             probe.end_step(loss=hooked.step())
 
-        def bare_step() -> None:
-            bare.step().item()
+        def baseline_step() -> None:
+            baseline.step().item()
 
         every = 10 if any("every" in spec for spec in specs.values()) else 1
-        return paired(bare_step, step, rounds=max(4, rounds // every), steps=every, device=device)
+        return paired(baseline_step, step, rounds=max(4, rounds // every), steps=every, device=device)
 
 
 def main() -> None:
@@ -86,21 +86,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*")
-    given = parser.parse_args()
-    table = WORKLOADS if given.device == "cpu" else GPU_WORKLOADS
-    chosen = {name: workload for name, workload in table.items() if not given.only or name in given.only}
-    if given.device == "cpu":
+    options = parser.parse_args()
+    table = WORKLOADS if options.device == "cpu" else GPU_WORKLOADS
+    workloads = {name: workload for name, workload in table.items() if not options.only or name in options.only}
+    if options.device == "cpu":
         keep_memory()
     print(machine())
     columns: dict[str, dict[str, Ratio]] = {}
-    for workload in chosen.values():
+    for workload in workloads.values():
         column = columns[workload.name] = {}
         for name, specs in jobs(workload.training("cpu")).items():
-            column[name] = measure(workload, specs, given.rounds, given.device)
-            print(f"{workload.name}: {name}: {column[name]}  (bare {column[name].bare * 1e3:.1f} ms)", flush=True)
-        column[FLOOR] = floor(workload, given.rounds, given.device)
-        print(f"{workload.name}: {FLOOR}: {column[FLOOR]}", flush=True)
-    print("\n| what is recorded | " + " | ".join(columns) + " |")
+            column[name] = measure(workload, specs, options.rounds, options.device)
+            print(f"{workload.name}: {name}: {column[name]}  (baseline {column[name].baseline * 1e3:.1f} ms)", flush=True)
+        column[LOWER_BOUND] = measure_lower_bound(workload, options.rounds, options.device)
+        print(f"{workload.name}: {LOWER_BOUND}: {column[LOWER_BOUND]}", flush=True)
+    print("\n| recorded | " + " | ".join(columns) + " |")
     print("|---|" + "---|" * len(columns))
     for name in next(iter(columns.values())):
         print(f"| {name} | " + " | ".join(f"{column[name].ratio:.2f}" for column in columns.values()) + " |")

@@ -1,4 +1,4 @@
-"""What is trained in the benchmarks: three models with their batches, of the sizes that the table names."""
+"""Workloads of the benchmarks: models with batches of fixed sizes, three for a CPU and two for a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class MnistCNN(nn.Module):
-    """The network of PyTorch's own MNIST example, every operation a module."""
+    """The network of PyTorch's MNIST example, with a module for each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class MnistCNN(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a layer norm."""
+    """A transformer block with pre-layer normalization: attention and a two-layer perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,18 +46,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder of the usual kind."""
+    """A decoder-only transformer."""
 
     def __init__(
         self, layers: int = 6, width: int = 256, heads: int = 8, length: int = 128, vocabulary: int = 1024
     ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
 
@@ -66,9 +66,9 @@ class Workload:
     """A model and its training step.
 
     Attributes:
-        name: As in the table.
-        model: Makes the model.
-        batch: Makes inputs and targets, on a device.
+        name: The label in the tables.
+        model: Function that creates the model.
+        batch: Function that creates inputs and targets on a device.
     """
 
     name: str
@@ -76,13 +76,13 @@ class Workload:
     batch: Callable[[str], tuple[Tensor, Tensor]]
 
     def training(self, device: str = "cpu") -> Training:
-        """A model of its own, with its optimizer and a batch."""
+        """Create a new model with its optimizer and a batch."""
         torch.manual_seed(0)
         return Training(self.model().to(device).train(), *self.batch(device))
 
 
 class Training:
-    """One model with its optimizer; `step` makes a training step on the same batch, and gives the loss."""
+    """A model with its optimizer. `step` makes a training step on the same batch and returns the loss."""
 
     def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
         self.model, self.inputs, self.targets = model, inputs, targets
@@ -96,7 +96,7 @@ class Training:
         return loss
 
     def leaves(self) -> list[str]:
-        """The names of the modules without submodules."""
+        """Return the names of the modules without submodules."""
         return [name for name, module in self.model.named_modules() if not list(module.children())]
 
 

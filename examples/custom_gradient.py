@@ -1,5 +1,5 @@
 # python custom_gradient.py
-"""Custom gradients without a line of autograd: straight-through rounding, and reversal."""
+"""Custom gradients without autograd code: straight-through estimation and gradient reversal."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from torch import nn
 import instrument
 
 
-def gradient(hooks):
-    """What comes out of a small model, and the gradient that its input gets: it is to be as large as 1, 2, 3, 4."""
+def output_and_gradient(hooks):
+    """Return the output of a model and the gradient of its input, which is 1, 2, 3, 4 without hooks."""
     x = torch.tensor([-1.5, -0.2, 0.3, 1.1], requires_grad=True)
     model = nn.Sequential(nn.Identity())
     with instrument.attach(model, hooks) as probe:
@@ -20,11 +20,11 @@ def gradient(hooks):
 
 sign = {"layers": "0", "kind": "forward", "action": "modify", "fn": "sign"}
 cases = {
-    "nothing": {},
+    "no hooks": {},
     "sign": {"sign": sign},
     "sign, straight-through": {"sign": {**sign, "straight_through": True}},
     "reversal": {"reverse": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5, "reverse": True}},
 }
 for name, hooks in cases.items():
-    output, grad = gradient(hooks)
+    output, grad = output_and_gradient(hooks)
     print(f"{name:<23} output {[round(value, 2) for value in output]}  gradient {grad}")

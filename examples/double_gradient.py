@@ -1,5 +1,5 @@
 # python double_gradient.py
-"""A hook on a tensor: the gradient of one layer's output is doubled, and so is all that comes before it."""
+"""A hook on a tensor: double the gradient of one layer's output, and thereby all gradients of earlier layers."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ import instrument
 
 
 def gradients(hooks):
-    """The norm of each weight's gradient after one backward pass."""
+    """Return the norm of each weight's gradient after one backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     with instrument.attach(model, hooks) as probe:
@@ -17,8 +17,8 @@ def gradients(hooks):
     return {name: parameter.grad.norm().item() for name, parameter in model.named_parameters() if "weight" in name}
 
 
-bare = gradients({})
+baseline = gradients({})
 doubled = gradients({"double": {"layers": "2", "kind": "tensor", "action": "scale", "factor": 2.0}})
-print("weight     bare     with the hook on layer 2's output")
-for name in bare:
-    print(f"{name}  {bare[name]:7.3f}  {doubled[name]:7.3f}   x {doubled[name] / bare[name]:g}")
+print("weight   baseline  with the hook on layer 2's output")
+for name in baseline:
+    print(f"{name}  {baseline[name]:7.3f}  {doubled[name]:7.3f}   x {doubled[name] / baseline[name]:g}")

@@ -1,5 +1,5 @@
 # python features.py
-"""Feature extraction: what ResNet-50 makes of images at `layer4` and `avgpool`, without touching its code."""
+"""Feature extraction: record the outputs of `layer4` and `avgpool` of ResNet-50 without changing its code."""
 
 import torch
 from torchvision.models import resnet50
@@ -7,7 +7,7 @@ from torchvision.models import resnet50
 import instrument
 
 torch.manual_seed(0)
-model = resnet50(weights=None).eval()  # weights="DEFAULT" downloads the trained ones
+model = resnet50(weights=None).eval()  # weights="DEFAULT" downloads trained weights
 images = torch.randn(4, 3, 224, 224)
 hooks = {
     "features": {

@@ -1,21 +1,21 @@
-"""Functions and modules of one's own, which the experiments in conf/exp name by `_target_`."""
+"""Custom functions and modules. The experiments in conf/exp refer to them with `_target_`."""
 
 import torch
 from torch import nn
 
 
 def linear(tensor, context, weight):
-    """A linear transformation of a module's output, with the bias that `apply` gave the module."""
+    """Return a linear function of a module's output, with the bias that `apply` added to the module."""
     return weight * tensor + context.module.bias
 
 
 class Residual(nn.Module):
-    """A module with a way around it, and a share of its own that starts at zero."""
+    """A residual connection around a module, with a trainable scale that starts at zero."""
 
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
-        self.share = nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
-        return x + self.share * self.inner(x)
+        return x + self.scale * self.inner(x)

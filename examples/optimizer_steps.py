@@ -1,5 +1,5 @@
 # python optimizer_steps.py
-"""Hooks around the optimizer's step: the weight before and after it, its update, and what Adam remembers."""
+"""Hooks around the optimizer's step: the weight before and after it, its update, and the state of Adam."""
 
 import torch
 from torch import nn
@@ -9,14 +9,14 @@ import instrument
 torch.manual_seed(0)
 model = nn.Linear(4, 1, bias=False)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-look = {"layers": ".", "action": "record", "stats": ["mean", "l2"]}
+record = {"layers": ".", "action": "record", "stats": ["mean", "l2"]}
 hooks = {
-    "before": {**look, "kind": "step_pre", "role": "param"},
-    "gradient": {**look, "kind": "step_pre", "role": "param_grad"},
-    "update": {**look, "kind": "step_post", "role": "update"},
-    "after": {**look, "kind": "step_post", "role": "param"},
-    "exp_avg": {**look, "kind": "step_post", "role": "state.exp_avg"},
-    "exp_avg_sq": {**look, "kind": "step_post", "role": "state.exp_avg_sq"},
+    "before": {**record, "kind": "step_pre", "role": "param"},
+    "gradient": {**record, "kind": "step_pre", "role": "param_grad"},
+    "update": {**record, "kind": "step_post", "role": "update"},
+    "after": {**record, "kind": "step_post", "role": "param"},
+    "exp_avg": {**record, "kind": "step_post", "role": "state.exp_avg"},
+    "exp_avg_sq": {**record, "kind": "step_post", "role": "state.exp_avg_sq"},
 }
 with instrument.attach(model, hooks, optimizer=optimizer) as probe:
     for _ in range(4):

@@ -14,7 +14,7 @@ for kind, spec in hooks.items():
     if KINDS[kind].family in ("parameter", "optimizer", "state_dict"):
         spec["params"] = "weight"
     if KINDS[kind].family == "loss":
-        del spec["layers"]  # there is one loss
+        del spec["layers"]  # a loss hook has no layers
 
 with instrument.attach(model, hooks, optimizer=optimizer) as probe:
     loss = probe.loss(model(torch.randn(2, 3, requires_grad=True)).square().mean())

@@ -1,5 +1,5 @@
 # python shapes.py
-"""Verbose execution: what goes into each module and comes out of it, printed as the forward pass goes."""
+"""Verbose execution: print the shapes of the input and output of each module during the forward pass."""
 
 import torch
 from torchvision.models import squeezenet1_1
@@ -8,10 +8,10 @@ import instrument
 
 
 def show(tensor, context):
-    """Print where we are and what is there; give the tensor back as it is."""
+    """Print the module and the shape of the tensor, and return the tensor unchanged."""
     depth = 2 * (context.layer.count(".") + bool(context.layer))
-    sign = "->" if context.role == "output" else "  "
-    print(f"{' ' * depth}{sign} {context.layer or 'the model'}: {type(context.module).__name__} {list(tensor.shape)}")
+    arrow = "->" if context.role == "output" else "  "
+    print(f"{' ' * depth}{arrow} {context.layer or 'the model'}: {type(context.module).__name__} {list(tensor.shape)}")
     return tensor
 
 

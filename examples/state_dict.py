@@ -1,5 +1,5 @@
 # python state_dict.py
-"""Hooks on saving and loading: what is saved is rounded to int8, what is loaded is halved; the live weights are neither."""
+"""Hooks on saving and loading: round saved weights to int8, and halve loaded weights."""
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ hooks = {
 }
 with instrument.attach(model, hooks) as probe:
     saved = model.state_dict()
-    print("live weights after saving are the same:", torch.equal(model.weight, weight))
+    print("model weights are unchanged after saving:", torch.equal(model.weight, weight))
     print("different values in the file:", saved["weight"].unique().numel(), "of", weight.unique().numel())
-    print("largest rounding:", f"{(saved['weight'] - weight).abs().max():.4f}")
+    print("largest rounding error:", f"{(saved['weight'] - weight).abs().max():.4f}")
     given = {"weight": weight, "bias": model.bias.detach().clone()}
     model.load_state_dict(given)
-    print("loaded weights are half of what was given:", torch.equal(model.weight, weight * 0.5))
-    print("what was given is the same:", torch.equal(given["weight"], weight))
+    print("loaded weights are half of the given weights:", torch.equal(model.weight, weight * 0.5))
+    print("given weights are unchanged after loading:", torch.equal(given["weight"], weight))
     probe.end_step()

@@ -1,5 +1,5 @@
 # python tensors.py
-"""Parameter, buffer and plain tensor told apart: what trains, what is only saved, and what PyTorch does not know of."""
+"""Parameter, buffer and plain tensor: which one is trained, which one is only saved, and which one no hook receives."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ import instrument
 
 
 class Layer(nn.Module):
-    """One of each."""
+    """A module with a parameter, a buffer and a plain tensor."""
 
     def __init__(self):
         super().__init__()
@@ -22,12 +22,12 @@ class Layer(nn.Module):
 
 model = Layer()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-look = {"layers": ".", "action": "record"}
+record = {"layers": ".", "action": "record"}
 hooks = {
-    "param": {**look, "kind": "step_post", "role": "param"},
-    "gradient": {**look, "kind": "parameter_grad"},
-    "buffer": {**look, "kind": "step_post", "role": "buffer"},
-    "saved": {**look, "kind": "state_dict_post"},
+    "param": {**record, "kind": "step_post", "role": "param"},
+    "gradient": {**record, "kind": "parameter_grad"},
+    "buffer": {**record, "kind": "step_post", "role": "buffer"},
+    "saved": {**record, "kind": "state_dict_post"},
 }
 with instrument.attach(model, hooks, optimizer=optimizer) as probe:
     model(torch.ones(3)).sum().backward()
@@ -35,8 +35,8 @@ with instrument.attach(model, hooks, optimizer=optimizer) as probe:
     saved = model.state_dict()
     probe.end_step()
 
-seen = probe.sink.frame("stats").groupby("path").hook.agg(", ".join)
+hook_names = probe.sink.frame("stats").groupby("path").hook.agg(", ".join)
 for name in ("weight", "offset", "plain"):
     tensor = getattr(model, name)
     kind = "parameter" if name in dict(model.named_parameters()) else "buffer" if name in saved else "plain tensor"
-    print(f"{name:<7} {kind:<13} trains: {tensor.requires_grad!s:<6} hooks: {seen.get(name, 'none can see it')}")
+    print(f"{name:<7} {kind:<13} trains: {tensor.requires_grad!s:<6} hooks: {hook_names.get(name, 'none')}")

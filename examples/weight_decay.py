@@ -1,5 +1,5 @@
 # python weight_decay.py
-"""L2 by a hook on the gradient is the optimizer's weight decay; L1 by a hook is a penalty in the loss."""
+"""L2 by a hook on the gradient equals the optimizer's weight decay; L1 by a hook equals a penalty in the loss."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ import instrument
 
 
 def train(hooks=None, weight_decay=0.0, l1=0.0):
-    """The weights after ten steps of SGD."""
+    """Return the weights after ten steps of SGD."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
@@ -25,7 +25,7 @@ def train(hooks=None, weight_decay=0.0, l1=0.0):
 
 penalty = {"layers": "**", "kind": "parameter_grad", "action": "modify", "coefficient": 0.01}
 by_hook, by_optimizer = train({"decay": {**penalty, "fn": "l2"}}), train(weight_decay=0.01)
-print(f"L2 by hook and weight_decay: {'equal to the last bit' if by_hook.equal(by_optimizer) else 'DIFFERENT'}")
+print(f"L2 by hook and weight_decay: {'bit-identical' if by_hook.equal(by_optimizer) else 'different'}")
 by_hook, by_loss = train({"sparse": {**penalty, "fn": "l1"}}), train(l1=0.01)
 print(f"L1 by hook and in the loss:  largest difference {(by_hook - by_loss).abs().max():.1e}")
-print(f"neither and either:          largest difference {(train() - by_optimizer).abs().max():.1e}")
+print(f"no penalty and weight_decay: largest difference {(train() - by_optimizer).abs().max():.1e}")

@@ -1,7 +1,7 @@
 # python wgan_penalty.py
-"""WGAN-GP on digits, its penalty weight swept: how steep the critic gets, and how its gradients grow, by penalty.
+"""WGAN-GP on digits with a sweep of the penalty weight: loss, spread of the scores, and critic gradient per penalty.
 
-The sweep is `python -m instrument -m +exp=wgan_gp task.penalty=0,1,10`; this script runs it and reads what it left.
+The sweep is `python -m instrument -m +exp=wgan_gp task.penalty=0,1,10`; this script runs it and loads the results.
 """
 
 import subprocess

@@ -48,10 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     """Seed PyTorch before each test, so that the order of tests does not change random tensors.
 
-    The `random` module is not seeded: Weights & Biases uses it for run names, which have to be unique.
+    The `random` module is not seeded: Weights & Biases uses it for run names, which have to be unique. Before CUDA is
+    initialized, `torch.manual_seed` stores a traceback at each call, which takes a millisecond.
     """
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
+        seed(0)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def test_gradients_are_clipped_to_a_hundredth(experiment: Experiment) -> None:
 
 def test_l2_hook_equals_weight_decay(script: Script) -> None:
     lines = script("weight_decay.py")
-    assert lines[0] == "L2 by hook and weight_decay: equal to the last bit"
+    assert lines[0] == "L2 by hook and weight_decay: bit-identical"
     assert float(lines[1].split()[-1]) < 1e-6
     assert float(lines[2].split()[-1]) > 1e-3
 
@@ -208,7 +208,7 @@ def test_hooks_of_parameter_buffer_and_plain_tensor(script: Script) -> None:
     assert [re.split(r"\s{2,}", line) for line in script("tensors.py")] == [
         ["weight", "parameter", "trains: True", "hooks: gradient, param, saved"],
         ["offset", "buffer", "trains: False", "hooks: buffer, saved"],
-        ["plain", "plain tensor", "trains: False", "hooks: none can see it"],
+        ["plain", "plain tensor", "trains: False", "hooks: none"],
     ]
 
 
@@ -218,11 +218,11 @@ def test_custom_gradients_match_their_formulas(script: Script) -> None:
         name, output, gradient = re.fullmatch(r"(.+?)\s+output (\[.*\])\s+gradient (\[.*\])", line).groups()
         found[name] = yaml.safe_load(output), yaml.safe_load(gradient)
     x, weight = torch.tensor([-1.5, -0.2, 0.3, 1.1]), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert list(found) == ["nothing", "sign", "sign, straight-through", "reversal"]
-    assert found["nothing"][1] == weight.tolist()
+    assert list(found) == ["no hooks", "sign", "sign, straight-through", "reversal"]
+    assert found["no hooks"][1] == weight.tolist()
     assert found["sign"] == (x.sign().tolist(), [0.0] * 4)
     assert found["sign, straight-through"] == (x.sign().tolist(), weight.tolist())
-    assert found["reversal"][0] == found["nothing"][0]
+    assert found["reversal"][0] == found["no hooks"][0]
     assert found["reversal"][1] == (-0.5 * weight).tolist()
 
 
@@ -250,7 +250,7 @@ def test_state_dict_hooks_change_files_but_not_the_model(script: Script) -> None
     assert kept <= 255 < all_of_them
     torch.manual_seed(0)
     largest = nn.Linear(64, 64).weight.abs().max().item()
-    assert 0 < float(answers["largest rounding"]) <= round(largest / 127 / 2, 4)
+    assert 0 < float(answers["largest rounding error"]) <= round(largest / 127 / 2, 4)
 
 
 def test_wrapped_module_is_recorded(experiment: Experiment) -> None:
@@ -260,9 +260,9 @@ def test_wrapped_module_is_recorded(experiment: Experiment) -> None:
     assert inner.layer.tolist() == ["layers.1.inner"]
     assert (inner.module_type.item(), outer.module_type.item()) == ("Sequential", "Residual")
     assert (inner.numel.item(), outer.numel.item()) == (64 * 32, 64 * 32)
-    shares = [float(value) for value in run.tensors(hook="share")["values"]]
-    assert len(shares) == 20
-    assert shares[0] != 0.0
+    scales = [float(value) for value in run.tensors(hook="scale")["values"]]
+    assert len(scales) == 20
+    assert scales[0] != 0.0
 
 
 def test_wgan_penalty_sweep(script: Script) -> None:

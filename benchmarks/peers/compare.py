@@ -1,9 +1,9 @@
-"""The same job through other tools, each in an environment of its own, and one table of what a step costs with each.
+"""The same job with other tools, each in a separate environment. The script prints a table of relative step times.
 
     python benchmarks/peers/compare.py [--only captum wandb] [--rounds 8]
 
-The environments are made in `.peers/`, on top of the one that this runs in: PyTorch is shared, all that a tool brings along is
-its own. What fails is a row too.
+The environments are created in `.peers/` on top of the current environment: they share PyTorch, and each has the dependencies of
+one tool. A tool that fails also has a row, with its error.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ QUIET = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM
 
 
 def environment(tool: str, requirement: str | None) -> Path:
-    """The Python of a tool's environment, which is made where it is missing; our own where nothing is required."""
+    """Return the Python of a tool's environment, created if it is missing; the current Python without a requirement."""
     if requirement is None:
         return Path(sys.executable)
     folder = ENVIRONMENTS / tool
     python = folder / "bin" / "python"
-    done = folder / requirement
-    if not done.exists():
+    marker = folder / requirement
+    if not marker.exists():
         venv.create(folder, with_pip=True, clear=True)
         packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
         Path(packages, "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run(
             [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement], check=True
         )
-        done.touch()
+        marker.touch()
     return python
 
 
 def results(tool: str, python: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    """The lines that the tool's job prints, shown as they come."""
+    """Run the jobs of a tool and return their results. Each result is also printed to stderr when it is available."""
     command = [str(python), "-W", "ignore", str(HERE / "job.py"), tool, *arguments]
-    found = []
+    collected = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **QUIET}) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
-                found.append(json.loads(line))
+                collected.append(json.loads(line))
                 print(f"{tool}: {line.strip()}", file=sys.stderr, flush=True)
     if process.returncode:
-        found.append({"workload": "", "what": "", "failed": f"exit code {process.returncode}"})
-    return found
+        collected.append({"workload": "", "label": "", "failed": f"exit code {process.returncode}"})
+    return collected
 
 
 def cell(result: dict[str, Any] | None) -> str:
-    """A ratio, or what went wrong."""
+    """Return the cell of the table: the ratio, or the error."""
     if result is None:
         return ""
     return result["failed"].replace("|", "\\|") if "failed" in result else f"{result['ratio']:.2f}"
@@ -81,20 +81,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", default="8")
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(machine())
-    print("\n| tool | what is kept of a step | " + " | ".join(w.name for w in WORKLOADS.values()) + " |")
+    print("\n| tool | recorded per step | " + " | ".join(w.name for w in WORKLOADS.values()) + " |")
     print("|---|---|" + "---|" * len(WORKLOADS), flush=True)
-    for tool in given.only:
+    for tool in options.only:
         requirement = PEERS[tool]
         try:
-            found = results(tool, environment(tool, requirement), ["--rounds", given.rounds])
+            rows = results(tool, environment(tool, requirement), ["--rounds", options.rounds])
         except subprocess.CalledProcessError as error:
-            found = [{"workload": "", "what": "", "failed": f"could not be installed: {error}"}]
-        for what in dict.fromkeys(result["what"] for result in found):
-            of = {result["workload"]: result for result in found if result["what"] == what}
-            cells = [cell(of.get(name, of.get(""))) for name in WORKLOADS]
-            print(f"| {requirement or tool} | {what} | " + " | ".join(cells) + " |", flush=True)
+            rows = [{"workload": "", "label": "", "failed": f"could not be installed: {error}"}]
+        for label in dict.fromkeys(result["label"] for result in rows):
+            by_workload = {result["workload"]: result for result in rows if result["label"] == label}
+            cells = [cell(by_workload.get(name, by_workload.get(""))) for name in WORKLOADS]
+            print(f"| {requirement or tool} | {label} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What one tool does in a training step, and how much longer the step takes for it.
+"""Step time with one tool relative to the same step without it.
 
     python benchmarks/peers/job.py captum
 
-runs in the tool's own environment and prints a line of JSON for each job and workload. A tool's jobs are in a module of its
-own, `with_<tool>.py`, as a tuple `JOBS`.
+runs in the environment of the tool and prints a line of JSON for each job and workload. The module `with_<tool>.py` defines the
+jobs of a tool in a tuple `JOBS`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from measure import keep_memory, paired
 from workloads import WORKLOADS, Training
 
 Step = Callable[[], "Sequence[Tensor] | None"]
-"""A training step with the tool; gives the tensors that the tool kept and did no more with, or None."""
+"""A training step with the tool. Returns the tensors if the tool only keeps references to them, otherwise None."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One way of using a tool.
+    """One configuration of a tool.
 
     Attributes:
-        what: What it records, in words.
-        open: Makes the step of a training; files go into the folder.
+        label: What the tool records; the label in the table.
+        open: Function that creates the step of a training. The tool writes its files into the folder.
     """
 
-    what: str
+    label: str
     open: Callable[[Training, Path], AbstractContextManager[Step]]
 
 
 @contextmanager
-def watched(training: Training, see: Callable[[str, str, Tensor], None]) -> Iterator[None]:
-    """Hooks for tools that have none of their own: each leaf's output and its gradient are shown, by name and role."""
+def leaf_hooks(training: Training, callback: Callable[[str, str, Tensor], None]) -> Iterator[None]:
+    """Call a function with the name, role and tensor of each leaf's output and gradient, for tools without hooks."""
 
-    def look(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+    def make_hook(name: str) -> Callable[[nn.Module, object, Tensor], None]:
         def hook(module: nn.Module, args: object, output: Tensor) -> None:  # noqa: ARG001
-            see(name, "output", output.detach())
+            callback(name, "output", output.detach())
             if output.requires_grad:
-                output.register_hook(lambda gradient: see(name, "gradient", gradient))
+                output.register_hook(lambda gradient: callback(name, "gradient", gradient))
 
         return hook
 
-    handles = [training.model.get_submodule(name).register_forward_hook(look(name)) for name in training.leaves()]
+    handles = [training.model.get_submodule(name).register_forward_hook(make_hook(name)) for name in training.leaves()]
     try:
         yield
     finally:
@@ -64,21 +64,21 @@ def watched(training: Training, see: Callable[[str, str, Tensor], None]) -> Iter
 
 
 def statistics(tensor: Tensor) -> list[float]:
-    """Mean, std, minimum, maximum, L2 norm and the counts of zeros, NaN and infinities, as one would write them."""
+    """Return mean, std, minimum, maximum, L2 norm and the counts of zeros, NaN and infinities."""
     x = tensor.detach().float()
     low, high = x.aminmax()
     values = (x.mean(), x.std(), low, high, x.norm(), (x == 0).sum(), x.isnan().sum(), x.isinf().sum())
-    numbers: list[float] = torch.stack([value.double() for value in values]).tolist()
-    return numbers
+    result: list[float] = torch.stack([value.double() for value in values]).tolist()
+    return result
 
 
 def measure(job: Job, workload: str, rounds: int) -> Iterator[dict[str, object]]:
-    """The ratio of a step with the tool to the bare one; where it only keeps tensors, also with their statistics."""
-    bare, seen = WORKLOADS[workload].training(), WORKLOADS[workload].training()
-    with tempfile.TemporaryDirectory() as folder, job.open(seen, Path(folder)) as step:
+    """Yield the relative step time with the tool; if it only keeps tensors, also with statistics computed from them."""
+    baseline, training = WORKLOADS[workload].training(), WORKLOADS[workload].training()
+    with tempfile.TemporaryDirectory() as folder, job.open(training, Path(folder)) as step:
         kept = step()
-        found = paired(lambda: bare.step().item(), step, rounds=rounds)
-        yield {"what": job.what, "kept": None if kept is None else len(kept), **vars(found)}
+        ratio = paired(lambda: baseline.step().item(), step, rounds=rounds)
+        yield {"label": job.label, "kept": None if kept is None else len(kept), **vars(ratio)}
         if kept is not None:
             del kept
             rows: list[list[float]] = []
@@ -86,8 +86,8 @@ def measure(job: Job, workload: str, rounds: int) -> Iterator[dict[str, object]]
             def with_statistics() -> None:
                 rows.extend(statistics(tensor) for tensor in step() or ())
 
-            found = paired(lambda: bare.step().item(), with_statistics, rounds=rounds)
-            yield {"what": f"{job.what}, and their statistics in a list", "kept": None, **vars(found)}
+            ratio = paired(lambda: baseline.step().item(), with_statistics, rounds=rounds)
+            yield {"label": f"{job.label}, and their statistics in a list", "kept": None, **vars(ratio)}
 
 
 def main() -> None:
@@ -95,19 +95,19 @@ def main() -> None:
     parser.add_argument("tool")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=list(WORKLOADS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     keep_memory()
-    jobs: Sequence[Job] = importlib.import_module(f"with_{given.tool.replace('-', '_')}").JOBS
+    jobs: Sequence[Job] = importlib.import_module(f"with_{options.tool.replace('-', '_')}").JOBS
     for job in jobs:
-        for workload in given.only:
+        for workload in options.only:
             try:
-                for found in measure(job, workload, given.rounds):
-                    print(json.dumps({"workload": workload, **found}), flush=True)
-            except Exception as error:  # whatever a tool raises is its result
-                said = (str(error).strip() or "nothing said").splitlines()[0]
-                failed = f"{type(error).__name__}: {said[:120]}"
-                print(json.dumps({"workload": workload, "what": job.what, "failed": failed}), flush=True)
+                for result in measure(job, workload, options.rounds):
+                    print(json.dumps({"workload": workload, **result}), flush=True)
+            except Exception as error:  # any error of a tool is its result
+                message = (str(error).strip() or "no message").splitlines()[0]
+                failed = f"{type(error).__name__}: {message[:120]}"
+                print(json.dumps({"workload": workload, "label": job.label, "failed": failed}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Captum: LayerActivation of all leaves, which makes a forward pass of its own and sees no gradients."""
+"""Captum: LayerActivation of all leaves. It makes an additional forward pass and does not record gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""instrument itself, beside its peers: statistics of every leaf's output and gradient, to Parquet."""
+"""instrument: statistics of every leaf's output and gradient, written to Parquet."""
 
 from __future__ import annotations
 

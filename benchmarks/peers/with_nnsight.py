@@ -1,4 +1,4 @@
-"""nnsight: the outputs of all leaves saved in a trace, and their gradients in its backward block."""
+"""nnsight: the outputs of all leaves, saved in a trace, and their gradients, saved in its backward block."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def in_order(training: Training) -> list[str]:
-    """The leaves as the forward pass comes to them: a trace has to ask for them so. One called twice is there once."""
+def forward_order(training: Training) -> list[str]:
+    """Return the leaves in forward order, as a trace requires. A leaf that is called twice is listed once."""
     order: list[str] = []
     names = {training.model.get_submodule(name): name for name in training.leaves()}
 
-    def note(module: nn.Module, args: object, output: object) -> None:  # noqa: ARG001
+    def append_name(module: nn.Module, args: object, output: object) -> None:  # noqa: ARG001
         order.append(names[module])
 
-    handles = [module.register_forward_hook(note) for module in names]
+    handles = [module.register_forward_hook(append_name) for module in names]
     training.model(training.inputs)
     for handle in handles:
         handle.remove()
@@ -30,16 +30,16 @@ def in_order(training: Training) -> list[str]:
 @contextmanager
 def outputs(training: Training, folder: Path) -> Iterator[Step]:  # noqa: ARG001
     model, inputs, targets, optimizer = NNsight(training.model), training.inputs, training.targets, training.optimizer
-    layers = [model.get(name) for name in in_order(training)]
+    layers = [model.get(name) for name in forward_order(training)]
 
     def step() -> Sequence[Tensor]:
         optimizer.zero_grad()
         kept: list[Tensor] = []
         with model.trace(inputs):
             for layer in layers:
-                kept.append(layer.output.save())  # what is bound inside is not known outside
-            answer = model.output.save()
-        F.cross_entropy(answer.flatten(0, -2), targets.flatten()).backward()
+                kept.append(layer.output.save())  # names bound inside the trace are undefined outside
+            logits = model.output.save()
+        F.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
         optimizer.step()
         return kept
 
@@ -49,14 +49,14 @@ def outputs(training: Training, folder: Path) -> Iterator[Step]:  # noqa: ARG001
 @contextmanager
 def outputs_and_gradients(training: Training, folder: Path) -> Iterator[Step]:  # noqa: ARG001
     model, inputs, targets, optimizer = NNsight(training.model), training.inputs, training.targets, training.optimizer
-    layers = [model.get(name) for name in in_order(training)]
+    layers = [model.get(name) for name in forward_order(training)]
 
     def step() -> Sequence[Tensor]:
         optimizer.zero_grad()
         kept: list[Tensor] = []
         with model.trace(inputs):
             for layer in layers:
-                kept.append(layer.output.save())  # what is bound inside is not known outside
+                kept.append(layer.output.save())  # names bound inside the trace are undefined outside
             loss = F.cross_entropy(model.output.flatten(0, -2), targets.flatten())
             with loss.backward():
                 for tensor in reversed(list(kept)):

@@ -1,4 +1,7 @@
-"""nvidia-dlfw-inspect: its LogTensorStats feature, called from hooks, since it attaches none to PyTorch's own modules."""
+"""nvidia-dlfw-inspect: the feature LogTensorStats, called from hooks of the benchmark.
+
+The tool does not attach hooks to PyTorch's modules.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nvdlfw_inspect.api as debug_api
-from job import Job, Step, Training, watched
+from job import Job, Step, Training, leaf_hooks
 
 CONFIG = """
 all:
@@ -28,7 +31,7 @@ def statistics(training: Training, folder: Path) -> Iterator[Step]:
     config.write_text(CONFIG)
     debug_api.initialize(config_file=str(config), log_dir=str(folder), default_logging_enabled=True)
 
-    def see(name: str, role: str, tensor: object) -> None:
+    def log_statistics(name: str, role: str, tensor: object) -> None:
         debug_api.log_tensor_stats(name, tensor_name=role, tensor=tensor, skip_reduction=True)
 
     def step() -> None:
@@ -36,7 +39,7 @@ def statistics(training: Training, folder: Path) -> Iterator[Step]:
         debug_api.step()
 
     try:
-        with watched(training, see):
+        with leaf_hooks(training, log_statistics):
             yield step
     finally:
         debug_api.end_debug()

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def _tensor(**given: Any) -> Tensor:
-    """A module's backward hook has tuples, which the cache does not take."""
-    value = given["grad_output"] if "grad_output" in given else given["output"]
+def _tensor(**arguments: Any) -> Tensor:
+    """Return the tensor to cache. Backward hooks of modules receive tuples, which the cache does not accept."""
+    value = arguments["grad_output"] if "grad_output" in arguments else arguments["output"]
     tensor: Tensor = value[0] if isinstance(value, tuple) else value
     return tensor
 

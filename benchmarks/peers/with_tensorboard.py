@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from job import Job, Step, Training, watched
+from job import Job, Step, Training, leaf_hooks
 from torch.utils.tensorboard import SummaryWriter
 
 
 @contextmanager
 def histograms(training: Training, folder: Path) -> Iterator[Step]:
-    number = 0
+    step_number = 0
     with SummaryWriter(str(folder)) as writer:
 
         def step() -> None:
-            nonlocal number
+            nonlocal step_number
             training.step().item()
-            number += 1
+            step_number += 1
 
-        with watched(training, lambda name, role, tensor: writer.add_histogram(f"{name}/{role}", tensor, number)):
+        with leaf_hooks(training, lambda name, role, tensor: writer.add_histogram(f"{name}/{role}", tensor, step_number)):
             yield step
 
 

@@ -1,4 +1,4 @@
-"""torchlens: a trace of every operation of the forward pass with the gradients that come back to each."""
+"""torchlens: a trace of every operation of the forward pass, with the gradient of each output."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def trace(training: Training, folder: Path) -> Iterator[Step]:  # noqa: ARG001
         output = log[log.output_layers[0]].out
         log.log_backward(F.cross_entropy(output.flatten(0, -2), training.targets.flatten()))
         training.optimizer.step()
-        outs = [layer.out for layer in log if isinstance(layer.out, Tensor)]
-        return [*outs, *(layer.grad for layer in log if isinstance(layer.grad, Tensor))]
+        outputs = [layer.out for layer in log if isinstance(layer.out, Tensor)]
+        return [*outputs, *(layer.grad for layer in log if isinstance(layer.grad, Tensor))]
 
     yield step
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: `watch`, which sees parameters and their gradients, and no activations."""
+"""Weights & Biases, offline: `watch`, which records parameters and their gradients, but no activations."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def watch(training: Training, folder: Path, log: str) -> Iterator[Step]:
 
 
 JOBS = (
-    Job("histograms of parameter gradients, no activations, to its own file", partial(watch, log="gradients")),
+    Job("histograms of parameter gradients, no activations, to a .wandb file", partial(watch, log="gradients")),
     Job("histograms of parameters and their gradients, no activations", partial(watch, log="all")),
 )
