@@ -8,7 +8,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scale wheel check format docs site clean
+.PHONY: help demo test test-all bench bench-peers bench-scale wheel check format docs pictures site clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -57,6 +57,10 @@ format: $(DEV_STAMP)  ## format the code and apply fixes of the linter
 
 docs: $(DEV_STAMP)  ## generate the reference pages and the JSON Schema from the code
 	$(BIN)/python docs/make.py
+
+pictures: $(DEV_STAMP)  ## make the pictures of the README and the docs again
+	$(BIN)/python docs/picture.py
+	$(BIN)/python docs/screenshots.py
 
 site: docs  ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

@@ -90,7 +90,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     keep_memory()
     print(machine())
-    print("\n| workload, every leaf's output and gradient | budget | overhead without a budget | final overhead | reported by the run |")
+    print(
+        "\n| workload, every leaf's output and gradient | budget | overhead without a budget | final overhead | reported by the run |"
+    )
     print("|---|---|---|---|---|")
     for workload, budget in CASES:
         unbudgeted, budgeted, reported = overheads(workload, budget)

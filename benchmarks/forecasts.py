@@ -21,7 +21,7 @@ from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
 from instrument.training.device import process_state
 from instrument.training.experiment import Experiment, prepare
-from instrument.training.loop import make_step
+from instrument.training.loop import train_step
 
 STEPS = 100_000  # steps of the planned run
 STEPS_PER_ROUND = 10  # the least common multiple of all values of `every`
@@ -109,11 +109,21 @@ def measure_overhead(workload: str, hooks: dict[str, Any]) -> float:
     ):
 
         def baseline_step() -> None:
-            make_step(baseline, UninstrumentedProbe(), next(baseline_batches))
+            train_step(baseline, UninstrumentedProbe(), next(baseline_batches))
 
-        ratio = paired(baseline_step, lambda: make_step(hooked, probe, next(hooked_batches)), rounds=4, steps=STEPS_PER_ROUND)
+        ratio = paired(
+            baseline_step, lambda: train_step(hooked, probe, next(hooked_batches)), rounds=4, steps=STEPS_PER_ROUND
+        )
         rounds = max(4, round(MEASUREMENT_SECONDS / (2 * STEPS_PER_ROUND * ratio.baseline)))
-        return paired(baseline_step, lambda: make_step(hooked, probe, next(hooked_batches)), rounds=rounds, steps=STEPS_PER_ROUND).ratio - 1
+        return (
+            paired(
+                baseline_step,
+                lambda: train_step(hooked, probe, next(hooked_batches)),
+                rounds=rounds,
+                steps=STEPS_PER_ROUND,
+            ).ratio
+            - 1
+        )
 
 
 def main() -> None:

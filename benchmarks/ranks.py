@@ -87,7 +87,9 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Tensor]], folder: Pat
     """Print the table rows of one network."""
     for label, hooks in HOOK_SETS.items():
         variants = {
-            reduce: make_variant(make, hooks if reduce else {}, folder / f"{name}-{label}-{reduce}".replace(" ", "_"), reduce)
+            reduce: make_variant(
+                make, hooks if reduce else {}, folder / f"{name}-{label}-{reduce}".replace(" ", "_"), reduce
+            )
             for reduce in ("", "none", "global")
         }
         times: dict[str, list[float]] = {reduce: [] for reduce in variants}
@@ -110,7 +112,10 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Tensor]], folder: Pat
         if dist.get_rank() == 0:
             baseline = 1e3 * statistics.median(times[""])
             merging = 1e3 * statistics.median(b - a for a, b in zip(times["none"], times["global"], strict=True))
-            print(f"| {name}, {label} | {tensors:.0f} | {baseline:.1f} | {cells} | {merging:.1f} | {bytes_per_tensor:.0f} |", flush=True)
+            print(
+                f"| {name}, {label} | {tensors:.0f} | {baseline:.1f} | {cells} | {merging:.1f} | {bytes_per_tensor:.0f} |",
+                flush=True,
+            )
 
 
 def run_worker() -> None:

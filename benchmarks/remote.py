@@ -22,9 +22,9 @@ from measure import machine
 from workloads import MnistCNN
 
 import instrument
-from instrument.sinks.remote import RemoteFolder, filesystem
-from instrument.sinks.transfer import send_all
-from instrument.sinks.upload import Upload
+from instrument.sinks.background_upload import Upload
+from instrument.sinks.remote_folder import RemoteFolder, filesystem
+from instrument.sinks.remote_transfer import send_all
 
 ROUNDS, STEPS, BATCH = 8, 40, 16
 SERVER = """
@@ -68,7 +68,7 @@ def train(folder: Path, spec: dict[str, Any], remote: RemoteFolder | None) -> tu
         sent = 0 if upload is None else upload.sent.bytes
     start = time.perf_counter()
     if upload is not None:
-        assert not upload.end().missing
+        assert not upload.end().failed
     return statistics.median(times), sent, time.perf_counter() - start
 
 

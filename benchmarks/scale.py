@@ -75,7 +75,9 @@ def rows_of(run: int, steps: int) -> pa.Table:
     shape = (steps, len(LOCATIONS))
     shared_random = np.random.default_rng(0)
     numel = np.broadcast_to(shared_random.integers(64, 100_000, len(LOCATIONS)), shape)
-    std = np.exp(shared_random.normal(0, 1, len(LOCATIONS)) + 0.03 * np.cumsum(shared_random.normal(size=shape), axis=0))
+    std = np.exp(
+        shared_random.normal(0, 1, len(LOCATIONS)) + 0.03 * np.cumsum(shared_random.normal(size=shape), axis=0)
+    )
     mean = std * shared_random.normal(0, 0.1, shape)
     low, high = (sign * std * shared_random.normal(4, 0.3, shape) for sign in (-1, 1))
     rms = np.sqrt(std**2 + mean**2)
@@ -87,7 +89,11 @@ def rows_of(run: int, steps: int) -> pa.Table:
     cells |= {name: cells[name].astype(np.float32).astype(np.float64) for name in FLOAT32_STATISTICS}
     relu = np.array([layer.endswith("1") and hook == "activations" for hook, layer, *_ in LOCATIONS])
     zeros = np.where(relu, run_random.binomial(numel, 0.5) / numel, 0.0)
-    cells |= {"step": np.repeat(np.arange(steps), len(LOCATIONS)), "numel": numel.ravel(), "zero_fraction": zeros.ravel()}
+    cells |= {
+        "step": np.repeat(np.arange(steps), len(LOCATIONS)),
+        "numel": numel.ravel(),
+        "zero_fraction": zeros.ravel(),
+    }
     cells |= {
         "position": np.tile(np.arange(len(LOCATIONS), dtype=np.int32), steps),
         "recompute": np.zeros(numel.size, bool),
@@ -95,7 +101,8 @@ def rows_of(run: int, steps: int) -> pa.Table:
     for name, column in zip(LABELS, zip(*LOCATIONS, strict=True), strict=True):
         cells[name] = _labels(column, steps)
     cells |= {
-        name: _labels([word] * len(LOCATIONS), steps) for name, word in {"phase": "train", "module_type": "Linear"}.items()
+        name: _labels([word] * len(LOCATIONS), steps)
+        for name, word in {"phase": "train", "module_type": "Linear"}.items()
     }
     return pa.table([_column(field, cells, numel.size) for field in STATS.schema], schema=STATS.schema)
 
@@ -280,7 +287,9 @@ def measure(reader: str, folder: Path, query: str, run: str, repeats: int) -> tu
         command = [sys.executable, "-W", "ignore", __file__, "--run-query", reader, str(folder), query, run]
         results.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     warm = min(result["seconds"] for result in results[1:])
-    return {"cold": results[0]["seconds"], "warm": warm, "peak": max(result["peak"] for result in results)}, results[0]["rows"]
+    return {"cold": results[0]["seconds"], "warm": warm, "peak": max(result["peak"] for result in results)}, results[0][
+        "rows"
+    ]
 
 
 def main() -> None:

@@ -97,7 +97,9 @@ def main() -> None:
         column = columns[workload.name] = {}
         for name, specs in jobs(workload.training("cpu")).items():
             column[name] = measure(workload, specs, options.rounds, options.device)
-            print(f"{workload.name}: {name}: {column[name]}  (baseline {column[name].baseline * 1e3:.1f} ms)", flush=True)
+            print(
+                f"{workload.name}: {name}: {column[name]}  (baseline {column[name].baseline * 1e3:.1f} ms)", flush=True
+            )
         column[LOWER_BOUND] = measure_lower_bound(workload, options.rounds, options.device)
         print(f"{workload.name}: {LOWER_BOUND}: {column[LOWER_BOUND]}", flush=True)
     print("\n| recorded | " + " | ".join(columns) + " |")

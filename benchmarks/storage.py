@@ -168,7 +168,9 @@ def main() -> None:
     print("|---|---|---|---|")
     for name, measurements in rates.items():
         if measurements:
-            written_rate, read_rate, relative_size = (statistics.median(column) for column in zip(*measurements, strict=True))
+            written_rate, read_rate, relative_size = (
+                statistics.median(column) for column in zip(*measurements, strict=True)
+            )
             print(f"| {name} | {written_rate / 1e6:,.0f} | {read_rate / 1e6:,.0f} | {relative_size:.2f} |")
     for reason in sorted(missing):
         print(f"skipped: {reason}")

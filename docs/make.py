@@ -1,6 +1,6 @@
-"""Generates the parts of the documentation that come from the code, and the JSON Schema: `make docs`.
+"""Generate the documentation that comes from the code, and the JSON Schema: `make docs`.
 
-A whole page is generated, or the part of a page between two markers. A test compares the files with the result.
+Some pages are generated completely, others only between two markers. A test compares the files with the result.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from instrument.spec.apply import ACTIONS, ApplyBase
 from instrument.spec.base import HookBase
 from instrument.spec.budget import BudgetConfig
 from instrument.spec.config import CheckpointConfig, DataConfig, RunConfig, SinkConfig, SliceSpec, TrainConfig
-from instrument.spec.fields import Selection
-from instrument.spec.functions import FUNCTIONS, FunctionSpec, ModifySpec
+from instrument.spec.field_types import Selection
 from instrument.spec.interventions import ClipSpec, ScaleSpec
 from instrument.spec.kinds import KINDS
+from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
 from instrument.spec.record import RecordSpec
 from instrument.spec.statistics import STATISTICS
 
@@ -84,13 +84,13 @@ APPLY: dict[str, str] = {
 
 
 def kinds() -> str:
-    """The table of hook kinds."""
+    """Return the table of hook kinds."""
     rows = [f"| `{kind.name}` | {', '.join(kind.roles)} | {kind.meaning} |" for kind in KINDS.values()]
     return "\n".join(["| kind | roles (the first is the default) | an intervention changes |", "|---|---|---|", *rows])
 
 
 def statistics() -> str:
-    """The table of statistics."""
+    """Return the table of statistics."""
     rows = [
         f"| `{s.name}` | {_cell(s.formula)} | {s.unit} | {'yes' if s.default else 'all'} |" for s in STATISTICS.values()
     ]
@@ -98,7 +98,7 @@ def statistics() -> str:
 
 
 def context() -> str:
-    """The table of the fields of a hook function's context."""
+    """Return the table of the fields of a hook function's context."""
     (text,) = re.findall(r"Attributes:\n(.*)", Context.__doc__ or "", re.S)
     fields = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", text, re.M | re.S)
     rows = [f"| `{name}` | {_cell(' '.join(meaning.split()))} |" for name, meaning in fields]
@@ -106,7 +106,7 @@ def context() -> str:
 
 
 def config_page() -> str:
-    """Every configuration key."""
+    """Return the page of all configuration keys."""
     parts = [
         f"{NOTICE}\n# Configuration keys",
         "An experiment file sets these keys. Every key can be overridden on the command line, as in `train.steps=50`. "
@@ -118,7 +118,7 @@ def config_page() -> str:
 
 
 def actions_page() -> str:
-    """Every field of every action."""
+    """Return the page of all actions and their fields."""
     shared = set(HookBase.model_fields)
     parts = [
         f"{NOTICE}\n# Actions and their fields",
@@ -129,10 +129,10 @@ def actions_page() -> str:
     ]
     for name, (model, example) in HOOKS.items():
         title = name if name in ("record", "clip", "scale") else f"modify, fn: {name}"
-        own = [field for field in model.model_fields if field not in shared and field != "action"]
+        fields = [field for field in model.model_fields if field not in shared and field != "action"]
         if issubclass(model, ModifySpec):
-            own = [field for field in own if field != "fn" or model is FunctionSpec]
-        table = _fields(model, own)
+            fields = [field for field in fields if field != "fn" or model is FunctionSpec]
+        table = _fields(model, fields)
         parts += [f"## `{title}`", _sentences(model), table, _example({"hooks": {"mine": yaml.safe_load(example)}})]
     parts += [
         "## Changes before step 0: `apply`",
@@ -141,14 +141,14 @@ def actions_page() -> str:
     ]
     for name, example in APPLY.items():
         model_ = ACTIONS[name]
-        own = [field for field in model_.model_fields if field not in {*Selection.model_fields, "name", "action"}]
-        parts += [f"### `apply: {name}`", _sentences(model_), _fields(model_, own)]
+        fields = [field for field in model_.model_fields if field not in {*Selection.model_fields, "name", "action"}]
+        parts += [f"### `apply: {name}`", _sentences(model_), _fields(model_, fields)]
         parts += [_example({"apply": {"mine": yaml.safe_load(example)}})]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def statistics_page() -> str:
-    """Every statistic."""
+    """Return the page of all statistics."""
     return (
         "\n\n".join(
             [
@@ -172,7 +172,7 @@ def _sentences(model: type[BaseModel]) -> str:
 
 
 def _fields(model: type[BaseModel], names: list[str] | None = None) -> str:
-    """A table of the fields with type, default and meaning; an empty string if the model has no fields."""
+    """Return a table of the fields with type, default and meaning; an empty string if the model has no fields."""
     described = model.model_json_schema(by_alias=True)
     properties, definitions = described["properties"], described.get("$defs", {})
     rows = []
@@ -194,7 +194,7 @@ def _sentences_of(described: dict[str, Any], definitions: dict[str, Any]) -> str
 
 
 def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """The type of a field in words, from its JSON Schema."""
+    """Return the type of a field in words, from its JSON Schema."""
     if "const" in described:
         return f"`{described['const']}`"
     if len(described.get("enum", ())) > 6:
@@ -207,7 +207,7 @@ def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
     if "anyOf" in described:
         types = dict.fromkeys(_type(each, definitions) for each in described["anyOf"] if each.get("type") != "null")
         if "string" in types:
-            types.pop("integer", None)  # a name that YAML reads as a number
+            types.pop("integer", None)  # YAML reads names such as 1 as integers
         return " or ".join(types)
     if described.get("type") == "array":
         item = described.get("items") or next(iter(described.get("prefixItems", ())), {})
@@ -246,7 +246,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def rendered(name: str) -> str:
-    """The current text of a page, with its generated parts."""
+    """Return the current text of a page with its generated parts."""
     if name in PAGES:
         return PAGES[name]()
     text = (REPOSITORY / name).read_text()

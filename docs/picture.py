@@ -1,6 +1,7 @@
-"""Makes docs/terminal.svg: the terminal of the README's first command. `python docs/picture.py`, from the repository.
+"""Create docs/terminal.svg, the terminal output of the first command in the README.
 
-With INSTRUMENT_DATA set to a folder with MNIST it is a run on MNIST, else on the digits that stand in for it.
+Run `python docs/picture.py` in the root of the repository. If the environment variable INSTRUMENT_DATA is a folder with MNIST, the
+run uses MNIST; otherwise it uses the digits of scikit-learn.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from instrument.cli.reading import read_config
+from instrument.cli.read_config import read_config
 from instrument.configuration.search_path import conf_folder
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 
 TARGET = Path(__file__).resolve().with_name("terminal.svg")
 
-# Rich's own format fetches a font from the network; any monospace font does.
+# The default format of Rich downloads a font. This format uses an installed monospace font.
 FORMAT = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
@@ -41,7 +42,7 @@ FORMAT = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/sv
 
 
 def main() -> None:
-    """Run the experiment on a console that remembers, and draw what it showed."""
+    """Run the experiment on a recording console and write its output as SVG."""
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config, raw = read_config(compose("config", ["+exp=mnist_hooks"]))
     terminal = Terminal()
@@ -49,9 +50,9 @@ def main() -> None:
     terminal.console.print("[bold green]$[/] python -m instrument +exp=mnist_hooks", highlight=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         run(config, Path("runs/mnist_hooks/2026-11-21_09-00-00"), terminal, raw=raw, overrides={})
-    terminal.console.print()  # the picture cuts off what hangs below the last line
-    drawn = terminal.console.export_svg(title="instrument", theme=MONOKAI, code_format=FORMAT)
-    TARGET.write_text(drawn)
+    terminal.console.print()  # without an empty line, the image clips descenders of the last line
+    image = terminal.console.export_svg(title="instrument", theme=MONOKAI, code_format=FORMAT)
+    TARGET.write_text(image)
 
 
 if __name__ == "__main__":

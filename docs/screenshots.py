@@ -1,8 +1,8 @@
-"""The pictures of reports in docs/images: the runs of docs/report.md are made anew, reported on, and looked at by a browser.
+"""Create the screenshots of reports in docs/images. The script repeats the runs of docs/report.md and opens their reports.
 
     python docs/screenshots.py
 
-It needs Chromium (Debian: chromium), and takes about a minute.
+It requires Chromium (Debian: chromium) and takes about a minute.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ RUNS = {
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture.
+    """One screenshot.
 
     Attributes:
-        file: Its name.
+        file: The name of the image file.
         run: The folder of the run or sweep.
-        part: What is shown: a CSS selector, or the top of the page without one.
-        width: Of the browser's window, in pixels.
-        height: How much of the top is shown, in pixels.
-        dark: In the dark.
-        choices: What is chosen in drop-downs first.
+        part: The CSS selector of the element to show; None for the top of the page.
+        width: The width of the browser window, in pixels.
+        height: The height of the browser window, in pixels.
+        dark: Whether to use dark mode.
+        choices: The id and the label of each option to select in a drop-down list first.
     """
 
     file: str
@@ -71,16 +71,16 @@ SHOTS = (
 
 
 def make_runs(folder: Path) -> None:
-    """Every run of the page, with its report."""
+    """Make all runs of docs/report.md."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     for name, arguments in RUNS.items():
-        where = "hydra.sweep.dir" if "-m" in arguments else "hydra.run.dir"
-        command = [sys.executable, "-m", "instrument", *arguments, f"{where}={folder / name}", "quiet=true"]
+        folder_key = "hydra.sweep.dir" if "-m" in arguments else "hydra.run.dir"
+        command = [sys.executable, "-m", "instrument", *arguments, f"{folder_key}={folder / name}", "quiet=true"]
         subprocess.run(command, check=True, env=environment)
 
 
-def take(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
-    """One picture of one report."""
+def take_screenshot(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
+    """Create the report of a run and return one screenshot of it."""
     page_file = instrument.report.make(folder / shot.run).save(folder / "page.html")
     page = browser.new_page(
         viewport={"width": shot.width, "height": shot.height}, color_scheme="dark" if shot.dark else "light"
@@ -89,21 +89,21 @@ def take(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
     page.wait_for_selector("html[data-drawn=yes]")
     for select, choice in shot.choices:
         page.select_option(f"#{select}", label=choice)
-    page.wait_for_timeout(500)  # charts that slide into place
-    taken = page.screenshot() if shot.part is None else page.locator(shot.part).screenshot()
+    page.wait_for_timeout(500)  # wait for the animations of the charts
+    image = page.screenshot() if shot.part is None else page.locator(shot.part).screenshot()
     page.close()
-    return Image.open(io.BytesIO(taken)).convert("RGB")
+    return Image.open(io.BytesIO(image)).convert("RGB")
 
 
 def main() -> None:
-    """Make all of them."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
+    """Make all runs and write all screenshots."""
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
     IMAGES.mkdir(exist_ok=True)
     with TemporaryDirectory() as scratch, sync_playwright() as playwright:
         make_runs(Path(scratch))
-        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=executable, args=FLAGS)
         for shot in SHOTS:
-            take(browser, shot, Path(scratch)).save(IMAGES / shot.file, optimize=True)
+            take_screenshot(browser, shot, Path(scratch)).save(IMAGES / shot.file, optimize=True)
         browser.close()
 
 

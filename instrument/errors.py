@@ -7,7 +7,7 @@ InstrumentError                     exit code 1
 ├── SinkError                   rows can no longer be written
 ├── RankError                       another process of the run failed
 ├── AlreadyAttachedError            a probe was attached twice
-├── UploadError                     the remote folder contains other files (in instrument.sinks.remote)
+├── UploadError                     the remote folder contains other files (in instrument.sinks.remote_folder)
 └── NoRunError                      the folder contains no run (in instrument.analysis.folders)
 """
 
@@ -83,6 +83,7 @@ class Problem:
         given: The value that was given; None if there is no such value.
         allowed: The allowed values, or a description of them.
         similar: The allowed values that are most similar to the given one.
+        fix: How to fix the problem, such as a command or a setting.
     """
 
     where: str
@@ -90,6 +91,7 @@ class Problem:
     given: object = None
     allowed: Sequence[str] | str = ()
     similar: Sequence[str] = field(default=())
+    fix: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.message}" if self.where else self.message]
@@ -100,6 +102,8 @@ class Problem:
             lines.append(f"    allowed  {allowed}")
         if self.similar:
             lines.append(f"    similar  {', '.join(self.similar)}")
+        if self.fix:
+            lines.append(f"    fix      {self.fix}")
         return "\n".join(lines)
 
 

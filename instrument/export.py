@@ -21,13 +21,13 @@ from .analysis.load import load
 from .analysis.replay import replay
 from .analysis.run_files import RunFiles
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
-from .sinks.remote import refuse_address
+from .sinks.remote_folder import check_is_local
 from .sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 from .spec.config import TRACKERS
 
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
 NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
-LOCAL_ONLY = "required: exports are written to a local folder, not to a remote address"
+LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 
@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.to != "csv":
             require({args.to: "--to"})
         if args.out is not None and args.to == "mlflow":
-            raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, allowed="MLFLOW_TRACKING_URI"))
+            raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
         if args.out is None and args.to != "mlflow":
-            refuse_address(args.run, "--out", LOCAL_ONLY, allowed="--out FOLDER")
+            check_is_local(args.run, "--out", LOCAL_ONLY, fix="pass --out FOLDER")
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2

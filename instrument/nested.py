@@ -18,16 +18,16 @@ from torch.nn.utils.rnn import PackedSequence
 from .errors import ConfigError, Problem
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the path and the tensor of every tensor in a nested value, in order."""
     if isinstance(value, Tensor):
         yield path, value
         return
     for key, child in _children(value):
-        yield from leaves(child, f"{path}.{key}" if path else key)
+        yield from iter_tensors(child, f"{path}.{key}" if path else key)
 
 
-def map_leaves(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
     """Return the value with each tensor replaced by `fn(path, tensor)`.
 
     If `fn` returns all tensors unchanged, the result is the same object as `value`. Otherwise containers are copied,
@@ -40,7 +40,7 @@ def map_leaves(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") 
     """
     if isinstance(value, Tensor):
         return fn(path, value)
-    return map_children(value, lambda key, child: map_leaves(child, fn, f"{path}.{key}" if path else key))
+    return map_children(value, lambda key, child: map_tensors(child, fn, f"{path}.{key}" if path else key))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -81,7 +81,7 @@ def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
 
 def shapes(value: Any) -> str:
     """Return the shapes of the tensors of a nested value for messages, such as `[64, 1, 28, 28]`."""
-    found = [str([*shape_of(tensor)]) for _, tensor in leaves(value)]
+    found = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]
     return ", ".join(found) if found else type(value).__name__
 
 
@@ -119,8 +119,8 @@ def number_of_samples(batch: Any) -> int:
         Problem(
             "data.dataset",
             f"{message}: {given}",
-            allowed="tensors [samples, ...] with the same number of samples; pass values that all samples share as numbers, "
-            "zero-dimensional tensors, or arguments of the task",
+            allowed="tensors [samples, ...] with the same number of samples",
+            fix="pass values that all samples share as numbers, zero-dimensional tensors, or arguments of the task",
         )
     )
 

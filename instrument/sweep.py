@@ -17,7 +17,7 @@ from rich.text import Text
 
 from .cli.job import as_instrument_error, print_error
 from .errors import InstrumentError
-from .sinks.remote import refuse_address
+from .sinks.remote_folder import check_is_local
 from .sweeps.jobs import DONE, Sweep, count_by_status
 from .sweeps.lookup import Runs, jobs_in
 from .sweeps.summary import grouped_lines, outcome, print_summary
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _rerun(written: str) -> None:
     from .cli.rerun import WHERE, rerun
 
-    refuse_address(written, WHERE, "jobs can only be rerun in a local folder", allowed="a local folder")
+    check_is_local(written, WHERE, "jobs can only be rerun in a local folder", fix="pass a local folder")
     folder = Path(written)
     sweep = Sweep(Path(os.path.abspath(folder)))
     try:

@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from .errors import ConfigError, Problem, similar_names
-from .spec.fields import Target
+from .spec.field_types import Target
 
 
 def locate(path: str, where: str) -> Any:
@@ -117,7 +117,7 @@ def _import_problem(path: str, where: str, error: BaseException) -> Problem:
             if missing.name not in (".".join(parts[: i + 1]), part) and not (missing.name or "").startswith(parts[0]):
                 return Problem(
                     where,
-                    f"{'.'.join(parts[: i + 1])} needs the module {missing.name!r}, which is not installed",
+                    f"{'.'.join(parts[: i + 1])} requires the module {missing.name!r}, which is not installed",
                     given=path,
                 )
             parent = ".".join(parts[:i])

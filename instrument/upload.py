@@ -16,14 +16,14 @@ from pathlib import Path
 
 from .analysis.folders import NoRunError, find_runs
 from .errors import ConfigError, InstrumentError, Problem
-from .folders.maintenance import locked
+from .folders.locked_runs import locked
 from .folders.run_record import mark_killed, read_record
 from .formatting import human_bytes
-from .sinks.client_errors import safe_message
 from .sinks.lock import is_written
 from .sinks.recovery import recover
-from .sinks.remote import RemoteFolder, refuse_address, remote_address_of
-from .sinks.transfer import send_all
+from .sinks.remote_errors import safe_message
+from .sinks.remote_folder import RemoteFolder, check_is_local, remote_address_of
+from .sinks.remote_transfer import send_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        refuse_address(args.run, "RUN", "must be a local folder", allowed="a local folder")
+        check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
         places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
     except (NoRunError, ConfigError) as error:
         print(error, file=sys.stderr)
@@ -56,9 +56,9 @@ def _remote(folder: Path, remote: str | None) -> RemoteFolder:
         raise ConfigError(
             Problem(
                 "REMOTE",
-                "missing: the run was started without sink.remote",
+                "is missing: the run was started without sink.remote",
                 given=str(folder),
-                allowed="python -m instrument.upload RUN s3://bucket/prefix",
+                fix="run python -m instrument.upload RUN s3://bucket/prefix",
             )
         )
     return RemoteFolder(address, "RUN")
@@ -82,11 +82,11 @@ def _send(folder: Path, remote: RemoteFolder) -> int:
         f"{folder}: {f'{sent.files} files' if sent.files else 'no new files'} uploaded to {remote.address}, "
         f"{human_bytes(sent.bytes)}"
     )
-    for name, problem in sent.missing.items():
+    for name, problem in sent.failed.items():
         print(f"{folder}: {name} is missing: {problem}", file=sys.stderr)
     if running:
         print(f"{folder}: the run is in progress: its journals were not uploaded", file=sys.stderr)
-    return 1 if sent.missing or running else 0
+    return 1 if sent.failed or running else 0
 
 
 if __name__ == "__main__":

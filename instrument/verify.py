@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from .cli.command import command
 from .cli.fast_imports import importing
 from .cli.job import report_errors
-from .cli.reading import read_config
+from .cli.read_config import read_config
 from .distributed.torchrun import process_group
 from .errors import ConfigError, Problem
 
@@ -48,7 +48,7 @@ def certify(config: DictConfig) -> None:
         parsed, _ = read_config(config)
         if process_group() is not None:
             raise ConfigError(
-                Problem("", "verification needs a single process", allowed="the same command without torchrun")
+                Problem("", "verification requires a single process", fix="run the same command without torchrun")
             )
         with importing():
             from .verification.comparison import verify

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from instrument.stats.distribution import distribution_on_device
 from instrument.stats.measure import measure_on_device
-from instrument.stats.units import dead_fraction_on_device, saturated_fraction_on_device
+from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_fraction_on_device
 
 
 def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
         return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
 
-    for module in ("actions.record", "actions.intervention", "stats.units"):
+    for module in ("actions.record", "actions.intervention", "stats.unit_statistics"):
         monkeypatch.setattr(f"instrument.{module}.measure", measure)
     monkeypatch.setattr("instrument.actions.record.distribution", distribution)
     monkeypatch.setattr("instrument.actions.record.dead_fraction", dead_fraction_on_device)

@@ -111,14 +111,14 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         ),
         slow(
             [*HOOKS, "+hooks.x={layers:'**',kind:step_post,role:state.momentum_bufer,action:record}", "plan=true"],
-            ["hooks.x.role: SGD keeps no such state", "given    state.momentum_bufer", "similar  state.momentum_buffer"],
+            ["hooks.x.role: role 'state.momentum_bufer' requires", "given    state.momentum_bufer", "similar  state.momentum_buffer"],
         ),
         ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
         slow([*HOOKS, "hooks.tmae.every=5"], ["hooks.tmae:", "similar  tame"]),
         ([*HOOKS, "hooks.tame.std=5"], ["hooks.tame: unknown field 'std'", "given    std: 5"]),
         slow([*TINY, "data.slice.stp=5"], ["data.slice.stp:", "similar  stop"]),
         slow([*TINY, "+hooks.q={layerz:fc,kind:forward,action:record}"],
-         ["hooks.q: needs 'layers'", "unknown field 'layerz'", "similar  layers"]),
+         ["hooks.q: requires 'layers'", "unknown field 'layerz'", "similar  layers"]),
         slow([*TINY, "+hooks.q={layerz:fc,acton:record}"], ["hooks.q.action: is missing", "unknown field 'layerz'"]),
         ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
         ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
@@ -136,7 +136,7 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow(["model=resnet18", "data=digits"], ["layer 'conv1' was given [64, 1, 8, 8]", "weight [64, 3, 7, 7]"]),
         slow([*TINY, "device=gpu"], ["device:", "given    gpu", "allowed  auto, cpu, cuda"]),
         slow([*TINY, ONE + "action:scale,factor:[1,2,3]}"], ["hooks.x.factor:", "'layers.0'", "[64, 10]", "allowed  10 factors"]),
-        slow([*TINY, ONE + "action:modify,fn:mean,dim:55}"], ["hooks.x.dim:", "dimension 55", "allowed  -2 to 1"]),
+        slow([*TINY, ONE + "action:modify,fn:mean,dim:55}"], ["hooks.x.dim:", "dim 55 is out of range", "allowed  -2 to 1"]),
         slow([*TINY, ONE + "action:record,stats:dead_fraction,unit_dim:99}"], ["hooks.x.unit_dim:", "allowed  -2 to 1"]),
         slow([*TINY, ONE + "action:record,tensors:true,slice:'0:99'}"], ["hooks.x.slice:", "given    0:99", "samples: N"]),
         ([*TINY, ONE + "phase:eval,action:record,tensors:true,slice:'256'}"], ["hooks.x.slice:", "[256, 10]"]),
@@ -144,6 +144,10 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow([*TINY, "optimizer.lr=nan"], ["optimizer.lr: must be finite", "given    nan"]),
         slow([*TINY, "optimizer.lr=inf"], ["optimizer.lr: must be finite", "given    inf"]),
         ([*TINY, "optimizer.lr=-1"], ["optimizer: ", "Invalid learning rate"]),
+        (
+            [*TINY, "optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum"],
+            ["optimizer: the step of LBFGS requires a closure"],
+        ),
         ([*TINY, "optimizer=adam", "optimizer.betas=[0.9,nan]"], ["optimizer.betas[1]: must be finite"]),
         slow([*TINY, "scheduler=step", "scheduler.gamma=nan"], ["scheduler.gamma: must be finite"]),
     ],
@@ -287,7 +291,7 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
         slow("hooks: 3\n", ["hooks:", "given    3"]),
         ("hooks: [3]\n", ["hooks.hooks_0:", "given    3"]),
         slow("hooks: {'a b': {" + ANY + ", action: record}}\n", ["hooks:", "given    a b"]),
-        slow("hooks: {a: {kind: forward, action: record}}\n", ["hooks.a:", "needs 'layers'"]),
+        slow("hooks: {a: {kind: forward, action: record}}\n", ["hooks.a:", "requires 'layers'"]),
         slow("hooks: {a: {layers: '**', action: record}}\n", ["hooks.a.kind: is missing"]),
         slow("hooks: {a: {layers: '**', kind: forward}}\n", ["hooks.a.action: is missing", "record, clip, scale, modify"]),
         slow("hooks: {a: {" + ANY + ", action: modify}}\n", ["hooks.a.fn: is missing", "{_target_: package.function}"]),
@@ -296,7 +300,7 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
         slow("hooks: {a: {" + ANY + ", action: modify, fn: {_target_: math.sqrt}}}\n", ["hooks.a.fn:", "math.sqrt"]),
         slow("hooks: {a: {" + ANY + ", action: scale, factor: .nan}}\n", ["hooks.a.factor:", "finite"]),
         slow("hooks: {a: {" + ANY + ", action: clip, norm: .nan}}\n", ["hooks.a.norm:", "finite"]),
-        slow("hooks: {a: {" + ANY + ", action: clip}}\n", ["hooks.a:", "needs exactly one of min/max, value, norm"]),
+        slow("hooks: {a: {" + ANY + ", action: clip}}\n", ["hooks.a:", "requires exactly one of min/max, value, norm"]),
         slow("hooks: {a: {layers: '**', kind: backward, action: record}}\n", ["deprecated", "similar  full_backward"]),
         slow("hooks: {a: {layers: 're:[', kind: forward, action: record}}\n", ["hooks.a.layers", "regular expression"]),
         slow("hooks: {a: {layers: {x: 1}, kind: forward, action: record}}\n", ["hooks.a.layers:"]),
@@ -326,7 +330,10 @@ def test_error_in_a_custom_file_is_reported(cli: Cli, more: str, expected: list[
         ("", "# @package _global_"),
         slow("just words\n", "# @package _global_"),
         ("model: {_target_: torch.nn.Identity}\n", "# @package _global_"),
-        ("# mine\n# @package _global_\ndefaults:\n  - override /model: mlp\n", "first line: # @package _global_"),
+        (
+            "# mine\n# @package _global_\ndefaults:\n  - override /model: mlp\n",
+            "add the first line: # @package _global_",
+        ),
         ("# @package _global_\n- 1\n", "exp/mine"),
         ("# @package _global_\ndefaults: 3\n", "exp/mine"),
         ("# @package _global_\ndefaults:\n  - override /model: mlpp\n", "similar  mlp"),
@@ -351,13 +358,13 @@ def test_file_that_is_not_an_experiment_is_refused(cli: Cli, text: str, expected
 
 
 MODELS = {
-    "not a Module": ("class Net:\n    pass\n", ["model:", "returned Net", "allowed  a torch.nn.Module"]),
+    "not a Module": ("class Net:\n    pass\n", ["model: must be a torch.nn.Module, but", "returned Net"]),
     "constructor fails": (
         "class Net(torch.nn.Module):\n    def __init__(self):\n        raise KeyError('x')\n",
         ["model:", "KeyError"],
     ),
     "syntax error": ("class Net(torch.nn.Module)\n", ["model:", "importing", "SyntaxError", "line 2"]),
-    "import fails": ("import no_such_package\n", ["model:", "needs the module 'no_such_package'"]),
+    "import fails": ("import no_such_package\n", ["model:", "requires the module 'no_such_package'"]),
     "no parameter": (
         "class Net(torch.nn.Module):\n    def forward(self, x):\n        return x.flatten(1)\n",
         ["model:", "the model has no trainable parameter"],
@@ -389,7 +396,7 @@ def test_custom_model_that_cannot_train_is_refused(cli: Cli, case: str) -> None:
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
-        ("output.sum()", "the task returned Tensor instead of instrument.tasks.Outcome"),
+        ("output.sum()", "the task must return instrument.tasks.Outcome, but returned Tensor"),
         slow("Outcome(output, 64)", "shape [64, 10], not a scalar"),
         slow("Outcome(3.0, 64)", "the loss is a float"),
         slow("Outcome(output.sum().detach(), 64)", "does not depend on any trainable parameter"),
@@ -486,7 +493,7 @@ def test_hook_function_with_an_invalid_result_is_named(cli: Cli, returned: str, 
     hook = f"+hooks.mine={{layers:layers.0,kind:forward,action:modify,fn:{{_target_:{module}.bend}}}}"
     error = error_of(cli(*TINY, hook, "hydra.run.dir=out"))
     assert "hooks.mine.fn: " in error
-    assert "hook 'mine' (forward) on layer 'layers.0' at step 0 returned" in error
+    assert "hook 'mine' (forward) on layer 'layers.0' at step 0 must return" in error
     assert expected in error
 
 

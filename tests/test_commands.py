@@ -23,7 +23,7 @@ from instrument import compact, export, recover, sweep
 from instrument.configuration.search_path import config_loader
 from instrument.report.__main__ import main as report
 from instrument.spec.parse import parse_config
-from instrument.sweeps.jobs import BASIC, expand_sweep
+from instrument.sweeps.jobs import BASIC_SWEEPER, expand_sweep
 from instrument.sweeps.objective import read_objective
 
 Cli = Callable[..., Any]
@@ -109,7 +109,7 @@ def test_runs_of_the_pages_can_be_composed(workdir: Path, commands: list[list[st
             checked(loader.load_configuration("config", overrides, RunMode.RUN))
             continue
         asked = loader.load_configuration("config", overrides, RunMode.MULTIRUN)
-        if asked.hydra.sweeper["_target_"] != BASIC:  # Optuna chooses the values; use the first of each.
+        if asked.hydra.sweeper["_target_"] != BASIC_SWEEPER:  # Optuna chooses the values; use the first of each.
             values = [re.sub(r"=(?:tag\(log,)?(?:interval|choice)\(([^,]+),.*", r"=\1", each) for each in overrides]
             jobs = [tuple(value for value in values if not value.startswith("hydra"))]
         else:

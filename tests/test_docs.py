@@ -13,9 +13,9 @@ from conftest import REPOSITORY
 
 from instrument.spec.apply import ACTIONS
 from instrument.spec.config import RunConfig
-from instrument.spec.functions import FUNCTIONS
 from instrument.spec.hooks import ACTIONS as HOOK_ACTIONS
 from instrument.spec.kinds import KINDS
+from instrument.spec.modify import FUNCTIONS
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import STATISTICS
 

@@ -27,16 +27,24 @@ from instrument.errors import (
     similar_names,
     user_code_location,
 )
-from instrument.sinks.remote import UploadError
+from instrument.sinks.remote_folder import UploadError
 
 
-def test_all_four_parts_are_on_separate_lines() -> None:
-    problem = Problem("hooks.a", "unknown field 'evry'", given="evry: 2", allowed=["every", "start"], similar=["every"])
+def test_all_five_parts_are_on_separate_lines() -> None:
+    problem = Problem(
+        "hooks.a",
+        "unknown field 'evry'",
+        given="evry: 2",
+        allowed=["every", "start"],
+        similar=["every"],
+        fix="rename the field",
+    )
     assert str(problem).splitlines() == [
         "hooks.a: unknown field 'evry'",
         "    given    evry: 2",
         "    allowed  every, start",
         "    similar  every",
+        "    fix      rename the field",
     ]
 
 
@@ -52,6 +60,7 @@ def test_all_four_parts_are_on_separate_lines() -> None:
             ["a: b", "    given    ['x']", "    allowed  one of yours"],
         ),
         (Problem("a", "b", similar=("x", "y")), ["a: b", "    similar  x, y"]),
+        (Problem("a", "b", fix="pass c="), ["a: b", "    fix      pass c="]),
     ],
 )
 def test_missing_parts_are_omitted(problem: Problem, lines: list[str]) -> None:

@@ -270,7 +270,7 @@ def test_export_errors_are_reported(
     )
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert export.main([str(folder), "--to", "wandb"]) == 2
-    assert f"allowed  {pip_command('wandb')}" in capsys.readouterr().err
+    assert f"fix      {pip_command('wandb')}" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         export.main([str(folder), "--to", "excel"])
     assert stop.value.code == 2

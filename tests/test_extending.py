@@ -107,7 +107,7 @@ import torch
 import instrument
 from instrument.__main__ import main
 from instrument.capture.tables import TABLES
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
 
 # The task, the dataset, the statistic, the action and the kind, from the command line

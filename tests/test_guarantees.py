@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import instrument
 from instrument import MemorySink, Probe
 from instrument.kinds.reasons import FROZEN
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_hooks
 from instrument.training.models import MLP, MnistCNN
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from instrument import ConfigError
-from instrument.nested import leaves, map_leaves, number_of_samples, shapes, to_device
+from instrument.nested import iter_tensors, map_tensors, number_of_samples, shapes, to_device
 
 
 class State(NamedTuple):
@@ -109,7 +109,7 @@ NO_TENSORS = {"none": None, "number": 3.0, "words": "abc", "empty": (), "class":
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
 def test_leaves_yields_every_tensor_with_its_path_in_order(value: Any, paths: list[str]) -> None:
-    found = list(leaves(value))
+    found = list(iter_tensors(value))
     assert [path for path, _ in found] == paths
     assert all(tensor is expected for (_, tensor), expected in zip(found, T, strict=False))
 
@@ -122,38 +122,38 @@ def test_identity_map_returns_the_same_object(value: Any, paths: list[str]) -> N
         seen.append(path)
         return tensor
 
-    assert map_leaves(value, visit) is value
+    assert map_tensors(value, visit) is value
     assert seen == paths
 
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
 def test_map_keeps_the_structure_and_the_original(value: Any, paths: list[str]) -> None:
-    new = map_leaves(value, lambda path, tensor: tensor + 10)
+    new = map_tensors(value, lambda path, tensor: tensor + 10)
     assert type(new) is type(value)
-    assert [path for path, _ in leaves(new)] == paths
-    assert all(torch.equal(tensor, expected + 10) for (_, tensor), expected in zip(leaves(new), T, strict=False))
-    assert all(tensor is expected for (_, tensor), expected in zip(leaves(value), T, strict=False))
+    assert [path for path, _ in iter_tensors(new)] == paths
+    assert all(torch.equal(tensor, expected + 10) for (_, tensor), expected in zip(iter_tensors(new), T, strict=False))
+    assert all(tensor is expected for (_, tensor), expected in zip(iter_tensors(value), T, strict=False))
 
 
 @pytest.mark.parametrize(("value", "paths"), CASES.values(), ids=CASES)
 def test_map_shares_unchanged_tensors(value: Any, paths: list[str]) -> None:
     last = len(paths) - 1
     counted = iter(range(len(paths)))
-    new = map_leaves(value, lambda path, tensor: tensor * 2 if next(counted) == last else tensor)
-    found = [tensor for _, tensor in leaves(new)]
+    new = map_tensors(value, lambda path, tensor: tensor * 2 if next(counted) == last else tensor)
+    found = [tensor for _, tensor in iter_tensors(new)]
     assert all(tensor is expected for tensor, expected in zip(found[:last], T, strict=False))
     assert torch.equal(found[last], T[last] * 2)
 
 
 @pytest.mark.parametrize("value", NO_TENSORS.values(), ids=NO_TENSORS)
 def test_map_returns_a_value_without_tensors_unchanged(value: Any) -> None:
-    assert list(leaves(value)) == []
-    assert map_leaves(value, lambda path, tensor: tensor + 1) is value
+    assert list(iter_tensors(value)) == []
+    assert map_tensors(value, lambda path, tensor: tensor + 1) is value
 
 
 def test_model_output_keeps_attributes_and_entries_equal() -> None:
     old = ModelOutput(logits=T[1], hidden_states=(T[2],))
-    new = map_leaves(old, lambda path, tensor: tensor + 1 if path == "logits" else tensor)
+    new = map_tensors(old, lambda path, tensor: tensor + 1 if path == "logits" else tensor)
     assert new.logits is new["logits"]
     assert torch.equal(new.logits, T[1] + 1)
     assert new.hidden_states is old.hidden_states
@@ -161,15 +161,15 @@ def test_model_output_keeps_attributes_and_entries_equal() -> None:
 
 
 def test_default_dict_keeps_its_factory() -> None:
-    new = map_leaves(CASES["default dict"][0], lambda path, tensor: tensor + 1)
+    new = map_tensors(CASES["default dict"][0], lambda path, tensor: tensor + 1)
     assert new["not there yet"] == []
 
 
 def test_mapped_packed_sequence_can_be_unpacked() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
-    assert [path for path, _ in leaves(packed)] == ["data", "batch_sizes"]
-    assert map_leaves(packed, lambda path, tensor: tensor) is packed
-    new = map_leaves(packed, lambda path, tensor: tensor * 2 if path == "data" else tensor)
+    assert [path for path, _ in iter_tensors(packed)] == ["data", "batch_sizes"]
+    assert map_tensors(packed, lambda path, tensor: tensor) is packed
+    new = map_tensors(packed, lambda path, tensor: tensor * 2 if path == "data" else tensor)
     assert isinstance(new, PackedSequence)
     padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(new, batch_first=True)
     assert lengths.tolist() == [3, 1]
@@ -179,8 +179,8 @@ def test_mapped_packed_sequence_can_be_unpacked() -> None:
 
 def test_torch_return_types_keep_their_type() -> None:
     pair = torch.tensor([[1.0, 3.0, 2.0]]).max(dim=1)
-    assert map_leaves(pair, lambda path, tensor: tensor) is pair
-    new = map_leaves(pair, lambda path, tensor: tensor * 2 if path == "0" else tensor)
+    assert map_tensors(pair, lambda path, tensor: tensor) is pair
+    new = map_tensors(pair, lambda path, tensor: tensor * 2 if path == "0" else tensor)
     assert type(new) is type(pair)
     assert (new.values.item(), new.indices.item()) == (6.0, 1)
     assert pair.values.item() == 3.0
@@ -219,16 +219,18 @@ def flat(value: Any) -> Any:
 
 @given(nested)
 def test_identity_map_of_random_values_returns_the_same_object(value: Any) -> None:
-    assert map_leaves(value, lambda path, tensor: tensor) is value
+    assert map_tensors(value, lambda path, tensor: tensor) is value
 
 
 @given(nested)
 def test_map_changes_every_tensor_once_and_nothing_else(value: Any) -> None:
     before = copy.deepcopy(value)
-    new = map_leaves(value, lambda path, tensor: tensor + 100)
+    new = map_tensors(value, lambda path, tensor: tensor + 100)
     assert flat(value) == flat(before)
-    assert flat(map_leaves(new, lambda path, tensor: tensor - 100)) == flat(before)
-    assert [tensor.item() for _, tensor in leaves(new)] == [tensor.item() + 100 for _, tensor in leaves(value)]
+    assert flat(map_tensors(new, lambda path, tensor: tensor - 100)) == flat(before)
+    assert [tensor.item() for _, tensor in iter_tensors(new)] == [
+        tensor.item() + 100 for _, tensor in iter_tensors(value)
+    ]
 
 
 @given(nested)
@@ -239,8 +241,8 @@ def test_leaves_and_map_leaves_agree_on_paths(value: Any) -> None:
         seen.append((path, tensor))
         return tensor
 
-    map_leaves(value, visit)
-    found = list(leaves(value))
+    map_tensors(value, visit)
+    found = list(iter_tensors(value))
     assert [path for path, _ in seen] == [path for path, _ in found]
     assert all(one is other for (_, one), (_, other) in zip(seen, found, strict=True))
 
@@ -260,7 +262,7 @@ def test_shapes_are_formatted_for_messages(value: Any, expected: str) -> None:
 
 def test_to_device_moves_all_tensors() -> None:
     moved = to_device([T[1], {"a": T[2], "n": 1}], torch.device("meta"))
-    assert [tensor.device.type for _, tensor in leaves(moved)] == ["meta", "meta"]
+    assert [tensor.device.type for _, tensor in iter_tensors(moved)] == ["meta", "meta"]
     assert moved[1]["n"] == 1
 
 

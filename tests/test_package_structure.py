@@ -20,7 +20,7 @@ PACKAGE = REPOSITORY / "instrument"
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "extras", "spec", "nested", "formatting", "compiler"),
-    ("sharded",),
+    ("dtensor",),
     ("targets", "plan", "stats"),
     ("actions",),
     ("kinds",),

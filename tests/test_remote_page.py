@@ -10,7 +10,7 @@ from typing import Any
 
 from conftest import REPOSITORY
 
-from instrument.sinks import transfer
+from instrument.sinks import remote_transfer
 from instrument.upload import main
 
 PAGE = (REPOSITORY / "docs" / "remote.md").read_text()
@@ -38,5 +38,5 @@ def test_commands_of_the_page_run(cli: Callable[..., Any], bucket: str) -> None:
 
 
 def test_page_has_the_retry_intervals() -> None:
-    pauses = [f"{pause:.0f}" for pause in transfer.PAUSES]
+    pauses = [f"{pause:.0f}" for pause in remote_transfer.PAUSES]
     assert f"{', '.join(pauses[:-1])} and then every {pauses[-1]} seconds" in PAGE

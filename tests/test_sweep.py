@@ -290,7 +290,7 @@ def test_rerun_of_a_running_sweep_is_refused(
     finally:
         lock.release()
     assert code == 2
-    assert "the sweep is still running in another process" in err
+    assert "the sweep is in progress in another process" in err
     assert not (swept / ".aside").exists()
 
 

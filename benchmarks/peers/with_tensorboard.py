@@ -20,7 +20,9 @@ def histograms(training: Training, folder: Path) -> Iterator[Step]:
             training.step().item()
             step_number += 1
 
-        with leaf_hooks(training, lambda name, role, tensor: writer.add_histogram(f"{name}/{role}", tensor, step_number)):
+        with leaf_hooks(
+            training, lambda name, role, tensor: writer.add_histogram(f"{name}/{role}", tensor, step_number)
+        ):
             yield step
 
 

@@ -100,7 +100,7 @@ class Context:
         if self.call == UNKNOWN_CALL:
             raise LookupError(
                 "the forward pass is recomputed, but not by torch.utils.checkpoint, and the module was called several "
-                "times: the index of this call is unknown, and so are its random numbers"
+                "times: cannot reproduce the random numbers of the original call; use torch.utils.checkpoint"
             )
         step, micro_step, epoch, phase = self.moment
         # This text determines the random numbers of existing runs. It does not change with the names of classes.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from ..sharded import full_tensor
+from ..dtensor import full_tensor
 from ..spec.interventions import ClipSpec
 from ..stats.rounding import round_down, round_up, toward_zero
 from .base import Context

@@ -101,16 +101,16 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
         HookResultError: It cannot.
     """
     if not isinstance(new, Tensor):
-        raise HookResultError(f"{describe(context)} returned {type(new).__name__} where a tensor was expected")
+        raise HookResultError(f"{describe(context)} must return a tensor, but returned {type(new).__name__}")
     for what in ("shape", "dtype", "device"):
         was, is_now = getattr(old, what), getattr(new, what)
         if was != is_now:
             was, is_now = (list(was), list(is_now)) if what == "shape" else (was, is_now)
-            raise HookResultError(f"{describe(context)} returned {what} {is_now} where {was} was expected")
+            raise HookResultError(f"{describe(context)} must return {what} {was}, but returned {what} {is_now}")
     if old.requires_grad and torch.is_grad_enabled() and not new.requires_grad:
         raise HookResultError(
-            f"{describe(context)} returned a tensor that is detached from the graph (by detach, no_grad, .data or "
-            "NumPy): the layers before this one would not be trained"
+            f"{describe(context)} must return a tensor of the graph, but returned one that is detached from the graph "
+            "(by detach, no_grad, .data or NumPy): the layers before this one would not be trained"
         )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
-from ..spec.fields import Target
-from ..spec.functions import (
+from ..spec.field_types import Target
+from ..spec.modify import (
     DropoutSpec,
     FunctionSpec,
     MeanSpec,
@@ -29,7 +29,7 @@ from ..spec.functions import (
     ZeroSpec,
 )
 from ..targets import locate
-from . import functions
+from . import builtin_functions
 from .base import Archive, Context
 
 Function = Callable[[Tensor, Context], Tensor]
@@ -58,50 +58,50 @@ class Modify:
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, None]:
         new = self.function(tensor, context)
-        return (functions.straight_through(tensor, new) if self.straight_through else new), None
+        return (builtin_functions.straight_through(tensor, new) if self.straight_through else new), None
 
 
 def _zero(spec: ZeroSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
-    return functions.zero(tensor)
+    return builtin_functions.zero(tensor)
 
 
 def _noise(spec: NoiseSpec, tensor: Tensor, context: Context) -> Tensor:
-    return functions.noise(tensor, spec.std, spec.mean, context.generator(tensor.device))
+    return builtin_functions.noise(tensor, spec.std, spec.mean, context.generator(tensor.device))
 
 
 def _mean(spec: MeanSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
-    return functions.mean(tensor, spec.dim)
+    return builtin_functions.mean(tensor, spec.dim)
 
 
 def _resample(spec: ResampleSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
-    return functions.resample(tensor, context.generator(tensor.device))
+    return builtin_functions.resample(tensor, context.generator(tensor.device))
 
 
 def _shuffle(spec: ShuffleSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
-    return functions.shuffle(tensor, context.generator(tensor.device))
+    return builtin_functions.shuffle(tensor, context.generator(tensor.device))
 
 
 def _dropout(spec: DropoutSpec, tensor: Tensor, context: Context) -> Tensor:
-    return functions.dropout(tensor, spec.p, context.generator(tensor.device))
+    return builtin_functions.dropout(tensor, spec.p, context.generator(tensor.device))
 
 
 def _quantize(spec: QuantizeSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
-    return functions.quantize(tensor, spec.to)
+    return builtin_functions.quantize(tensor, spec.to)
 
 
 def _sign(spec: SignSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
-    return functions.sign(tensor)
+    return builtin_functions.sign(tensor)
 
 
 def _nan(spec: NanSpec, tensor: Tensor, context: Context) -> Tensor:
-    return functions.insert_value(tensor, float(spec.value), spec.count, context.generator(tensor.device))
+    return builtin_functions.insert_value(tensor, float(spec.value), spec.count, context.generator(tensor.device))
 
 
 def _penalty(spec: PenaltySpec, tensor: Tensor, context: Context) -> Tensor:
     if spec.kind == "loss":
-        return functions.add_penalty(tensor, context.parameters, spec.coefficient, spec.fn)
+        return builtin_functions.add_penalty(tensor, context.parameters, spec.coefficient, spec.fn)
     assert context.value is not None, "kinds that carry penalties hand over the value"
-    formula = {"l1": functions.l1, "l2": functions.l2}[spec.fn]
+    formula = {"l1": builtin_functions.l1, "l2": builtin_functions.l2}[spec.fn]
     return formula(tensor, context.value.detach(), spec.coefficient)
 
 
@@ -124,7 +124,7 @@ def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
     archive.open(spec.run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
-        return functions.patch(tensor, archive.find(spec.run, spec.hook, spec.step, context), part)
+        return builtin_functions.patch(tensor, archive.find(spec.run, spec.hook, spec.step, context), part)
 
     return replace
 

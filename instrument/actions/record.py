@@ -18,7 +18,14 @@ from ..spec.statistics import COUNTS, VALUE_STATISTICS
 from ..stats.distribution import distribution
 from ..stats.measure import Values, measure
 from ..stats.merge import MEASURED, PartialStatistics, partial_statistics, sketch
-from ..stats.units import dead_fraction, dead_units, ratio_of_norms, saturated_fraction, saturation_limits, unit_dim
+from ..stats.unit_statistics import (
+    dead_fraction,
+    dead_units,
+    ratio_of_norms,
+    saturated_fraction,
+    saturation_limits,
+    unit_dim,
+)
 from .base import Context, Rows
 from .intervention import describe
 
@@ -85,7 +92,7 @@ def _resolve_unit_dim(tensor: Tensor, context: Context, dim: int | None) -> int 
     of_parameter = KINDS[context.kind].family != "module"
     along = unit_dim(tensor, context.module, of_parameter=of_parameter) if dim is None else dim
     if along is not None and not -tensor.dim() <= along < tensor.dim():
-        raise HookError(f"{describe(context)}: unit_dim {along} does not exist in shape {list(tensor.shape)}")
+        raise HookError(f"{describe(context)}: unit_dim {along} is out of range for shape {list(tensor.shape)}")
     return along
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..spec.functions import ModifySpec
 from ..spec.hooks import HookSpec
 from ..spec.interventions import ClipSpec, ScaleSpec
+from ..spec.modify import ModifySpec
 from ..spec.record import RecordSpec
 from .base import Action, Archive, Rows
 from .clip import Clip

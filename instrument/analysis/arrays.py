@@ -47,8 +47,8 @@ def _from_bytes(data: Any, dtype: str) -> _Array:
     if dtype == "complex32":
         return np.frombuffer(data, np.float16).astype(np.float32).view(np.complex64)
     if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
-        found: _Array = _float8_values(dtype)[np.frombuffer(data, np.uint8)]
-        return found
+        values: _Array = _float8_values(dtype)[np.frombuffer(data, np.uint8)]
+        return values
     return np.frombuffer(data, np.dtype(dtype))
 
 
@@ -74,5 +74,5 @@ def _float8_values(dtype: str) -> _Array:
     else:
         numbers[[0x7C, 0xFC]] = np.inf, -np.inf
         numbers[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    found: _Array = numbers.astype(np.float32)
-    return found
+    values: _Array = numbers.astype(np.float32)
+    return values

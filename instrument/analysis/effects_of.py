@@ -13,9 +13,9 @@ import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from .confidence_interval import half_width
-from .matching import Matching, match, run_name
-from .means import LOCATION_COLUMNS, MEASURED_TABLES, NUMERIC_COLUMNS, Means, Steps, keys_of, means_of
+from .run_matching import RunMatches, match_runs, run_name
 from .run_tables import RunTables
+from .step_means import LOCATION_COLUMNS, MEASURED_TABLES, NUMERIC_COLUMNS, Means, Steps, keys_of, means_of
 
 MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 
@@ -28,31 +28,31 @@ def effects_of(
         raise InstrumentError(str(Problem("confidence", "must be between 0 and 1", confidence)))
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
-    matching = match(run, key, baseline, others)
-    _warn_unpaired(run, matching)
+    run_matches = match_runs(run, key, baseline, others)
+    _warn_unpaired(run, run_matches)
     differences = {table: _Differences(table) for table in MEASURED_TABLES}
-    for seed in matching.by_seed():
-        for control, matches in seed.items():
-            means = _means_of_run(run, control, steps)
-            for found in matches:
-                after = _means_of_run(run, found.index, steps)
+    for seed in run_matches.by_seed():
+        for baseline_index, matches in seed.items():
+            baseline_means = _means_of_run(run, baseline_index, steps)
+            for match in matches:
+                means = _means_of_run(run, match.index, steps)
                 for table in MEASURED_TABLES:
-                    differences[table].add(found.comparison, means[table], after[table])
+                    differences[table].add(match.comparison, baseline_means[table], means[table])
         for table in MEASURED_TABLES:
             differences[table].end_seed()
-    comparisons = {found.comparison: found for found in matching.matches}
+    comparisons = {match.comparison: match for match in run_matches.matches}
     parts = [
-        (found, table.frame(name, confidence)) for name, found in comparisons.items() for table in differences.values()
+        (match, table.frame(name, confidence)) for name, match in comparisons.items() for table in differences.values()
     ]
     frame = pd.concat([part for _, part in parts], ignore_index=True)
-    rows = [found for found, part in parts for _ in range(len(part))]
-    frame.insert(0, "value", _cells([found.value for found in rows]))
-    frame.insert(1, "baseline", _cells([matching.baseline] * len(rows)))
+    rows = [match for match, part in parts for _ in range(len(part))]
+    frame.insert(0, "value", _cells([match.value for match in rows]))
+    frame.insert(1, "baseline", _cells([run_matches.baseline] * len(rows)))
     for i, name in enumerate(others):
-        frame.insert(2 + i, name, _cells([found.by[i] for found in rows]))
+        frame.insert(2 + i, name, _cells([match.by[i] for match in rows]))
     frame.attrs = {
-        "pairs": [(one.value, run_name(run, one.index), run_name(run, one.baseline)) for one in matching.matches],
-        "left_out": {run_name(run, index): reason for index, reason in matching.left_out.items()},
+        "pairs": [(one.value, run_name(run, one.index), run_name(run, one.baseline)) for one in run_matches.matches],
+        "left_out": {run_name(run, index): reason for index, reason in run_matches.left_out.items()},
     }
     return frame
 
@@ -75,14 +75,14 @@ def _means_of_run(run: RunTables, index: int, steps: Steps) -> dict[str, Means]:
     return {table: means_of(one, table, steps) for table in MEASURED_TABLES}
 
 
-def _warn_unpaired(run: RunTables, matching: Matching) -> None:
+def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:
     """Warn about the number of unpaired runs, with some of the reasons."""
-    if not matching.left_out:
+    if not run_matches.left_out:
         return
-    counts = Counter(matching.left_out.values())
+    counts = Counter(run_matches.left_out.values())
     reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MOST_REASONS])
     more = "; ..." if len(counts) > MOST_REASONS else ""
-    unpaired = f"{len(matching.left_out)} of {len(run.folders)} runs are not in any pair"
+    unpaired = f"{len(run_matches.left_out)} of {len(run.folders)} runs are not in any pair"
     warnings.warn(f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4)
 
 
@@ -126,9 +126,9 @@ class _Differences:
         """Return values and a mask of existing values at all locations; shape [locations, columns] each."""
         rows = [self.locations[location] for location in means.locations]
         values = np.zeros((len(self.locations), len(NUMERIC_COLUMNS[self.table])))
-        known = np.zeros(values.shape, dtype=bool)
-        values[rows], known[rows] = means.values, means.counts > 0
-        return values, known
+        has_value = np.zeros(values.shape, dtype=bool)
+        values[rows], has_value[rows] = means.values, means.counts > 0
+        return values, has_value
 
 
 class _Sums:
@@ -171,10 +171,10 @@ class _Sums:
         """Merge the pairs of the current seed into one number per location."""
         counts = self.of_seed > 0
         self.seeds += counts
-        before = self.means[2].copy()
+        previous_means = self.means[2].copy()
         self.means += _mean_update(self.means_of_seed, self.means, self.seeds, counts)
         with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
-            off = self.means_of_seed[2] - before
+            off = self.means_of_seed[2] - previous_means
             self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
         self.of_seed[:], self.means_of_seed[:] = 0, 0.0
 
@@ -199,9 +199,9 @@ class _Sums:
     def _grow(self, locations: int) -> None:
         if locations == len(self.pairs):
             return
-        for name, kept in vars(self).items():
-            more = np.zeros((*kept.shape[:-2], locations - kept.shape[-2], kept.shape[-1]), kept.dtype)
-            setattr(self, name, np.concatenate([kept, more], axis=-2))
+        for name, array in vars(self).items():
+            more = np.zeros((*array.shape[:-2], locations - array.shape[-2], array.shape[-1]), array.dtype)
+            setattr(self, name, np.concatenate([array, more], axis=-2))
 
 
 def _mean_update(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -23,8 +23,8 @@ from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks
 from ..spec.statistics import USUAL_UPDATE_RATIOS
 from .finite import REQUIRED_COLUMNS, not_finite_in
+from .plot_data import location_name
 from .run_tables import RunTables
-from .series import location_name
 from .summary import changed
 
 Severity = Literal["info", "warning", "error"]
@@ -67,13 +67,13 @@ def findings(run: RunTables) -> list[Finding]:
         InstrumentError: `run` contains several runs.
     """
     if len(run.folders) > 1:
-        raise InstrumentError(f"findings need a single run, but {run.path} contains {len(run.folders)} runs")
+        raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
     sources: Sequence[Callable[[RunTables], Iterator[Finding]]] = (
         *(_not_finite, _loss, _gradients, _dead, _saturated),
         *(_updates, _not_fired, _interventions),
     )
-    found = [finding for source in sources for finding in source(run)]
-    return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+    all_findings = [finding for source in sources for finding in source(run)]
+    return sorted(all_findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
 def _not_finite(run: RunTables) -> Iterator[Finding]:
@@ -102,8 +102,8 @@ def _loss(run: RunTables) -> Iterator[Finding]:
         before = f", {losses[at - 1]:.4g} before" if at else ""
         yield Finding("loss not finite", "training", int(steps[at]), f"{losses[at]}{before}", "error")
     if finite.any():
-        known = np.where(finite, losses, math.inf)
-        low = int(known.argmin())
+        finite_losses = np.where(finite, losses, math.inf)
+        low = int(finite_losses.argmin())
         value = f"{losses[0]:.4g} -> {losses[-1]:.4g}, lowest {losses[low]:.4g} at step {int(steps[low]):,}"
         yield Finding("loss", "training", None, value, number=float(losses[-1]))
 
@@ -114,15 +114,15 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
     row = _largest(run, "l2", gradient)
     if row is not None:
         here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
-        there = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
-        value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(there)):.4g}"
+        norms_here = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
+        value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(norms_here)):.4g}"
         yield Finding("largest gradient norm", _where(row), row["step"], value, number=row["l2"])
         return
     training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
     steps, norms = _columns(run, "metrics", ["step", "grad_norm"], training)
-    known = np.where(np.isfinite(norms), norms, -math.inf)
-    if len(known) and known.max() > 0.0:
-        at = int(known.argmax())
+    finite_norms = np.where(np.isfinite(norms), norms, -math.inf)
+    if len(finite_norms) and finite_norms.max() > 0.0:
+        at = int(finite_norms.argmax())
         value = f"{norms[at]:.4g}, median {np.median(norms[np.isfinite(norms)]):.4g}"
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 

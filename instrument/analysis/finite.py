@@ -73,5 +73,5 @@ def not_finite_in(batch: pa.RecordBatch) -> np.ndarray:
     """Return which rows of a batch with the columns NEEDED are non-finite; bool, shape [rows]."""
     if not any(pc.any(pc.greater(batch[name], 0)).as_py() for name in NON_FINITE_COUNTS):
         return np.zeros(batch.num_rows, dtype=bool)
-    found: np.ndarray = is_not_finite(batch.select(REQUIRED_COLUMNS).to_pandas()).to_numpy()
-    return found
+    rows: np.ndarray = is_not_finite(batch.select(REQUIRED_COLUMNS).to_pandas()).to_numpy()
+    return rows

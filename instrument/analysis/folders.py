@@ -9,7 +9,7 @@ from pathlib import Path
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
 from ..sinks.parts import JOURNALS
-from ..sinks.remote import is_address, open_folder
+from ..sinks.remote_folder import is_address, open_folder
 
 RUN_FILE = "run.json"
 
@@ -31,8 +31,8 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
     root = open_folder(path)
     folders = runs_in(root)
     if not folders:
-        there = root.is_dir()
-        raise NoRunError(f"no run.json in or below {root}" if there else f"folder not found: {root}")
+        exists = root.is_dir()
+        raise NoRunError(f"no run.json in or below {root}" if exists else f"folder not found: {root}")
     return root, folders
 
 
@@ -44,9 +44,9 @@ def runs_in(root: Path) -> list[Path]:
 def _runs_below(root: Path) -> Iterator[Path]:
     """Yield the folders of runs; folders of tables and folders whose name begins with a dot are skipped."""
     if is_address(root):
-        found = (file.parent for file in root.rglob(RUN_FILE))
+        run_folders = (file.parent for file in root.rglob(RUN_FILE))
         yield from (
-            folder for folder in found if not any(part.startswith(".") for part in folder.relative_to(root).parts)
+            folder for folder in run_folders if not any(part.startswith(".") for part in folder.relative_to(root).parts)
         )
         return
     for above, folders, files in os.walk(root):

@@ -19,10 +19,10 @@ def plain_labels(table: pa.Table) -> pa.Table:
 
 def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
     """Remove tensors of dtypes that NumPy does not support, and add the dtypes to the problems of the files."""
-    known = frame["dtype"].map(is_known).astype(bool)
-    for dtype in frame["dtype"][~known].unique():
+    is_supported = frame["dtype"].map(is_known).astype(bool)
+    for dtype in frame["dtype"][~is_supported].unique():
         files.report_skipped("tensors", f"NumPy does not support {dtype}")
-    return frame if known.all() else frame[known].reset_index(drop=True)
+    return frame if is_supported.all() else frame[is_supported].reset_index(drop=True)
 
 
 def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:

@@ -10,8 +10,8 @@ import pandas as pd
 
 from ..spec.kinds import KINDS
 from .arrays import is_known
+from .plot_data import KEYS, RecordedSeries, location_name
 from .run_tables import RunTables
-from .series import KEYS, Series, location_name
 
 IDENTITY = (*KEYS, "layer", "path", "step", "micro_step", "call", "backward")
 GREY, COLOURED = 1, 3  # numbers of channels of an image
@@ -32,7 +32,7 @@ class Maps:
         shape: Recorded shape: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
     """
 
-    series: Series
+    series: RecordedSeries
     layer: str
     path: str
     step: int
@@ -76,18 +76,18 @@ class Maps:
         where = {"layer": self.layer, "path": self.path, "step": self.step, "call": self.call}
         where |= {"micro_step": self.micro_step, "backward": self.backward, "recompute": False}
         where |= {key: getattr(self.series, key) for key in KEYS}
-        found = run.tensors(**where) if isinstance(run, RunTables) else _where(run, where)
-        array: np.ndarray = found["values"].iloc[0]
+        rows = run.tensors(**where) if isinstance(run, RunTables) else _where(run, where)
+        array: np.ndarray = rows["values"].iloc[0]
         array = np.abs(array) if np.iscomplexobj(array) else array
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
 
 
 def _where(frame: pd.DataFrame, where: dict[str, Any]) -> pd.DataFrame:
     """Return the rows whose columns have these values."""
-    mine = pd.Series(True, index=frame.index)
+    mask = pd.Series(True, index=frame.index)
     for name, value in where.items():
-        mine &= frame[name] == value
-    return frame[mine]
+        mask &= frame[name] == value
+    return frame[mask]
 
 
 def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:
@@ -104,15 +104,15 @@ def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:
         frame = frame[frame["dtype"].map(is_known).astype(bool)]
     else:
         frame = run[columns]
-    found = []
+    all_maps = []
     for row in frame.to_dict("records"):
         shape = tuple(int(size) for size in row["shape"])
         plane = len(shape) in (3, 4) and min(shape) > 0 and max(shape[-2:]) > 1
-        whole = len(shape) == 4 or KINDS[row["kind"]].family == "module"
-        if len(row["source_shape"]) == 4 and plane and whole and not row["recompute"]:
-            series = Series(*(row[key] for key in KEYS))
-            found.append(Maps(series, **{name: row[name] for name in IDENTITY[len(KEYS) :]}, shape=shape))
-    return found
+        is_complete = len(shape) == 4 or KINDS[row["kind"]].family == "module"
+        if len(row["source_shape"]) == 4 and plane and is_complete and not row["recompute"]:
+            series = RecordedSeries(*(row[key] for key in KEYS))
+            all_maps.append(Maps(series, **{name: row[name] for name in IDENTITY[len(KEYS) :]}, shape=shape))
+    return all_maps
 
 
 def image_of(maps: Maps, others: list[Maps]) -> Maps | None:

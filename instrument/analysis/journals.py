@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from ..capture.tables import Table, as_table, with_positions
 from ..sinks.journal import JournalReader
+from ..sinks.journal_row_counts import truncation_problem
 from ..sinks.parts import OTHER_COLUMNS, Part, journals_of
-from ..sinks.row_counts import truncation_problem
 
 MOST_PIECES = 16  # chunks of one journal before they are concatenated
 
@@ -39,7 +39,7 @@ class Journals:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[Path, _ReadState] = {}
+        self._states: dict[Path, _ReadState] = {}
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[type[Journals], tuple[Path]]:
@@ -58,37 +58,37 @@ class Journals:
         rows: dict[Part, list[pa.Table]] = {}
         problems: dict[Path, str] = {}
         with self._lock:
-            found = journals_of(self.folder, table.name)
-            for (_, part), path in found.items():
+            journals = journals_of(self.folder, table.name)
+            for (_, part), path in journals.items():
                 try:
-                    known = self._known[path] = self._refreshed(table, path)
+                    state = self._states[path] = self._refreshed(table, path)
                 except FileNotFoundError:
                     continue  # the journal was converted to Parquet in the meantime
-                rows[part] = list(known.pieces)
-                problem = known.reading.problem or truncation_problem(
-                    known.reading.rows, written.get((table.name, part), 0)
+                rows[part] = list(state.pieces)
+                problem = state.reading.problem or truncation_problem(
+                    state.reading.rows, written.get((table.name, part), 0)
                 )
                 if problem is not None:
                     problems[path] = problem
-            for path in [path for path in self._known if path.name.startswith(f"{table.name}-")]:
-                if path not in found.values():
-                    del self._known[path]
+            for path in [path for path in self._states if path.name.startswith(f"{table.name}-")]:
+                if path not in journals.values():
+                    del self._states[path]
         return rows, problems
 
     def _refreshed(self, table: Table, path: Path) -> _ReadState:
-        there, known = path.stat(), self._known.get(path)
-        if known is not None and _same(known.stat, there):
-            return known
-        grew = known is not None and _grew(known.stat, there) and known.reading.problem is None
-        before = known if grew and known is not None else _ReadState(there, JournalReader(path))
-        reading = JournalReader.of(path, after=before.reading)
+        stat, old_state = path.stat(), self._states.get(path)
+        if old_state is not None and _same(old_state.stat, stat):
+            return old_state
+        grew = old_state is not None and _grew(old_state.stat, stat) and old_state.reading.problem is None
+        state = old_state if grew and old_state is not None else _ReadState(stat, JournalReader(path))
+        reading = JournalReader.of(path, after=state.reading)
         if reading.schema is not None and reading.schema != table.plain_schema:
             reading.problem = OTHER_COLUMNS
-            return _ReadState(there, reading)
-        pieces = [*before.pieces, *_piece(table, reading)]
+            return _ReadState(stat, reading)
+        pieces = [*state.pieces, *_piece(table, reading)]
         if len(pieces) > MOST_PIECES:
             pieces = [pa.concat_tables(pieces).unify_dictionaries().combine_chunks()]
-        return _ReadState(there, reading, pieces)
+        return _ReadState(stat, reading, pieces)
 
 
 def _piece(table: Table, reading: JournalReader) -> list[pa.Table]:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from ..capture.tables import TABLES
 from .folders import find_runs
-from .lazy import scan
-from .query import RunsToQuery
-from .run_tables import RunTables
+from .polars_frames import scan
+from .query_inputs import RunsToQuery
+from .run_tables import RunTables, check_table
 from .sql import run_query
 
 if TYPE_CHECKING:
@@ -156,11 +155,10 @@ class Run(RunTables):
             table: Name of the table, such as `stats`.
 
         Raises:
-            KeyError: The table does not exist.
+            ValueError: The table does not exist.
             InstrumentError: polars is not installed.
         """
-        if table not in TABLES:
-            raise KeyError(f"unknown table {table!r}; the tables are {', '.join(TABLES)}")
+        check_table(table)
         return scan(self._queried(), table)
 
     def _queried(self) -> RunsToQuery:

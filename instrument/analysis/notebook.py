@@ -37,22 +37,22 @@ def _run_html(run: RunTables) -> str:
         "started": (_start_text(info), ""),
         **{name: (_number(info["metrics"].get(name)), "") for name in ("loss", "accuracy")},
     }
-    told = " · ".join(
+    facts_text = " · ".join(
         f'{escape(name)} <span style="{style}">{_cell(value)}</span>'
         for name, (value, style) in facts.items()
         if value is not None
     )
     counts = {name: run.count(name) for name in TABLES}
     steps = _steps(run)
-    found = [
+    finding_rows = [
         ([finding.what, finding.where, finding.when, finding.value], MARKS.get(finding.severity, ""))
         for finding in findings(run)
     ]
     parts = [
         f"<b>{_cell(info.get('name') or run.path.name)}</b> <code>{_cell(run.path)}</code>",
-        told + (f" · {steps:,} steps" if steps else ""),
+        facts_text + (f" · {steps:,} steps" if steps else ""),
         _table(list(counts), [([f"{count:,}" for count in counts.values()], "")], right=range(len(counts))),
-        _table(["finding", "where", "step", "value"], found, right=[2]) if found else "",
+        _table(["finding", "where", "step", "value"], finding_rows, right=[2]) if finding_rows else "",
         _problems(run),
     ]
     return _block(parts)
@@ -98,11 +98,11 @@ def _steps(run: RunTables) -> int:
 def _start_text(info: dict[str, Any]) -> str | None:
     """Return the start and the duration, such as `2026-11-21 09:00:00, took 0:01:30`."""
     try:
-        began = datetime.fromisoformat(info["started"])
-        took = "" if info.get("ended") is None else f", took {datetime.fromisoformat(info['ended']) - began}"
+        started = datetime.fromisoformat(info["started"])
+        took = "" if info.get("ended") is None else f", took {datetime.fromisoformat(info['ended']) - started}"
     except (KeyError, TypeError, ValueError):
         return None
-    return f"{began:%Y-%m-%d %H:%M:%S}{took}"
+    return f"{started:%Y-%m-%d %H:%M:%S}{took}"
 
 
 def _number(value: Any) -> Any:

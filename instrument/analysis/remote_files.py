@@ -11,8 +11,8 @@ from pyarrow import PythonFile
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from ..errors import InstrumentError
-from ..sinks.client_errors import safe_message
-from ..sinks.remote import is_address
+from ..sinks.remote_errors import safe_message
+from ..sinks.remote_folder import is_address
 
 
 def arrow_files(folder: Path) -> FileSystem | None:

@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 
 from ..capture.sink import Row, Sink
 from ..capture.tables import TABLES
-from ..sinks.parts import journals_of, parts_of
+from ..sinks.parts import journals_of, part_files
 from .arrays import array_of
 from .run_files import RunFiles
 
@@ -65,7 +65,7 @@ def _write_tensor(files: RunFiles, sink: Sink, row: Row) -> None:
 
 def _ranks(files: RunFiles, table: str) -> list[int | None]:
     """Return the ranks that wrote rows; a single None if there was only one process."""
-    parts = [*parts_of(files.folder, table), *(part for _, part in journals_of(files.folder, table))]
+    parts = [*part_files(files.folder, table), *(part for _, part in journals_of(files.folder, table))]
     ranks = sorted({part.rank for part in parts})
     return [*ranks] if len(ranks) > 1 else [None]
 

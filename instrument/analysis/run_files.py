@@ -16,18 +16,18 @@ import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, POSITION, TABLES, Table
 from ..errors import InstrumentWarning
+from ..sinks.journal_row_counts import DAMAGED
 from ..sinks.lock import is_locked
-from ..sinks.lost_rows import lost_journals, rows_written
+from ..sinks.missing_journals import lost_journals, rows_written
 from ..sinks.parts import (
     JOURNALS,
     Part,
     as_written,
     foreign_files,
     journals_of,
-    parts_of,
+    part_files,
 )
-from ..sinks.remote import arrow_name, moved_to
-from ..sinks.row_counts import DAMAGED
+from ..sinks.remote_folder import arrow_name, moved_to
 from ..spec.statistics import STATISTICS
 from .journals import Journals
 from .remote_files import arrow_files, remote_errors
@@ -101,7 +101,7 @@ class RunFiles:
         self._check_foreign_files(name)
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
-        parts = {part: file for part, file in parts_of(self.folder, name).items() if file not in self._damaged_files}
+        parts = {part: file for part, file in part_files(self.folder, name).items() if file not in self._damaged_files}
         rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
         return list(parts.values()), [piece for pieces in rows for piece in pieces]
 
@@ -199,11 +199,11 @@ class RunFiles:
             FileNotFoundError: A file was deleted without being merged.
         """
         while True:
-            before = parts_of(self.folder, name)
+            before = part_files(self.folder, name)
             try:
                 return operation()
             except FileNotFoundError:
-                if parts_of(self.folder, name) == before:
+                if part_files(self.folder, name) == before:
                     raise
 
     def count(self, name: str) -> int:
@@ -300,7 +300,7 @@ def size_on_disk(folder: Path) -> int:
     """Return the size of the tables of a run in bytes, including journals."""
     size = 0
     for name in TABLES:
-        for file in (*parts_of(folder, name).values(), *journals_of(folder, name).values()):
+        for file in (*part_files(folder, name).values(), *journals_of(folder, name).values()):
             with suppress(FileNotFoundError):  # the journal was converted to Parquet in the meantime
                 size += file.stat().st_size
     return size

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
-from ..sinks.remote import is_address
+from ..sinks.remote_folder import is_address
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
 from .typed_columns import typed_frame
@@ -22,6 +22,16 @@ OBJECTIVE_KEY = (
     "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
 )
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
+
+
+def check_table(name: str) -> None:
+    """Check that a table exists.
+
+    Raises:
+        ValueError: The table does not exist.
+    """
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
 
 
 class RunTables:
@@ -134,8 +144,9 @@ class RunTables:
             The rows of all runs, without the columns `run`, `seed` and the overrides.
 
         Raises:
-            KeyError: The table does not exist.
+            ValueError: The table does not exist.
         """
+        check_table(table)
         parts: list[pd.DataFrame] = [plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
         return pd.concat(parts, ignore_index=True)
 
@@ -153,8 +164,9 @@ class RunTables:
             Arrow record batches with these columns, run by run.
 
         Raises:
-            KeyError: The table does not exist.
+            ValueError: The table does not exist.
         """
+        check_table(table)
         for files in self._files:
             yield from files.scan(table, columns, condition)
 
@@ -165,8 +177,9 @@ class RunTables:
             table: Name of the table, such as `stats`.
 
         Raises:
-            KeyError: The table does not exist.
+            ValueError: The table does not exist.
         """
+        check_table(table)
         return sum(files.count(table) for files in self._files)
 
     def tensors(self, **where: Any) -> pd.DataFrame:
@@ -181,13 +194,13 @@ class RunTables:
             Rows of other unsupported types are skipped and reported in `problems`.
 
         Raises:
-            KeyError: The tensors table has no column of this name.
+            ValueError: The tensors table has no column of this name.
         """
         known = [name for name in TABLES["tensors"].names if name not in ("values", "data", "shape", "source_shape")]
         condition = None
         for name, value in where.items():
             if name not in known:
-                raise KeyError(f"tensors: cannot select by column {name!r}; the columns are {', '.join(known)}")
+                raise ValueError(f"tensors: cannot select by column {name!r}; the columns are {', '.join(known)}")
             allowed = list(value) if isinstance(value, list | tuple | set | range) else [value]
             test = ds.field(name).isin(pa.array(allowed))
             condition = test if condition is None else condition & test

@@ -8,24 +8,24 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, Problem, similar_names
-from .series import KEYS, Series, location_name, series_in
+from .plot_data import KEYS, RecordedSeries, location_name, series_in
 
 MOST_NAMES = 12  # maximum number of names in an error message
 
 
-def series_where(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[Series]:
+def series_where(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[RecordedSeries]:
     """Return the series of a table whose rows fulfill a condition, in order of first appearance."""
     return [series for series in series_in(frame) if does_fit(series.of(frame))]
 
 
 def select_series(
-    candidates: Sequence[Series],
+    candidates: Sequence[RecordedSeries],
     *,
     hook: str | None = None,
     kind: str | None = None,
     role: str | None = None,
     phase: str | None = None,
-) -> Series:
+) -> RecordedSeries:
     """Return the one series that matches the arguments.
 
     Args:
@@ -49,34 +49,35 @@ def select_series(
     raise InstrumentError("\n    ".join([f"{problem}; select one of", *map(_keyword_arguments, fitting or candidates)]))
 
 
-def _keyword_arguments(series: Series) -> str:
+def _keyword_arguments(series: RecordedSeries) -> str:
     """Return a series as the keyword arguments that select it."""
     return ", ".join(f"{key}={getattr(series, key)!r}" for key in KEYS)
 
 
-def check_choice(word: str, options: Sequence[str], where: str, message: str) -> None:
+def check_choice(word: str, options: Sequence[str], where: str, message: str, fix: str = "") -> None:
     """Check that a word is one of the options.
 
     Args:
         word: The given word.
         options: The allowed words.
         where: Name of the argument, for the message.
-        problem: What is wrong, for the message.
+        message: What is wrong.
+        fix: How to fix the problem, for the message.
 
     Raises:
         InstrumentError: The word is not an option. The message lists the options and similar ones.
     """
-    known = list(dict.fromkeys(options))
-    if word not in known:
-        more = f", ... ({len(known)} in all)" if len(known) > MOST_NAMES else ""
-        allowed = ", ".join(name or "''" for name in known[:MOST_NAMES]) + more
-        raise InstrumentError(str(Problem(where, message, repr(word), allowed, similar_names(word, known))))
+    choices = list(dict.fromkeys(options))
+    if word not in choices:
+        more = f", ... ({len(choices)} in all)" if len(choices) > MOST_NAMES else ""
+        allowed = ", ".join(name or "''" for name in choices[:MOST_NAMES]) + more
+        raise InstrumentError(str(Problem(where, message, repr(word), allowed, similar_names(word, choices), fix)))
 
 
 def location_names(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """Return the names of the locations in a table, as shown in plots, by layer, path and kind."""
-    known = rows[["layer", "path", "kind"]].drop_duplicates()
-    triples = zip(known["layer"], known["path"], known["kind"], strict=True)
+    locations = rows[["layer", "path", "kind"]].drop_duplicates()
+    triples = zip(locations["layer"], locations["path"], locations["kind"], strict=True)
     return {triple: location_name(*triple) for triple in triples}
 
 
@@ -85,14 +86,14 @@ def rows_at(rows: pd.DataFrame, name: str) -> pd.DataFrame:
 
     Examples are `encoder.0.weight`, `encoder.0`, and `.` for the root module.
     """
-    mine = pd.Series(False, index=rows.index)
+    mask = pd.Series(False, index=rows.index)
     for (layer, path, kind), location in location_names(rows).items():
         if location == name:
-            mine |= (rows["layer"] == layer) & (rows["path"] == path) & (rows["kind"] == kind)
-    return rows[mine if mine.any() else rows["layer"] == ("" if name == "." else name)]
+            mask |= (rows["layer"] == layer) & (rows["path"] == path) & (rows["kind"] == kind)
+    return rows[mask if mask.any() else rows["layer"] == ("" if name == "." else name)]
 
 
-def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[Series, str, pd.DataFrame]:
+def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[RecordedSeries, str, pd.DataFrame]:
     """Return the one series that matches and has rows at a location.
 
     Args:

@@ -19,9 +19,9 @@ import pyarrow as pa
 from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..extras import pip_command
-from ..sinks.client_errors import safe_message
-from ..sinks.remote import is_address
-from .query import RunsToQuery, columns_of_runs
+from ..sinks.remote_errors import safe_message
+from ..sinks.remote_folder import is_address
+from .query_inputs import RunsToQuery, columns_of_runs
 from .run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
     try:
         import duckdb
     except ImportError:
-        raise InstrumentError(f"run.sql needs DuckDB: {pip_command('sql')}") from None
+        raise InstrumentError(f"run.sql requires DuckDB: {pip_command('sql')}") from None
     views = _Views(queried, query)
     problems = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
@@ -169,17 +169,17 @@ def _lookup_expression(values: pa.Array, owners: Sequence[int]) -> str:
     evaluates the expression for each file and for each vector of rows; the cost is proportional to the length of a
     list, but small for a string.
     """
-    known = values.to_pylist()
-    words = ["" if value is None else _value_text(value) for value in known]
+    cells = values.to_pylist()
+    words = ["" if value is None else _value_text(value) for value in cells]
     if all(
         word.isascii() and word == word.strip() and bool(word) != (value is None)
-        for word, value in zip(words, known, strict=True)
+        for word, value in zip(words, cells, strict=True)
     ):
         room = max(map(len, words), default=0) or 1
         text = "".join(words[owner].ljust(room) for owner in owners)
         word = f"nullif(rtrim(substr({_quoted_string(text)}, cast(file_index as bigint) * {room} + 1, {room})), '')"
         return f"cast({word} as {_TYPES[values.type]})"
-    items = ", ".join("null" if known[owner] is None else _quoted_string(words[owner]) for owner in owners)
+    items = ", ".join("null" if cells[owner] is None else _quoted_string(words[owner]) for owner in owners)
     return f"cast([{items}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
 
 

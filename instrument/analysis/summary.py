@@ -77,13 +77,13 @@ class InterventionSummary:
 
 def changed(run: RunTables) -> dict[str, InterventionSummary]:
     """Return the effect of each intervention by hook, in the order in which they first fired."""
-    found: dict[str, InterventionSummary] = {}
+    summaries: dict[str, InterventionSummary] = {}
     columns = ["hook", "layer", "path", "numel", "changed", "norm_before", "norm_after"]
     for batch in run.scan("effects", columns):
         hooks = batch["hook"].cast(pa.string())
         for hook in hooks.unique().to_pylist():
-            found.setdefault(hook, InterventionSummary()).add(batch.filter(pc.equal(hooks, hook)))
-    return found
+            summaries.setdefault(hook, InterventionSummary()).add(batch.filter(pc.equal(hooks, hook)))
+    return summaries
 
 
 def _count(run: RunTables, table: str) -> Counter[str]:

@@ -17,12 +17,12 @@ def typed(values: Sequence[Any]) -> pd.Series:
     Integers among floats are converted to floats. Columns with nulls use the pandas types Int64 and boolean, so that
     nulls do not change the type.
     """
-    known = [value for value in values if value is not None]
-    kinds = {_kind(value) for value in known}
+    present = [value for value in values if value is not None]
+    kinds = {_kind(value) for value in present}
     if kinds == {"integer"}:
-        return pd.Series(list(values), dtype="int64" if len(known) == len(values) else "Int64")
+        return pd.Series(list(values), dtype="int64" if len(present) == len(values) else "Int64")
     if kinds == {"boolean"}:
-        return pd.Series(list(values), dtype="bool" if len(known) == len(values) else "boolean")
+        return pd.Series(list(values), dtype="bool" if len(present) == len(values) else "boolean")
     if kinds <= {"integer", "float"}:
         return pd.Series(list(values), dtype="float64")
     return pd.Series(list(values), dtype="str" if kinds == {"string"} else "object")

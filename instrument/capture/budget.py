@@ -1,7 +1,7 @@
 """The budget for recording: hooks over budget are sampled less often.
 
-Time is the relative overhead of steps with record hooks. A stopwatch inside the hooks measures the distribution over
-sites. But hooks also evict data from caches and keep memory from being reused, which this stopwatch cannot measure. So
+Time is the relative overhead of steps with record hooks. A hook timer measures the distribution over
+sites. But hooks also evict data from caches and keep memory from being reused, which this timer cannot measure. So
 steps with record hooks are first compared with steps without. If there are none without, record hooks are paused in
 every second block of four steps. Hooks that run less often cost more each time, so the comparison is repeated while
 there are steps of both types.
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..actions.record import Record
-from ..kinds.attached import AttachedHook
+from ..kinds.attached_hook import AttachedHook
 from ..kinds.hook_timer import MAX_FACTOR, HookTimer
 from ..spec.budget import BudgetConfig
 from ..spec.record import RecordSpec
-from .calibration import BLOCK, Calibration
+from .budget_calibration import BLOCK, Calibration
 from .overhead import Overhead
 from .recorder import Recorder
 
@@ -84,9 +84,9 @@ class Budget:
         self._started_at = time.perf_counter()
         self._counted = 0  # steps since the last change
 
-    def set_scheduled(self, due: Iterable[AttachedHook]) -> None:
+    def set_scheduled(self, attached_hooks: Iterable[AttachedHook]) -> None:
         """Update the scheduled sites."""
-        sites = list(due)
+        sites = list(attached_hooks)
         names = Counter(attached.site.spec.name for attached in sites if attached.is_record_hook)
         others = dict.fromkeys(attached.site.spec.name for attached in sites if not attached.is_record_hook)
         self._interventions, self._records = tuple(others), tuple(names.items())
@@ -95,17 +95,16 @@ class Budget:
         """Exclude a duration that is not part of any step."""
         self._started_at += seconds
 
-    def end_step(self, done: int, seconds: float, *, late: bool = False) -> None:
+    def end_step(self, done: int, seconds: float, *, has_pending_rows: bool = False) -> None:
         """End a step.
 
         Args:
             done: The number of completed steps.
             seconds: The duration of the step.
-            late: Whether it wrote rows of the previous step.
+            has_pending_rows: Whether it wrote rows of the previous step.
         """
         self.timer.lap()
-        due = (*self._records, ("rows of the step before", 1)) if late else self._records
-        self.overhead.add(due, seconds, self._interventions)
+        self.overhead.add(self._records, seconds, self._interventions, has_pending_rows=has_pending_rows)
         if self.config.bytes is not None and (done <= MIN_STEPS or done % MIN_STEPS == 0):
             self._keep_bytes(self.config.bytes, done)
         if self._warm_up:
@@ -171,9 +170,9 @@ class Budget:
 
     def _keep_time(self, allowed: float, elapsed: float) -> bool:
         baseline_seconds = min(self._baseline_seconds * self._counted, self.timer.seconds)
-        found, measured = self.overhead.measured(), self.timer.seconds - baseline_seconds
-        if found is not None and found.error <= MAX_ERROR * allowed and measured > 0.0:
-            self._factor = min(max(found.relative * found.baseline * self._counted / measured, 1.0), MAX_FACTOR)
+        overhead, measured = self.overhead.measured(), self.timer.seconds - baseline_seconds
+        if overhead is not None and overhead.error <= MAX_ERROR * allowed and measured > 0.0:
+            self._factor = min(max(overhead.relative * overhead.baseline * self._counted / measured, 1.0), MAX_FACTOR)
         hook_seconds = baseline_seconds + self._factor * (self.timer.seconds - baseline_seconds)
         baseline = max(elapsed - hook_seconds, 1e-9)
         self.measured = hook_seconds / baseline
@@ -226,11 +225,13 @@ class Budget:
     def _bytes_a_step(self, attached: AttachedHook, done: int) -> float:
         """Return the number of bytes that a site records per step at its current rate."""
         firings = self._firings[attached] + self.timer.firings[attached]
-        return self._bytes_of(attached) / max(1, firings) * attached.due_count / max(1, done) / attached.subsampling
+        return (
+            self._bytes_of(attached) / max(1, firings) * attached.scheduled_count / max(1, done) / attached.subsampling
+        )
 
     def _subsample(self, costs: dict[AttachedHook, float], excess: float, reason: str) -> bool:
         """Reduce the rate of the most expensive sites until the excess is gone. Return whether anything changed."""
-        before = {attached: attached.subsampling for attached in self.record_hooks}
+        previous_rates = {attached: attached.subsampling for attached in self.record_hooks}
         costs = dict(costs)
         while excess > 0:
             candidates = [
@@ -244,7 +245,7 @@ class Budget:
             most_expensive.subsampling *= 2
             costs[most_expensive] /= 2
             excess -= costs[most_expensive]
-        subsampled = [attached for attached in self.record_hooks if attached.subsampling != before[attached]]
+        subsampled = [attached for attached in self.record_hooks if attached.subsampling != previous_rates[attached]]
         for attached in subsampled:
             self.report(f"{reason}: {_name(attached)} is sampled {_rate_text(attached.subsampling)}", attached)
         if excess > 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..kinds.attached import AttachedHook
+from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
 from ..kinds.family import InertWhenCopied
 from ..kinds.reasons import REPLACED
@@ -51,8 +51,8 @@ class ScalerWatch:
 
         This waits for the device, as the scaler did to decide on the step.
         """
-        before, after = self.scales
-        return bool(after < before.to(after.device))
+        previous_scale, scale = self.scales
+        return bool(scale < previous_scale.to(scale.device))
 
     def detach(self) -> None:
         """Remove the hooks."""

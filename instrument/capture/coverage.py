@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..kinds.attached import AttachedHook
+from ..kinds.attached_hook import AttachedHook
 from ..kinds.reasons import NOT_CALLED, NOT_CALLED_COPIED, fused_attention_reason, in_another_phase, phase_never_entered
 from ..plan.modules import Layer, Layers
-from .recorder import at_site
+from .recorder import count_at_site
 from .tables import NEVER_DUE, is_incomplete
 
 
@@ -41,14 +41,14 @@ def coverage_rows(
             "rank": attached.clock.rank,
             "expected": attached.expected,
             "fired": attached.fired,
-            "dropped": at_site(dropped, attached),
-            "cause": "" if running and attached.due and not attached.expected else _cause(attached, layers),
+            "dropped": count_at_site(dropped, attached),
+            "cause": "" if running and attached.is_scheduled and not attached.expected else _reason(attached, layers),
         }
         for attached in attached_hooks
     ]
 
 
-def _cause(attached: AttachedHook, layers: Layers) -> str:
+def _reason(attached: AttachedHook, layers: Layers) -> str:
     """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
 
     The most frequent reason comes first.
@@ -57,24 +57,24 @@ def _cause(attached: AttachedHook, layers: Layers) -> str:
         silent = attached.fired < attached.expected
         return "; ".join(
             dict.fromkeys(
-                _refined_cause(cause, attached, layers) for cause, _ in attached.reasons.most_common() if silent
+                _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
             )
         )
     if attached.exemptions:
-        return "; ".join(cause for cause, _ in attached.exemptions.most_common())
+        return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
-    return NEVER_DUE if attached.ever_due or phase in attached.clock.phases else phase_never_entered(phase)
+    return NEVER_DUE if attached.was_ever_scheduled or phase in attached.clock.phases else phase_never_entered(phase)
 
 
-def _refined_cause(cause: str, attached: AttachedHook, layers: Layers) -> str:
+def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     """Refine a reason by what is known at the end of the run."""
-    if (elsewhere := in_another_phase(cause, attached.site.spec.phase, attached.other_phases)) is not None:
+    if (elsewhere := in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
         return elsewhere
-    if cause != NOT_CALLED:
-        return cause
+    if reason != NOT_CALLED:
+        return reason
     layer = attached.site.layer
     return fused_attention_reason(layer.module, _parents(layer, layers)) or (
-        NOT_CALLED_COPIED if attached.copied else cause
+        NOT_CALLED_COPIED if attached.copied else reason
     )
 
 
@@ -93,13 +93,13 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
         if is_incomplete(row):
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     warnings: list[tuple[str, str | None]] = []
-    for (hook, kind, cause), found in groups.items():
+    for (hook, kind, reason), found in groups.items():
         locations = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
         shown = ", ".join(locations[:5]) + (f" and {len(locations) - 5} more" if len(locations) > 5 else "")
         fired, expected = sum(row["fired"] for row in found), sum(row["expected"] for row in found)
         summary = f"fired {fired} of {expected} times" if expected else "did not fire"
         layer = found[0]["layer"] if len(found) == 1 else None
-        warnings.append((f"hook '{hook}' ({kind}) {summary} on {shown}: {cause}", layer))
+        warnings.append((f"hook '{hook}' ({kind}) {summary} on {shown}: {reason}", layer))
     return warnings
 
 

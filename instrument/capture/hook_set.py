@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..kinds.attach import attach_sites
-from ..kinds.attached import AttachedHook
+from ..kinds.attach_sites import attach_sites
+from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..kinds.family import Family
+from ..kinds.family import HookGroup
 from ..kinds.loss import LossHooks
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
-from ..plan.sites import HookPlan
+from ..plan.hook_plan import HookPlan
 from .change_detection import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 from .optimizer_checks import optimizers_of
 
@@ -61,10 +61,10 @@ class HookSet:
         self.event = event
         self.steps_by_loop = steps_by_loop
         self.steps: StepWatch | None = None
-        self._families: list[Family] = []
-        self._scaling: ScalerWatch | None = None
-        self._loading: LoadWatch | None = None
-        self._modules = ModuleWatch(self.model, attached_hooks)
+        self._groups: list[HookGroup] = []
+        self._scaler_watch: ScalerWatch | None = None
+        self._load_watch: LoadWatch | None = None
+        self._module_watch = ModuleWatch(self.model, attached_hooks)
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
@@ -73,50 +73,50 @@ class HookSet:
             ConfigError: PyTorch does not support a hook at this module or parameter.
         """
         if self.scaler is not None and self.scaler.is_enabled():
-            self._scaling = ScalerWatch(self.scaler, self.optimizers)
-            self.clock.amp_scale = self._scaling.scale
+            self._scaler_watch = ScalerWatch(self.scaler, self.optimizers)
+            self.clock.amp_scale = self._scaler_watch.scale
         if self.optimizers:
             self.steps = StepWatch(self.optimizers)
-        for family in attach_sites(self.attached_hooks, self.optimizers, self.clock, steps_by_loop=self.steps_by_loop):
-            self._families.append(family)
-        if any(isinstance(family, GradientHooks) for family in self._families):
-            self._loading = LoadWatch(self.model, self.clock, self.report_replacements)
+        for group in attach_sites(self.attached_hooks, self.optimizers, self.clock, steps_by_loop=self.steps_by_loop):
+            self._groups.append(group)
+        if any(isinstance(group, GradientHooks) for group in self._groups):
+            self._load_watch = LoadWatch(self.model, self.clock, self.report_replacements)
 
     def detach(self) -> None:
         """Remove all hooks."""
-        while self._families:
-            self._families.pop().detach()
-        for watch in (self._scaling, self._loading, self.steps):
+        while self._groups:
+            self._groups.pop().detach()
+        for watch in (self._scaler_watch, self._load_watch, self.steps):
             if watch is not None:
                 watch.detach()
 
     def refresh(self) -> None:
         """Notify the hooks that some of them start or stop being scheduled."""
-        for family in self._families:
-            family.refresh()
+        for group in self._groups:
+            group.refresh()
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
-        for family in self._families:
-            if isinstance(family, LossHooks):
-                loss = family.apply(loss)
+        for group in self._groups:
+            if isinstance(group, LossHooks):
+                loss = group.apply(loss)
         return loss
 
     def before_optimizer_step(self, optimizer: Optimizer | None) -> None:
         """Run the hooks before the step of an optimizer; see `Probe.before_optimizer_step`."""
-        given = self.optimizers if optimizer is None else optimizers_of(optimizer)
-        if (optimizer is None and len(given) > 1) or not set(given) <= set(self.optimizers):
-            known = "is required, since there are several" if optimizer is None else "is not one of this probe"
-            raise ValueError(f"before_optimizer_step(optimizer): the optimizer {known}")
-        for family in self._families:
-            if isinstance(family, BoundaryHooks | StepHooks) and family.optimizer in given:
-                family.before_step()
+        selected = self.optimizers if optimizer is None else optimizers_of(optimizer)
+        if (optimizer is None and len(selected) > 1) or not set(selected) <= set(self.optimizers):
+            problem = "is required, since there are several" if optimizer is None else "was not passed to this probe"
+            raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
+        for group in self._groups:
+            if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
+                group.before_step()
 
-    def take_skipped(self) -> Tensor | float | None:
+    def pop_step_skipped(self) -> Tensor | float | None:
         """Return whether the gradient scaler skipped the step; None without a scaler or an optimizer."""
-        return None if self._scaling is None or not self.optimizers else self._scaling.take()
+        return None if self._scaler_watch is None or not self.optimizers else self._scaler_watch.take()
 
-    def settle_steps(self, row: Mapping[str, float | None]) -> None:
+    def update_step_coverage(self, row: Mapping[str, float | None]) -> None:
         """Update the coverage of hooks around optimizer steps.
 
         With several optimizers, not all make a step in every step of the loop.
@@ -125,25 +125,27 @@ class HookSet:
             row: The row of the `metrics` table, which says whether the step was skipped.
         """
         stepped, several = self.steps is not None and self.steps.take_stepped(), len(self.optimizers) > 1
-        due = [attached for attached in self.attached_hooks if attached.due and attached.frequency == "step"]
-        idle = [attached for attached in due if not attached.has_opportunities]
+        scheduled = [
+            attached for attached in self.attached_hooks if attached.is_scheduled and attached.frequency == "step"
+        ]
+        without_opportunity = [attached for attached in scheduled if not attached.has_opportunities]
         skipped = False
-        if idle and self._scaling is not None:
-            skipped = several and self._scaling.backed_off() if stepped else bool(row["skipped"])
+        if without_opportunity and self._scaler_watch is not None:
+            skipped = several and self._scaler_watch.backed_off() if stepped else bool(row["skipped"])
         if stepped and several and not skipped:
-            for attached in idle:
+            for attached in without_opportunity:
                 attached.count_exempt(OTHER_STEP)
-        for attached in due:
+        for attached in scheduled:
             attached.update_coverage(SKIPPED_STEP if skipped else None)
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
-        for attached in self._modules.replaced():
+        for attached in self._module_watch.replaced():
             site = attached.site
             message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
             self.event("replaced", message, layer=site.layer.name)
-        for family in self._families:
-            if isinstance(family, GradientHooks) and family.reattach():
-                site = family.site.site
+        for group in self._groups:
+            if isinstance(group, GradientHooks) and group.reattach():
+                site = group.site.site
                 message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
                 self.event("replaced", message, layer=site.layer.name, severity="info")

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ..kinds.clock import Clock
-from .alerts import Alerts
 from .change_detection import StepWatch
+from .collectives import Ranks
+from .device_copy import PendingMetrics, Transfer
+from .non_finite_alerts import Alerts
 from .recorder import Recorder
-from .reducer import Ranks
 from .sink import Row
-from .transfer import PendingMetrics, Transfer
 
 USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
 METRICS = (*USER_METRICS, "seconds", "samples_per_second")
@@ -31,9 +31,7 @@ def check_metric_names(names: Iterable[str], *internal: str) -> None:
     """
     for name in names:
         if name not in (*USER_METRICS, *internal):
-            raise TypeError(
-                f"the metrics table has no column {name!r} for a given value; allowed: {', '.join(USER_METRICS)}, samples"
-            )
+            raise TypeError(f"unknown metric {name!r}; allowed: {', '.join(USER_METRICS)}, samples")
 
 
 class Metrics:
@@ -71,7 +69,7 @@ class Metrics:
             return {**dict.fromkeys((*METRICS, "skipped")), **read}
 
         row = read() if transfer.is_complete else PendingMetrics(read)
-        if self.ranks is None or self.ranks.is_main_process or not self.ranks.merged_metrics:
+        if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
             self._keep(row, now=transfer.is_complete)
         return row
 
@@ -86,4 +84,4 @@ class Metrics:
         if now:
             self.recorder.write("metrics", [cells()])
         else:
-            self.recorder.write_late("metrics", cells)
+            self.recorder.write_deferred("metrics", cells)

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError, Problem, similar_names
 from ..kinds.optimizer_owners import parameter_ids
-from ..plan.sites import HookPlan
+from ..plan.hook_plan import HookPlan
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
+def optimizers_of(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one optimizer, several or none as a tuple of the optimizers that make the steps.
 
     Wrappers of libraries are replaced by the wrapped optimizer.
@@ -23,22 +23,22 @@ def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
     Raises:
         ConfigError: An item is not an optimizer.
     """
-    several = tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
+    several = tuple(optimizers) if isinstance(optimizers, list | tuple) else () if optimizers is None else (optimizers,)
     plain = [_plain(optimizer) for optimizer in several]
     for optimizer in plain:
         if not isinstance(optimizer, Optimizer):
             message = "is not an optimizer"
             allowed = "a torch.optim.Optimizer, or a list of them"
             raise ConfigError(Problem("optimizer", message, type(optimizer).__name__, allowed))
-    return tuple(dict.fromkeys(part for optimizer in plain for part in parts_of(optimizer)))
+    return tuple(dict.fromkeys(part for optimizer in plain for part in flatten_optimizer(optimizer)))
 
 
-def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def flatten_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers that make the steps: those in `parts`, as in `PerModule`, or the given one."""
     parts = getattr(optimizer, "parts", None)
     if not (isinstance(parts, Mapping) and parts and all(isinstance(part, Optimizer) for part in parts.values())):
         return (optimizer,)
-    return tuple(each for part in parts.values() for each in parts_of(part))
+    return tuple(each for part in parts.values() for each in flatten_optimizer(part))
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
@@ -47,7 +47,7 @@ def _plain(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
     """Refuse hooks that require a missing optimizer, or a state that no optimizer keeps.
 
     Raises:
@@ -58,18 +58,20 @@ def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
         role = spec.tensor_role
         if not optimizers:
             if spec.definition.frequency == "step" or role.startswith("state."):
-                message = f"kind {spec.kind} with role {role} requires the optimizer; pass optimizer="
-                problems.append(Problem(f"hooks.{name}.kind", message))
+                message = f"kind {spec.kind} with role {role} requires the optimizer"
+                problems.append(Problem(f"hooks.{name}.kind", message, fix="pass optimizer="))
         elif role.startswith("state."):
-            kept = [kept_state(optimizer) for optimizer in optimizers]
-            names = frozenset[str]().union(*(names for names in kept if names is not None))
-            if None not in kept and role.removeprefix("state.") not in names:
+            state_names = [optimizer_state_names(optimizer) for optimizer in optimizers]
+            names = frozenset[str]().union(*(names for names in state_names if names is not None))
+            if None not in state_names and role.removeprefix("state.") not in names:
                 roles = sorted(f"state.{key}" for key in names)
-                types = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+                types = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+                options = "does not keep with its" if len(types) == 1 else "do not keep with their"
+                message = f"role {role!r} requires optimizer state that {' and '.join(types)} {options} current options"
                 problems.append(
                     Problem(
                         f"hooks.{name}.role",
-                        f"{types} keeps no such state with its current options",
+                        message,
                         given=role,
                         allowed=", ".join(roles) or "none",
                         similar=similar_names(role, roles),
@@ -81,33 +83,33 @@ def require_optimizer(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
 
 def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     """Return a message if the optimizers hold none of the model's parameters; None otherwise."""
-    held = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not optimizers or not trained or any(id(parameter) in held for parameter in trained):
+    optimized_ids = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not optimizers or not trainable or any(id(parameter) in optimized_ids for parameter in trainable):
         return None
     which = "the optimizer holds" if len(optimizers) == 1 else "the optimizers hold"
     return (
-        f"{which} none of the model's {len(trained)} parameters, so the model is not trained; it was created for another "
+        f"{which} none of the model's {len(trainable)} parameters, so the model is not trained; it was created for another "
         "model, or before the parameters were replaced (fully_shard, to_empty, apply)"
     )
 
 
-def kept_state(optimizer: Optimizer) -> frozenset[str] | None:
+def optimizer_state_names(optimizer: Optimizer) -> frozenset[str] | None:
     """Return the names of the optimizer's state for a parameter, found by a step of a copy with a temporary parameter.
 
     None if they cannot be found, because the optimizer requires more than a gradient (a closure, a certain shape).
     """
-    kept = {str(key) for state in optimizer.state.values() for key in state}
+    names = {str(key) for state in optimizer.state.values() for key in state}
     try:
         for group in optimizer.param_groups:
-            kept |= _kept_with(optimizer, group)
+            names |= _state_names_of_group(optimizer, group)
     # The optimizer's own code, which can raise anything for a parameter that it does not support.
     except Exception:
-        return frozenset(kept) or None
-    return frozenset(kept)
+        return frozenset(names) or None
+    return frozenset(names)
 
 
-def _kept_with(optimizer: Optimizer, group: dict[str, object]) -> set[str]:
+def _state_names_of_group(optimizer: Optimizer, group: dict[str, object]) -> set[str]:
     """Return the names of the state with the options of a parameter group."""
     like = next((parameter for parameter in optimizer.param_groups[0]["params"]), None)
     options = {key: value for key, value in group.items() if key != "params"}

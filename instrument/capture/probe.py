@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 from ..actions.base import Archive, NoArchive, StepContext
 from ..actions.registry import make_action
 from ..errors import AlreadyAttachedError, HookError
-from ..kinds.attached import AttachedHook
+from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
 from ..kinds.module_backward import IN_PLACE_ERROR, in_place_message
+from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
-from ..plan.sites import HookPlan
 from ..spec.budget import BudgetConfig
-from .alerts import Alerts
 from .budget import Budget
+from .collectives import Ranks, own_rank
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
 from .hook_set import HookSet
 from .metrics import Metrics, check_metric_names
-from .optimizer_checks import Optimizers, optimizers_of, require_optimizer, stale_optimizer
+from .non_finite_alerts import Alerts
+from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .recorder import Recorder
-from .reducer import Ranks, own_rank
 from .rows import has_lazy_parameters, layer_rows
 from .signals import deferred_signals
 from .sink import Sink
@@ -98,8 +98,8 @@ class Probe:
         self.recorder = Recorder(sink, self.alerts.check_stats, ranks)
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
-        found = archive or NoArchive()
-        actions = {name: make_action(spec, self.recorder, found) for name, spec in plan.specs.items()}
+        tensors = archive or NoArchive()
+        actions = {name: make_action(spec, self.recorder, tensors) for name, spec in plan.specs.items()}
         self.attached_hooks = [
             AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked)
             for site in plan.sites
@@ -110,7 +110,7 @@ class Probe:
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
         # Names of the hooks that are scheduled in the current step.
-        self._due: tuple[str, ...] = ()
+        self._scheduled: tuple[str, ...] = ()
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
@@ -119,9 +119,9 @@ class Probe:
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
-        self._micro_steps = 0  # of the training step that an evaluation interrupts
-        self._step_began = time.perf_counter()
-        require_optimizer(plan, self.optimizers)
+        self._saved_train_micro_step = 0  # of the training step that an evaluation interrupts
+        self._step_started_at = time.perf_counter()
+        check_optimizers(plan, self.optimizers)
 
     # ------------------------------------------------------------------------------------------------ attaching
 
@@ -133,13 +133,13 @@ class Probe:
             self._hooks.attach()
             self._metrics.steps = self._hooks.steps
             if not self._is_resumed:
-                self._layers_pending = self._is_main_process
+                self._layers_pending = self._is_rank_zero
                 self._write_layers()
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
-            self._retime()
+            self._update_clock()
         except BaseException:
             self._hooks.detach()
             self.sink.close()
@@ -147,21 +147,21 @@ class Probe:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._hooks.detach()
         self.clock.closed = True
         try:
-            self._finish(error)
+            self._finish(exc)
         finally:
             self.sink.close()
-        if isinstance(error, RuntimeError) and IN_PLACE_ERROR in str(error):
-            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from error
+        if isinstance(exc, RuntimeError) and IN_PLACE_ERROR in str(exc):
+            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     @property
-    def _is_main_process(self) -> bool:
-        """Whether this process writes the rows that are the same in all processes."""
-        return self.ranks is None or self.ranks.is_main_process
+    def _is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which writes the rows that are the same in all processes."""
+        return self.ranks is None or self.ranks.is_rank_zero
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -172,7 +172,9 @@ class Probe:
 
     @property
     def phase(self) -> str:
-        """The current phase: `train`, `eval` or `sanity`. In `sanity`, a trial of the evaluation, no hook is scheduled.
+        """The current phase: `train`, `eval` or `sanity`.
+
+        `sanity` is Lightning's sanity check; no hook runs in it.
 
         The loop can assign it. This ends the current micro-step.
 
@@ -187,11 +189,11 @@ class Probe:
             raise ValueError(f"phase must be 'train', 'eval' or 'sanity', not {phase!r}")
         if phase == self.phase:
             return
-        if self._busy or (self.phase == "eval" and not self.clock.moment.micro_step):
+        if self._has_opportunities or (self.phase == "eval" and not self.clock.moment.micro_step):
             self.end_micro_step()
         if self.phase == "train":
-            self._micro_steps = self.clock.moment.micro_step
-        self._retime(micro_step=self._micro_steps if phase == "train" else 0, phase=phase)
+            self._saved_train_micro_step = self.clock.moment.micro_step
+        self._update_clock(micro_step=self._saved_train_micro_step if phase == "train" else 0, phase=phase)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -199,17 +201,17 @@ class Probe:
 
         The rows of the evaluation are written when it ends.
         """
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self.phase = "eval"
-        due = bool(self._due)
+        any_scheduled = bool(self._scheduled)
         try:
             yield
         finally:
             self.phase = "train"
-        self.recorder.end_step(due=due)
-        seconds = time.perf_counter() - began
-        self._step_began += seconds  # an evaluation is not part of the step that it interrupts
-        if self.budget is not None and not due:
+        self.recorder.end_step(any_scheduled=any_scheduled)
+        seconds = time.perf_counter() - started_at
+        self._step_started_at += seconds  # an evaluation is not part of the step that it interrupts
+        if self.budget is not None and not any_scheduled:
             self.budget.exclude(seconds)
 
     @contextmanager
@@ -223,11 +225,13 @@ class Probe:
             yield
         finally:
             self.clock.in_checkpoint = False
-        due = [attached for attached in self.attached_hooks if attached.due and attached.frequency == "occasion"]
-        for attached in due:
+        scheduled = [
+            attached for attached in self.attached_hooks if attached.is_scheduled and attached.frequency == "occasion"
+        ]
+        for attached in scheduled:
             if attached.has_opportunities:
                 attached.update_coverage()
-        if due:
+        if scheduled:
             self.recorder.end_step()
 
     @property
@@ -250,13 +254,13 @@ class Probe:
     def epoch(self, epoch: int) -> None:
         self.clock.moment = self.clock.moment._replace(epoch=epoch)
 
-    def go_to(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Set the current step to any number. Dry runs use it to run selected steps.
 
         Args:
             step: The optimizer step, from 0.
         """
-        self._retime(step=step, micro_step=0)
+        self._update_clock(step=step, micro_step=0)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.
@@ -290,13 +294,13 @@ class Probe:
         Required only in loops that accumulate gradients over several micro-batches.
         """
         for attached in self.attached_hooks:
-            if attached.due and attached.frequency == "micro_step":
+            if attached.is_scheduled and attached.frequency == "micro_step":
                 attached.update_coverage()
         self.clock.micro_step_index += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
 
     @property
-    def _busy(self) -> bool:
+    def _has_opportunities(self) -> bool:
         """Whether any hook fired or could have fired in the current micro-step."""
         return any(attached.has_opportunities for attached in self.attached_hooks if attached.frequency == "micro_step")
 
@@ -322,28 +326,30 @@ class Probe:
         """
         check_metric_names(metrics)
         with self.clock.timer or nullcontext(), deferred_signals():
-            due = (*self._due, "rows of the step before") if self.recorder.has_pending_rows else self._due
+            has_pending_rows = self.recorder.has_pending_rows
             row = self._end_step(loss, samples, metrics)
             if self.budget is not None:
-                self.budget.end_step(self.step + 1, time.perf_counter() - self._step_began, late=due != self._due)
+                self.budget.end_step(
+                    self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
+                )
             now = time.perf_counter()
-            self._overhead.add(due, now - self._step_began)
-            self._step_began = now
-            self._retime(step=self.step + 1, micro_step=0)
+            self._overhead.add(self._scheduled, now - self._step_started_at, has_pending_rows=has_pending_rows)
+            self._step_started_at = now
+            self._update_clock(step=self.step + 1, micro_step=0)
             return row
 
     def _end_step(
         self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
     ) -> Mapping[str, float | None]:
-        if self._busy or not self.clock.moment.micro_step:
+        if self._has_opportunities or not self.clock.moment.micro_step:
             self.end_micro_step()
-        skipped = self._hooks.take_skipped()
-        seconds = time.perf_counter() - self._step_began
+        skipped = self._hooks.pop_step_skipped()
+        seconds = time.perf_counter() - self._step_started_at
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()
-        self._hooks.settle_steps(row)
+        self._hooks.update_step_coverage(row)
         self._hooks.report_replacements()
-        self.recorder.end_step(due=bool(self._due))
+        self.recorder.end_step(any_scheduled=bool(self._scheduled))
         return row
 
     def write_metrics(
@@ -367,21 +373,25 @@ class Probe:
         check_metric_names(metrics, "skipped")
         return self._metrics.write(seconds=seconds, samples=samples, **metrics)
 
-    def _retime(self, **moment: Any) -> None:
-        """Set fields of the clock's moment, and notify the families whose hooks start or stop being scheduled."""
-        before = self.phase
+    def _update_clock(self, **moment: Any) -> None:
+        """Set fields of the clock's moment, and notify the groups whose hooks start or stop being scheduled."""
+        previous_phase = self.phase
         self.clock.moment = self.clock.moment._replace(**moment)
         self.clock.phases.add(self.phase)
         self.clock.micro_step_index += 1
-        changed = self.phase != before
-        dues = {name: spec.schedule.includes(self.step, self.phase) for name, spec in self.plan.specs.items()}
+        changed = self.phase != previous_phase
+        is_scheduled = {name: spec.schedule.includes(self.step, self.phase) for name, spec in self.plan.specs.items()}
         for attached in self.attached_hooks:
-            changed |= attached.update_schedule(dues[attached.site.spec.name])
+            changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
         if changed or self.clock.micro_step_index == 1:
-            acting = [attached for attached in self.attached_hooks if attached.due and attached.frequency != "occasion"]
-            self._due = tuple(dict.fromkeys(attached.site.spec.name for attached in acting))
+            scheduled = [
+                attached
+                for attached in self.attached_hooks
+                if attached.is_scheduled and attached.frequency != "occasion"
+            ]
+            self._scheduled = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
             if self.budget is not None:
-                self.budget.set_scheduled(acting)
+                self.budget.set_scheduled(scheduled)
             self._hooks.refresh()
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
@@ -430,12 +440,15 @@ class Probe:
             One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
             `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
         """
-        return coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=self._busy)
+        return coverage_rows(
+            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=self._has_opportunities
+        )
 
     def _finish(self, error: BaseException | None) -> None:
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
-        if self._busy and not self.step and error is None:
-            self.event("no_end_step", "end_step was never called: all rows have step 0, and no schedule advanced")
+        if self._has_opportunities and not self.step and error is None:
+            message = "end_step was never called: all rows have step 0, and no schedule advanced"
+            self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
         self._write_layers(at_the_end=True)
@@ -443,12 +456,12 @@ class Probe:
             self.event("ranks", message)
         for attached in self.attached_hooks:
             if (
-                attached.ever_due
+                attached.was_ever_scheduled
                 and attached.frequency == "occasion"
                 and (attached.has_opportunities or not (attached.expected or attached.exemptions))
             ):
                 attached.update_coverage()
-        running = self._busy or error is not None
+        running = self._has_opportunities or error is not None
         rows = coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running)
         self.recorder.write("coverage", [(*row.values(),) for row in rows])
         for message, layer in coverage_warnings(rows):

@@ -14,15 +14,22 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect
-from ..kinds.attached import AttachedHook
+from ..kinds.attached_hook import AttachedHook
 from ..stats.distribution import distribution_columns
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
-from .merging import GlobalRows, MergedRows, OwnRows, distribution_piece, effect_piece, statistics_piece
-from .reducer import Ranks
+from .collectives import Ranks
+from .device_copy import Transfer
+from .rank_merging import (
+    GlobalRowMerger,
+    LocalRowMerger,
+    MergedRows,
+    distribution_piece,
+    effect_piece,
+    statistics_piece,
+)
 from .rows import effect_cells, fetched_statistics, statistics
 from .sink import Row, Sink
-from .transfer import Transfer
 
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
@@ -41,38 +48,38 @@ class Recorder:
     ) -> None:
         self.sink = sink
         self.on_stats = on_stats
-        self._rows = GlobalRows(ranks) if ranks is not None and ranks.reduces else OwnRows()
+        self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
         self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
         self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
-        self._late: list[tuple[str, Callable[[], Row]]] = []
+        self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._pending: _Step | None = None
 
     def merges(self, context: Context) -> bool:
-        """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
-        return self._rows.merges(context)
+        """Return whether the row is merged from all ranks."""
+        return self._merger.merges(context)
 
     def add_part(self, context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> None:
         """Add this process's part of a row of statistics."""
-        self._rows.add(statistics_piece(context, names, part, dead))
+        self._merger.add(statistics_piece(context, names, part, dead))
 
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
         """Add this process's part of a row of distributions."""
-        self._rows.add(distribution_piece(context, levels, bins, sketch))
+        self._merger.add(distribution_piece(context, levels, bins, sketch))
         self._count_distribution(context, levels, bins)
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
-        if not self._rows.is_duplicate(context):
-            self._stats.append((self._rows.key(context), names, values))
+        if not self._merger.is_duplicate(context):
+            self._stats.append((self._merger.identity(context), names, values))
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
-        if not self._rows.is_duplicate(context):
-            self._distributions.append((self._rows.key(context), levels, bins, values))
+        if not self._merger.is_duplicate(context):
+            self._distributions.append((self._merger.identity(context), levels, bins, values))
             self._count_distribution(context, levels, bins)
 
     def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
@@ -82,9 +89,9 @@ class Recorder:
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
         """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted."""
-        if self._rows.is_duplicate(context):
+        if self._merger.is_duplicate(context):
             return
-        stored = self.sink.keep(self._rows.key(context), source_shape, tensor, dtype)
+        stored = self.sink.keep(self._merger.identity(context), source_shape, tensor, dtype)
         if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
         else:
@@ -94,13 +101,13 @@ class Recorder:
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
         if self.merges(context):
-            self._rows.add(effect_piece(context, effect))
-        elif not self._rows.is_duplicate(context):
-            self._effects.append((self._rows.key(context), effect))
+            self._merger.add(effect_piece(context, effect))
+        elif not self._merger.is_duplicate(context):
+            self._effects.append((self._merger.identity(context), effect))
 
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
-        return at_site(self.bytes, attached)
+        return count_at_site(self.bytes, attached)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, as numbers and lists."""
@@ -122,15 +129,15 @@ class Recorder:
         self.sink.write(table, rows)
         self.rows_written += len(rows)
 
-    def end_step(self, *, due: bool = True, local_only: bool = False) -> None:
+    def end_step(self, *, any_scheduled: bool = True, local_only: bool = False) -> None:
         """Pass the rows of the step to the sink. Numbers on a GPU follow at the end of the next step.
 
         Args:
-            due: Whether any hook was scheduled; equal in all processes.
+            any_scheduled: Whether any hook was scheduled; equal in all processes.
             local_only: Whether the other processes are gone. Rows are then computed from the parts of this one.
         """
         self.flush()
-        merged = self._rows.merge(due=due, local_only=local_only)
+        merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
         stats, self._stats = self._stats, []
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
@@ -139,9 +146,9 @@ class Recorder:
         for _, effect in effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
         on_device += [] if merged is None else merged.numbers
-        late, self._late = self._late, []
-        self._pending = _Step(stats, distributions, effects, merged, late, Transfer(on_device))
-        if self._pending.transfer.is_complete and not late:
+        deferred, self._deferred = self._deferred, []
+        self._pending = _Step(stats, distributions, effects, merged, deferred, Transfer(on_device))
+        if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
     @property
@@ -150,12 +157,12 @@ class Recorder:
         step = self._pending
         return step is not None and bool(step.stats or step.distributions or step.effects or step.merged)
 
-    def write_late(self, table: str, row: Callable[[], Row]) -> None:
+    def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
         """Write a row that is computed when the rows of the step are passed to the sink."""
-        self._late.append((table, row))
+        self._deferred.append((table, row))
 
     def flush(self) -> None:
-        """Pass the step to the sink whose numbers were being copied, if there is one. This waits for the numbers."""
+        """Write the rows of the previous step. Waits for the copy."""
         step, self._pending = self._pending, None
         if step is None:
             return
@@ -183,7 +190,7 @@ class Recorder:
         for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
-        for table, row in step.late:
+        for table, row in step.deferred:
             self.write(table, [row()])
         if self.on_stats is not None:
             self.on_stats(stats)
@@ -197,11 +204,13 @@ class _Step(NamedTuple):
     distributions: list[tuple[Row, tuple[float, ...], int, Values]]
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None
-    late: list[tuple[str, Callable[[], Row]]]
+    deferred: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
 
 
-def at_site(counts: Mapping[tuple[str, str, str], int], attached: AttachedHook) -> int:
+def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: AttachedHook) -> int:
     """Return the count of a site. A module's site includes all paths, a parameter's site only its own."""
-    name, layer, own = attached.site.spec.name, attached.site.layer.name, attached.site.own_name
-    return sum(count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own in ("", path))
+    name, layer, own_name = attached.site.spec.name, attached.site.layer.name, attached.site.own_name
+    return sum(
+        count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own_name in ("", path)
+    )

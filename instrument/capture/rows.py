@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..actions.base import Context, Effect
-from ..plan.sites import HookPlan
-from ..sharded import module_type
+from ..dtensor import module_type
+from ..plan.hook_plan import HookPlan
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.measure import positions
 from .sink import Row
@@ -18,7 +18,7 @@ from .sink import Row
 _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
 
 
-def identity(context: Context) -> Row:
+def identity_columns(context: Context) -> Row:
     """Return the identity columns of a row: when and where it was recorded."""
     return (
         *context.moment,

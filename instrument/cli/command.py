@@ -77,8 +77,8 @@ def _end(exit_code: object) -> None:
 
 
 def _print_sweep_summary() -> None:
-    if HydraCallback.sweep is not None:
-        print_summary(HydraCallback.sweep)
+    if HydraCallback.sweep_folder is not None:
+        print_summary(HydraCallback.sweep_folder)
 
 
 @contextmanager
@@ -87,12 +87,12 @@ def hydra_raises_errors() -> Iterator[None]:
 
     Hydra reads the variable `HYDRA_FULL_ERROR`, which is set to 1 and restored afterwards.
     """
-    before = os.environ.get(FULL_ERROR)
+    previous_value = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous_value is None:
             del os.environ[FULL_ERROR]
         else:
-            os.environ[FULL_ERROR] = before
+            os.environ[FULL_ERROR] = previous_value

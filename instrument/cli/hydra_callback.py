@@ -17,45 +17,45 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..distributed.torchrun import check_processes, process_group, synced_errors
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.run_folder import check_folder_is_free
-from ..folders.snapshot import Snapshot
+from ..folders.rollback import Snapshot
+from ..folders.run_folder import create_free_folder
 from ..folders.unique_names import contains_time
 from ..sinks.lock import FolderLock
-from ..sinks.remote import SWEEP_RECORD, check_remote, refuse_address
-from ..sweeps.jobs import BASIC, Sweep
+from ..sinks.remote_folder import SWEEP_RECORD, check_is_local, check_remote
+from ..sweeps.jobs import BASIC_SWEEPER, Sweep
 from ..sweeps.objective import read_objective
-from ..sweeps.search import check_search, is_search
+from ..sweeps.optuna_search import check_search, is_search
 from ..sweeps.summary import outcome
 from .job import as_instrument_error, print_error, show_plan
-from .reading import read_config
-from .sweep_checks import check_objective, prepare_launcher, refuse_secrets, refuse_unsupported_sweep
+from .read_config import read_config
+from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
 from .sweep_folder import remove_uploaded_record, reserve_folder, set_sweep_folder, upload_record
 
 
 class HydraCallback(Callback):
     """Hydra callback that stops an invalid configuration, or a command with `plan`, before a folder is created."""
 
-    sweep: ClassVar[Path | None] = None
+    sweep_folder: ClassVar[Path | None] = None
     """Folder of the sweep that runs in this process; its summary is printed at the end. None if no sweep runs."""
     lock: ClassVar[FolderLock | None] = None
     """Lock of the sweep folder, held while the sweep runs."""
-    before: ClassVar[Snapshot | None] = None
+    snapshot: ClassVar[Snapshot | None] = None
     """Snapshot of the folder of the run or sweep, taken before it was used."""
 
     def __init__(self) -> None:
-        self.scratch: TemporaryDirectory[str] | None = None
+        self.plan_folder: TemporaryDirectory[str] | None = None
         self.arguments = sys.argv
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for the processes of a launcher, which have no scratch folder to remove."""
-        return {"scratch": None, "arguments": self.arguments}
+        """Return the state for the processes of a launcher, which have no plan folder to remove."""
+        return {"plan_folder": None, "arguments": self.arguments}
 
     @classmethod
     def release_lock(cls) -> None:
         """Release the sweep folder after the sweep has ended or failed."""
         if cls.lock is not None:
             cls.lock.release()
-        cls.sweep = cls.lock = cls.before = None
+        cls.sweep_folder = cls.lock = cls.snapshot = None
 
     @classmethod
     def restore_folder(cls) -> bool:
@@ -64,14 +64,14 @@ class HydraCallback(Callback):
         Returns:
             Whether the folder was restored.
         """
-        if cls.before is None or cls.before.has_new_run():
+        if cls.snapshot is None or cls.snapshot.has_new_run():
             return False
-        if cls.sweep is not None:
-            remove_uploaded_record(Sweep(cls.sweep).address)
-            print(f"no job was started; nothing is kept in {cls.sweep}", file=sys.stderr)
-        before = cls.before
+        if cls.sweep_folder is not None:
+            remove_uploaded_record(Sweep(cls.sweep_folder).address)
+            print(f"no job was started; nothing is kept in {cls.sweep_folder}", file=sys.stderr)
+        snapshot = cls.snapshot
         cls.release_lock()
-        before.restore()
+        snapshot.restore()
         return True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
@@ -97,9 +97,11 @@ class HydraCallback(Callback):
                     show_plan(parsed, Path(parsed.resume) if parsed.resume else folder)
                     raise SystemExit(0)
                 if parsed.resume is None and (processes is None or processes.is_rank_zero):
-                    refuse_address(folder, "hydra.run.dir")
-                    folder, HydraCallback.before = reserve_folder(folder, contains_time=contains_time(config.hydra.run))
-                    check_folder_is_free(folder, "hydra.run.dir")
+                    check_is_local(folder, "hydra.run.dir")
+                    folder, HydraCallback.snapshot = reserve_folder(
+                        folder, contains_time=contains_time(config.hydra.run)
+                    )
+                    create_free_folder(folder, "hydra.run.dir")
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
             if parsed.resume is not None:
@@ -122,17 +124,17 @@ class HydraCallback(Callback):
             SystemExit: The configuration is invalid.
         """
         with _exit_on_error():
-            refuse_unsupported_sweep(config)
-            refuse_secrets(config)
+            check_sweep(config)
+            check_no_secrets(config)
             check_objective(config)
             if is_search(config.hydra):
                 check_search(config.hydra)
             prepare_launcher(config)
             if config.get("plan"):
-                self.scratch = TemporaryDirectory(prefix="instrument-plan-")
-                set_sweep_folder(config, Path(self.scratch.name))
+                self.plan_folder = TemporaryDirectory(prefix="instrument-plan-")
+                set_sweep_folder(config, Path(self.plan_folder.name))
             else:
-                HydraCallback.sweep = self._begin(config)
+                HydraCallback.sweep_folder = self._begin(config)
 
     def _begin(self, config: DictConfig) -> Path:
         """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder.
@@ -141,9 +143,9 @@ class HydraCallback(Callback):
             ConfigError: The folder cannot be used, or it already contains a sweep.
         """
         folder = Path(config.hydra.sweep.dir)
-        refuse_address(folder, "hydra.sweep.dir")
-        folder, before = reserve_folder(folder, contains_time=contains_time(config.hydra.sweep))
-        check_folder_is_free(folder, "hydra.sweep.dir")
+        check_is_local(folder, "hydra.sweep.dir")
+        folder, snapshot = reserve_folder(folder, contains_time=contains_time(config.hydra.sweep))
+        create_free_folder(folder, "hydra.sweep.dir")
         set_sweep_folder(config, folder.absolute())
         try:
             with open(folder / SWEEP_RECORD, "x") as record:  # creating the file reserves the folder
@@ -151,7 +153,7 @@ class HydraCallback(Callback):
         except FileExistsError:
             message = "the folder already contains a sweep, and sweeps are never overwritten"
             raise ConfigError(Problem("hydra.sweep.dir", message, given=str(folder))) from None
-        HydraCallback.before = before
+        HydraCallback.snapshot = snapshot
         upload_record(folder, Sweep(folder).address)
         HydraCallback.lock = FolderLock(folder)
         HydraCallback.lock.acquire()
@@ -159,22 +161,22 @@ class HydraCallback(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Print the summary of a finished sweep, or remove the temporary folder of its plans."""
-        if self.scratch is not None:
-            self.scratch.cleanup()
+        if self.plan_folder is not None:
+            self.plan_folder.cleanup()
             return
-        if HydraCallback.sweep is None:
+        if HydraCallback.sweep_folder is None:
             return
-        sweep = Sweep(HydraCallback.sweep)
+        sweep = Sweep(HydraCallback.sweep_folder)
         jobs = sweep.jobs()
-        if config.hydra.sweeper["_target_"] != BASIC and any(job.status != "done" for job in jobs):
-            has_started = HydraCallback.before is None or HydraCallback.before.has_new_run()
+        if config.hydra.sweeper["_target_"] != BASIC_SWEEPER and any(job.status != "done" for job in jobs):
+            has_started = HydraCallback.snapshot is None or HydraCallback.snapshot.has_new_run()
             raise SystemExit(1 if has_started else ConfigError.exit_code)
-        print(f"\n{len(jobs)} jobs in {HydraCallback.sweep}")
+        print(f"\n{len(jobs)} jobs in {HydraCallback.sweep_folder}")
         for name, text in outcome(sweep, jobs).items():
             print(f"{name:<12}{text}")
-        print(f"in Python   instrument.load({str(HydraCallback.sweep)!r}).runs")
+        print(f"in Python   instrument.load({str(HydraCallback.sweep_folder)!r}).runs")
         with _exit_on_error():
-            print(f"report      {_sweep_report(config, HydraCallback.sweep)}")
+            print(f"report      {_sweep_report(config, HydraCallback.sweep_folder)}")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
         """Prepare the process of a job, which a launcher may have started in another folder.

@@ -16,7 +16,7 @@ from yaml import MarkedYAMLError
 from ..errors import Problem, similar_names
 from ..extras import pip_command
 from ..spec.keys import fields_below
-from ..sweeps.objective import KEY as OBJECTIVE
+from ..sweeps.objective import OBJECTIVE_KEY
 
 PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
 EXTRAS = {
@@ -42,15 +42,14 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
     if isinstance(error, OverrideParseException):
         return _override_problem(error)
     if re.search(r"Could not override '[^']+@exp\.", str(error)):
-        return Problem(
-            "exp", "its 'override' lines are resolved below the key 'exp'", allowed=f"first line: {PACKAGE_LINE}"
-        )
+        message = f"the experiment file lacks its `{PACKAGE_LINE}` line"
+        return Problem("exp", message, fix=f"add the first line: {PACKAGE_LINE}")
     missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
     if missing and (extra := EXTRAS.get(missing[1], {}).get(missing[2])):
-        return Problem(missing[1], f"requires a package that is not installed: {pip_command(extra)}")
+        return Problem(missing[1], "requires a package that is not installed", fix=pip_command(extra))
     if missing:
-        known = getattr(error, "options", None) or _options(missing[1], folders)
-        return _option_problem(missing[1], missing[2], known)
+        options = getattr(error, "options", None) or _options(missing[1], folders)
+        return _option_problem(missing[1], missing[2], options)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _key_problem(error, error.__cause__)
     return _group_value_problem(overrides, folders) or Problem(
@@ -60,17 +59,17 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
 
 def _override_problem(error: OverrideParseException) -> Problem:
     key, _, value = error.override.partition("=")
-    is_aggregate = key.lstrip("+") == OBJECTIVE and "(" in value
-    hint = f"""'{key}="{value}"', quoted twice, for the shell and for Hydra""" if is_aggregate else ()
-    return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, allowed=hint)
+    is_aggregate = key.lstrip("+") == OBJECTIVE_KEY and "(" in value
+    fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if is_aggregate else ""
+    return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 
 
 def _yaml_problem(error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark
     where = f"{mark.name}:{mark.line + 1}" if mark else ""
     star = "alias" in str(error.context)
-    hint = "quotes around a value that starts with '*', such as a glob" if star else ()
-    return Problem(where, f"invalid YAML: {error.problem}", allowed=hint)
+    fix = "put quotes around a value that starts with '*', such as a glob" if star else ""
+    return Problem(where, f"invalid YAML: {error.problem}", fix=fix)
 
 
 def _option_problem(group: str, name: str, options: Sequence[str]) -> Problem:
@@ -90,11 +89,9 @@ def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
         return Problem(str(cause.full_key or ""), f"{_one_line(error)} {_one_line(cause)}")
     name = str(cause.full_key)
     keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]
-    if similar_names(str(cause.key), keys):
-        message = "the configuration does not have this key"
-        return Problem(name, message, allowed=keys, similar=similar_names(str(cause.key), keys))
-    message = f"the configuration does not have this key; to add it, prefix it with a plus: +{name}=..."
-    return Problem(name, message, allowed=keys)
+    similar = similar_names(str(cause.key), keys)
+    fix = "" if similar else f"to add it, prefix it with a plus: +{name}=..."
+    return Problem(name, "the configuration does not have this key", allowed=keys, similar=similar, fix=fix)
 
 
 def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> Problem | None:
@@ -106,7 +103,7 @@ def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> P
         if options and not all(isinstance(name, str) for name in names):
             return Problem(
                 override.key_or_group,
-                f"must be the name of a file in conf/{override.key_or_group}",
+                f"must name one of the config files in conf/{override.key_or_group}",
                 given=str(override.input_line),
                 allowed=options,
             )

@@ -23,14 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from ..configuration.search_path import conf_folder
 from ..distributed.torchrun import is_rank_zero
 from ..errors import ConfigError, InstrumentError, Problem
+from ..folders.rollback import REFUSED
 from ..folders.run_record import read_record
-from ..folders.snapshot import REFUSED
 from ..spec.config import RunConfig
-from ..sweeps.jobs import BASIC, Sweep
+from ..sweeps.jobs import BASIC_SWEEPER, Sweep
 from ..sweeps.objective import read_objective
 from .fast_imports import importing
 from .hydra_errors import composition_problem
-from .reading import read_config, read_overrides, swept_overrides
+from .read_config import read_config, read_overrides, swept_overrides
 
 
 class JobFailedError(Exception):
@@ -66,7 +66,9 @@ def job(config: DictConfig) -> float | None:
     """
     with report_errors() as folders:
         if folders.is_sweep_job and config.get("resume") is not None and not _is_own(config.resume, folders):
-            raise ConfigError(Problem("resume", "only single runs can be resumed; remove -m", given=config.resume))
+            raise ConfigError(
+                Problem("resume", "only single runs can be resumed", given=config.resume, fix="remove -m")
+            )
         parsed, raw = read_config(config)
         objective = read_objective(parsed.objective)
         if parsed.plan:
@@ -83,7 +85,7 @@ def job(config: DictConfig) -> float | None:
         )
         terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
         result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides)
-        searched = HydraConfig.get().sweeper["_target_"] != BASIC
+        searched = HydraConfig.get().sweeper["_target_"] != BASIC_SWEEPER
         return score_job(objective, folders.folder, result.metrics, searched=searched) if folders.is_sweep_job else None
 
 
@@ -114,11 +116,11 @@ def raise_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    previous_handler = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def report_errors() -> Iterator[JobFolders]:
         if folders.is_sweep_job:
             if not (folder / "run.json").exists():
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
-            print(f"this was the job in {folder}; the other jobs continue", file=sys.stderr)
+            print(f"job {folder} failed; the other jobs continue", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
 
@@ -206,8 +208,8 @@ def as_instrument_error(error: Exception, arguments: Sequence[str]) -> Instrumen
 def _plugin_of(error: Exception) -> str | None:
     """Return the innermost Hydra plugin in a traceback, for example `hydra_ray_launcher`; None without a plugin."""
     frames = traceback.extract_tb(error.__traceback__)
-    found = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
-    return found[-1] if found else None
+    plugins = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
+    return plugins[-1] if plugins else None
 
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:

@@ -19,12 +19,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from ..analysis.training_config import IGNORED_KEYS, leaves_of
+from ..analysis.config_comparison import IGNORED_KEYS, leaves_of
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, Problem
 from ..folders.run_record import CHECKPOINTS, PREVIOUS_ATTEMPTS, git_revision, read_record
 from ..sinks.lock import FolderLock
-from ..sweeps.jobs import BASIC, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
+from ..sweeps.jobs import BASIC_SWEEPER, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
 
 WHERE = "--rerun"
@@ -44,7 +44,7 @@ def rerun(sweep: Sweep) -> int:
         Number of jobs that were run.
 
     Raises:
-        ConfigError: The sweep is still running in another process, its jobs are not known in advance, or its working
+        ConfigError: The sweep is in progress in another process, its jobs are not known in advance, or its working
             directory cannot be entered.
     """
     _check_rerunnable(sweep)
@@ -79,13 +79,13 @@ def _check_rerunnable(sweep: Sweep) -> None:
     if sweep.has_known_jobs:
         return
     sweeper = str(sweep.hydra.sweeper["_target_"])
-    if sweeper != BASIC:
+    if sweeper != BASIC_SWEEPER:
         raise ConfigError(
             Problem(
                 WHERE,
                 "this sweeper chooses each job from the results of earlier jobs, so the missing jobs are not known",
                 given=sweeper.rpartition(".")[2],
-                allowed="the command of the sweep again; with hydra.sweeper.storage=sqlite:///study.db and "
+                fix="run the command of the sweep again; with hydra.sweeper.storage=sqlite:///study.db and "
                 "hydra.sweeper.study_name=NAME it continues the existing study",
             )
         )
@@ -101,7 +101,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """
     lock = FolderLock(folder)
     if not lock.acquire():
-        raise ConfigError(Problem(WHERE, "the sweep is still running in another process", given=str(folder)))
+        raise ConfigError(Problem(WHERE, "the sweep is in progress in another process", given=str(folder)))
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: The directory cannot be entered.
     """
-    before = Path.cwd()
+    original_folder = Path.cwd()
     try:
         os.chdir(folder)
     except OSError as error:
@@ -128,7 +128,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(folder))
-        os.chdir(before)
+        os.chdir(original_folder)
 
 
 def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
@@ -163,12 +163,14 @@ def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
     record = read_record(done.folder, WHERE)
     new: Any = OmegaConf.to_container(loader.load_sweep_config(config, list(done.overrides)), resolve=False)
     current = leaves_of({key: value for key, value in new.items() if key not in (*IGNORED_KEYS, "hydra")})
-    before = leaves_of({key: value for key, value in record["config"].items() if key not in IGNORED_KEYS})
+    original_values = leaves_of({key: value for key, value in record["config"].items() if key not in IGNORED_KEYS})
     interpolated = [key for key, value in current.items() if "${" in value]
     keys = [
-        key for key in {**before, **current} if not any(f"{key}.".startswith(f"{parent}.") for parent in interpolated)
+        key
+        for key in {**original_values, **current}
+        if not any(f"{key}.".startswith(f"{parent}.") for parent in interpolated)
     ]
-    values = {key: (before.get(key, "null"), current.get(key, "null")) for key in keys}
+    values = {key: (original_values.get(key, "null"), current.get(key, "null")) for key in keys}
     changed = [f"{key}: {old}, now {new_value}" for key, (old, new_value) in values.items() if old != new_value]
     code, revision = record.get("git_revision"), git_revision()
     changed += [f"git_revision: {code}, now {revision}"] if code != revision else []

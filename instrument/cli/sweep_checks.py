@@ -10,16 +10,22 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, Problem
-from ..sinks.remote import REMOTE, check_remote, refuse_secret
-from ..sweeps.jobs import BASIC, expand_sweep, keys_of, overrides_of, sweep_overrides
-from ..sweeps.objective import KEY, read_objective
+from ..sinks.remote_folder import REMOTE_KEY, check_no_secret, check_remote
+from ..sweeps.jobs import BASIC_SWEEPER, expand_sweep, keys_of, overrides_of, sweep_overrides
+from ..sweeps.objective import OBJECTIVE_KEY, read_objective
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
 RAY = "RayLauncher"
 THREADS = "OMP_NUM_THREADS"
 
 
-def refuse_unsupported_sweep(config: DictConfig) -> None:
+def check_sweep(config: DictConfig) -> None:
+    """Check that the launcher is available and the sweep has jobs, and that torchrun did not start this process.
+
+    Raises:
+        ConfigError: The sweep cannot run.
+        SystemExit: torchrun started this process, and its rank is not 0.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
@@ -28,7 +34,7 @@ def refuse_unsupported_sweep(config: DictConfig) -> None:
                 "--multirun",
                 "each process of torchrun would start its own sweep",
                 given="torchrun ... -m instrument -m",
-                allowed="a sweep with one process per job, or one torchrun command per job (docs/sweeps.md)",
+                fix="run the sweep with one process per job, or run one torchrun command per job (docs/sweeps.md)",
             )
         )
     launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
@@ -38,10 +44,10 @@ def refuse_unsupported_sweep(config: DictConfig) -> None:
                 "hydra/launcher",
                 "Slurm is not available: its command srun is not on the PATH",
                 given=config.hydra.runtime.choices["hydra/launcher"],
-                allowed="a machine that can submit Slurm jobs; or slurm_local, which starts local processes instead",
+                fix="use a machine that can submit Slurm jobs; or slurm_local, which starts local processes instead",
             )
         )
-    if config.hydra.sweeper["_target_"] == BASIC and not expand_sweep(config.hydra):
+    if config.hydra.sweeper["_target_"] == BASIC_SWEEPER and not expand_sweep(config.hydra):
         raise ConfigError(
             Problem(
                 "",
@@ -51,16 +57,16 @@ def refuse_unsupported_sweep(config: DictConfig) -> None:
         )
 
 
-def refuse_secrets(config: DictConfig) -> None:
+def check_no_secrets(config: DictConfig) -> None:
     """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
 
     Raises:
         ConfigError: An address contains credentials or is invalid.
     """
-    check_remote(OmegaConf.select(config, REMOTE))
+    check_remote(OmegaConf.select(config, REMOTE_KEY))
     for override in overrides_of(config.hydra, "task"):
-        if REMOTE in override:
-            refuse_secret(override.replace("\\", ""), REMOTE)
+        if REMOTE_KEY in override:
+            check_no_secret(override.replace("\\", ""), REMOTE_KEY)
 
 
 def check_objective(config: DictConfig) -> None:
@@ -70,8 +76,8 @@ def check_objective(config: DictConfig) -> None:
         ConfigError: The objective is invalid.
     """
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    written = plain.get(KEY)
-    is_swept = KEY in keys_of(sweep_overrides(config.hydra))
+    written = plain.get(OBJECTIVE_KEY)
+    is_swept = OBJECTIVE_KEY in keys_of(sweep_overrides(config.hydra))
     if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
         read_objective(written)
 
@@ -83,6 +89,6 @@ def prepare_launcher(config: DictConfig) -> None:
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keeps similar lines of different jobs
         if not sys.stdout.isatty():
             os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC and THREADS not in os.environ:
+    if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC_SWEEPER and THREADS not in os.environ:
         share = max((os.cpu_count() or 1) // len(expand_sweep(config.hydra)), 1)  # All jobs run concurrently.
         config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")

@@ -9,10 +9,10 @@ from pathlib import Path
 from omegaconf import DictConfig, flag_override
 
 from ..errors import ConfigError, Problem
-from ..folders.snapshot import Snapshot
+from ..folders.rollback import Snapshot
 from ..folders.unique_names import create_unique_folder
-from ..sinks.client_errors import safe_message
-from ..sinks.remote import REMOTE, SWEEP_RECORD, RemoteFolder
+from ..sinks.remote_errors import safe_message
+from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder
 from ..sweeps.jobs import folder_override
 
 
@@ -54,10 +54,10 @@ def upload_record(folder: Path, address: str | None) -> None:
     if address is None:
         return
     try:
-        remote = RemoteFolder(address, REMOTE)
+        remote = RemoteFolder(address, REMOTE_KEY)
         if remote.read(SWEEP_RECORD) is not None:
             message = "the folder already contains a sweep, and sweeps are never overwritten"
-            raise ConfigError(Problem(REMOTE, message, given=address))
+            raise ConfigError(Problem(REMOTE_KEY, message, given=address))
         remote.put(folder / SWEEP_RECORD, SWEEP_RECORD)
     except ConfigError:
         raise
@@ -69,4 +69,4 @@ def remove_uploaded_record(address: str | None) -> None:
     """Remove the uploaded record of a sweep in which no job was started."""
     if address is not None:
         with suppress(Exception):  # The failed upload has already been reported.
-            RemoteFolder(address, REMOTE).remove(SWEEP_RECORD)
+            RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)

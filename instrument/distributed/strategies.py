@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..capture.reducer import Ranks
+from ..capture.collectives import Ranks
 from ..errors import ConfigError, InstrumentError, Problem
-from ..kinds.scope import Parallel
+from ..kinds.rank_scope import Parallel
 from ..spec.config import RunConfig
 from ..tasks.forward import Forward
-from .sharding import FULL_BATCH, BatchShard
+from .batch_sharding import FULL_BATCH, BatchShard
 from .torchrun import check_processes
 from .unsupported import budget_problems, shard_problems
 
@@ -265,7 +265,8 @@ class FullySharded(DataParallel):
                     "train.compile",
                     "torch.compile is not supported for sharded models",
                     True,
-                    "false, or train.parallel=ddp",
+                    "false",
+                    fix="set train.parallel=ddp to compile the model",
                 )
             )
         problems += shard_problems(config.hooks)

@@ -63,15 +63,12 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     if config.resume is not None:
         check_process_count(Path(config.resume), ranks)
     if ranks == 1 and parallel is not None:
-        allowed = "torchrun --nproc-per-node N -m instrument ...; or null"
-        raise ConfigError(
-            Problem(
-                "train.parallel", "this needs several processes, but the run has one", given=parallel, allowed=allowed
-            )
-        )
+        message = "this requires several processes, but the run has one"
+        fix = "start the run with torchrun --nproc-per-node N -m instrument ..."
+        raise ConfigError(Problem("train.parallel", message, given=parallel, allowed="null", fix=fix))
     if ranks > 1 and parallel is None:
         message = f"torchrun started {ranks} processes, which would train independently of each other"
         raise ConfigError(Problem("train.parallel", message, allowed="ddp, fsdp2"))
     if ranks > 1 and config.plan:
-        allowed = "the same command without torchrun and train.parallel"
-        raise ConfigError(Problem("plan", "a dry run uses one process", given=True, allowed=allowed))
+        fix = "run the same command without torchrun and train.parallel"
+        raise ConfigError(Problem("plan", "a dry run requires a single process", given=True, fix=fix))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ..errors import Problem
 from ..spec.budget import BudgetConfig
-from ..spec.functions import PenaltySpec
 from ..spec.hooks import HookSpec
+from ..spec.modify import PenaltySpec
 
 
 def budget_problems(budget: BudgetConfig | None) -> list[Problem]:
@@ -21,8 +21,8 @@ def budget_problems(budget: BudgetConfig | None) -> list[Problem]:
     """
     if budget is None or (budget.time is None and budget.bytes is None):
         return []
-    message = "each rank would pause hooks at different steps, but reduce=global needs the rows of all ranks"
-    return [Problem("budget", message, allowed="reduce=none")]
+    message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
+    return [Problem("budget", message, fix="set reduce=none")]
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
@@ -42,8 +42,7 @@ def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
                     f"hooks.{name}.kind",
                     "Tensor.register_hook never fires on parameters sharded by fsdp2",
                     given=spec.kind,
-                    allowed="post_accumulate_grad: the averaged gradient, in this rank's shard; parameter_grad: at the "
-                    "optimizer boundary",
+                    allowed=("post_accumulate_grad", "parameter_grad"),
                 )
             )
         if isinstance(spec, PenaltySpec) and spec.kind == "loss":

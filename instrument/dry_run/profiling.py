@@ -17,13 +17,13 @@ from torch import Tensor
 from ..capture.probe import Probe
 from ..capture.sink import Row
 from ..capture.tables import TABLES
-from ..distributed.sharding import StepBatches
+from ..distributed.batch_sharding import StepBatches
 from ..kinds.hook_timer import HookTimer
 from ..nested import number_of_samples
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
 from ..training.experiment import Experiment
-from ..training.loop import evaluate, make_step
+from ..training.loop import evaluate, train_step
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
 MIN_REPEATS, MAX_REPEATS, REPEATS_WITH_ROWS = (
@@ -60,7 +60,7 @@ class StepProfile:
         rows: The written rows, by table and spec.
         tensor_bytes: By spec, the size of each recorded tensor, in bytes.
         seconds: The duration of the step.
-        hook_seconds: The time spent in hooks, from the stopwatch, in seconds.
+        hook_seconds: The time spent in hooks, from the hook timer, in seconds.
         action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
         firings: By spec, the number of firings.
     """
@@ -82,7 +82,7 @@ class _RecordingSink:
         sink: The other sink.
 
     Attributes:
-        step_profile: The measurements of the present step, to which rows are added.
+        step_profile: The measurements of the current step, to which rows are added.
         stores_rows: Whether rows are stored.
         sizes: The size of each recorded tensor, in bytes.
     """
@@ -145,16 +145,16 @@ def load_batches(experiment: Experiment) -> tuple[list[StepBatches], float]:
         time.
     """
     groups: list[StepBatches] = []
-    taken: list[float] = []
-    began = time.perf_counter()
+    durations: list[float] = []
+    started_at = time.perf_counter()
     for _, group in experiment.batches:
         if not groups or len(group) == len(groups[0]):  # The last step of an epoch may be shorter.
             groups.append(group)
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - started_at)
         if sum(map(len, groups)) >= BATCHES:
             break
-        began = time.perf_counter()
-    return groups, median(taken[1:] or taken)  # The first step also waits for the dataset.
+        started_at = time.perf_counter()
+    return groups, median(durations[1:] or durations)  # The first step also waits for the dataset.
 
 
 def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], seconds: float) -> list[float]:
@@ -171,15 +171,15 @@ def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], sec
     _reset_compiler(experiment)
     experiment.model.train()
     observer = _NoHooks()
-    taken: list[float] = []
-    began = time.perf_counter()
-    while len(taken) <= max(MIN_REPEATS, len(batches)) or (
-        time.perf_counter() - began < seconds and len(taken) <= MAX_REPEATS
+    durations: list[float] = []
+    started_at = time.perf_counter()
+    while len(durations) <= max(MIN_REPEATS, len(batches)) or (
+        time.perf_counter() - started_at < seconds and len(durations) <= MAX_REPEATS
     ):
-        step_began = time.perf_counter()
-        make_step(experiment, observer, batches[len(taken) % len(batches)])
-        taken.append(time.perf_counter() - step_began)
-    return taken[1:]
+        step_started_at = time.perf_counter()
+        train_step(experiment, observer, batches[len(durations) % len(batches)])
+        durations.append(time.perf_counter() - step_started_at)
+    return durations[1:]
 
 
 def _reset_compiler(experiment: Experiment) -> None:
@@ -225,9 +225,9 @@ class _Profiler:
             archive=experiment.archive,
         )
         self.timer = self.probe.clock.timer = HookTimer()
-        one_batch: Any = [next(iter(experiment.evaluation))] if self.first_steps["eval"] else []
+        one_batch: Any = [next(iter(experiment.eval_loader))] if self.first_steps["eval"] else []
         self.experiment = experiment
-        self.evaluation = replace(experiment, evaluation=one_batch)
+        self.eval_experiment = replace(experiment, eval_loader=one_batch)
         self.batches = {
             step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in self.first_steps["train"]
         }
@@ -235,15 +235,15 @@ class _Profiler:
     def measure(self, step: int, phase: str) -> StepProfile:
         """Execute and measure one step, or one batch of an evaluation."""
         self.sink.step_profile = profile = StepProfile(step, phase)
-        self.probe.go_to(step)
+        self.probe.set_step(step)
         self.timer.reset()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         if phase == "train":
-            metrics = make_step(self.experiment, self.probe, next(self.batches[step]))
+            metrics = train_step(self.experiment, self.probe, next(self.batches[step]))
         else:
-            metrics = evaluate(self.evaluation, self.probe)
+            metrics = evaluate(self.eval_experiment, self.probe)
         metrics["loss"]  # Synchronizes with the device.
-        profile.seconds = time.perf_counter() - began
+        profile.seconds = time.perf_counter() - started_at
         profile.hook_seconds = self.timer.seconds
         for attached, seconds in self.timer.action_seconds.items():
             profile.action_seconds[attached.site.spec.name] += seconds
@@ -274,10 +274,10 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
     steps: list[StepProfile] = []
     passes = 0
     with profiler.probe:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         while not passes or (
             sum(sink.sizes) < MAX_BYTES
-            and (passes <= MIN_REPEATS or (passes <= MAX_REPEATS and time.perf_counter() - began < SECONDS))
+            and (passes <= MIN_REPEATS or (passes <= MAX_REPEATS and time.perf_counter() - started_at < SECONDS))
         ):
             steps += profiler.measure_all()
             passes += 1
@@ -287,12 +287,12 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
         unscheduled = [
             profiler.measure(step, "train") for step in profiler.first_steps["train"][:1] for _ in range(min(passes, 8))
         ]
-    in_a_pass = len(steps) // passes
+    steps_per_pass = len(steps) // passes
     overheads = [profile.hook_seconds - sum(profile.action_seconds.values()) for profile in unscheduled]
     return Profile(
-        steps[in_a_pass:] or steps,
+        steps[steps_per_pass:] or steps,
         median(overheads or [0.0]),
-        steps[: REPEATS_WITH_ROWS * in_a_pass],
+        steps[: REPEATS_WITH_ROWS * steps_per_pass],
         len(batches[0]),
         sink.sizes,
     )

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from ..capture.sink import Row
 from ..capture.tables import TABLES, Table, as_batch
 from ..sinks.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES
-from ..sinks.parts import parts_of
+from ..sinks.parts import part_files
 from ..sinks.table_writer import TableWriter
 
 ROW_BYTES = 64  # approximate bytes per recorded tensor in addition to its values
@@ -40,11 +40,13 @@ class Sample:
     rows: int
 
 
-def bytes_of_rows(scratch: Path, table: Table, samples: Mapping[str, Sample], most_rows: float) -> dict[str, float]:
+def bytes_of_rows(
+    temporary_folder: Path, table: Table, samples: Mapping[str, Sample], most_rows: float
+) -> dict[str, float]:
     """Estimate the size of a table of rows on disk.
 
     Args:
-        scratch: An empty folder for temporary files.
+        temporary_folder: An empty folder for temporary files.
         table: Any table except `tensors`.
         samples: The measured rows of each spec.
         most_rows: The maximum number of rows per part. The size of the journal is a further limit.
@@ -67,7 +69,7 @@ def bytes_of_rows(scratch: Path, table: Table, samples: Mapping[str, Sample], mo
         key=lambda row: row[0],
     )
     batch = as_batch(table, rows)
-    per_row, fixed = _size_of_further_rows(scratch, table, batch, range(len(rows) + 1))
+    per_row, fixed = _size_of_further_rows(temporary_folder, table, batch, range(len(rows) + 1))
     in_journal = batch.serialize().size / len(rows)
     parts = math.ceil(total / max(1.0, min(most_rows, ROWS_JOURNAL_BYTES / in_journal)))
     size = per_row * total + fixed * parts
@@ -75,7 +77,7 @@ def bytes_of_rows(scratch: Path, table: Table, samples: Mapping[str, Sample], mo
 
 
 def bytes_of_tensors(
-    scratch: Path,
+    temporary_folder: Path,
     written: Path,
     sizes: Sequence[int],
     rows: Mapping[str, list[int]],
@@ -85,7 +87,7 @@ def bytes_of_tensors(
     """Estimate the size of the recorded tensors on disk.
 
     Args:
-        scratch: An empty folder for temporary files.
+        temporary_folder: An empty folder for temporary files.
         written: The folder of the dry run, with a closed sink.
         sizes: The size of each tensor in `written`, in bytes, in the order of the rows.
         rows: By spec, the size of each recorded tensor in the measured steps, in bytes.
@@ -99,11 +101,11 @@ def bytes_of_tensors(
         return dict.fromkeys(rows, 0.0)
     table = TABLES["tensors"]
     written_parts = pa.concat_tables(
-        pq.read_table(file, columns=list(table.names)) for file in parts_of(written, table.name).values()
+        pq.read_table(file, columns=list(table.names)) for file in part_files(written, table.name).values()
     )
     batch = written_parts.cast(table.plain_schema).combine_chunks().to_batches()[0]
-    before = [0, *accumulate(size + ROW_BYTES for size in sizes)]
-    per_byte, fixed = _size_of_further_rows(scratch, table, batch, before)
+    cumulative_bytes = [0, *accumulate(size + ROW_BYTES for size in sizes)]
+    per_byte, fixed = _size_of_further_rows(temporary_folder, table, batch, cumulative_bytes)
     of_specs = {name: sum(size + ROW_BYTES for size in of_spec) * times[name] for name, of_spec in rows.items()}
     total = sum(of_specs.values())
     if not total:
@@ -113,31 +115,31 @@ def bytes_of_tensors(
 
 
 def _size_of_further_rows(
-    scratch: Path, table: Table, batch: pa.RecordBatch, before: Sequence[int]
+    temporary_folder: Path, table: Table, batch: pa.RecordBatch, cumulative_bytes: Sequence[int]
 ) -> tuple[float, float]:
     """Measure how the size of a part grows with its rows.
 
     Args:
-        scratch: An empty folder for temporary files.
+        temporary_folder: An empty folder for temporary files.
         table: The table.
         batch: The measured rows.
-        before: For each number of rows, the amount of data in so many first rows; starts with 0.
+        cumulative_bytes: For each number of rows, the amount of data in so many first rows; starts with 0.
 
     Returns:
         Bytes on disk per amount of data, and bytes of a part without rows.
     """
     half = batch.num_rows // 2
-    less, full = (_size_of_part(scratch, table, batch.slice(0, rows)) for rows in (half, batch.num_rows))
-    growth = (full - less) / (before[-1] - before[half])
-    return growth, max(0.0, full - growth * before[-1])
+    less, full = (_size_of_part(temporary_folder, table, batch.slice(0, rows)) for rows in (half, batch.num_rows))
+    growth = (full - less) / (cumulative_bytes[-1] - cumulative_bytes[half])
+    return growth, max(0.0, full - growth * cumulative_bytes[-1])
 
 
-def _size_of_part(scratch: Path, table: Table, batch: pa.RecordBatch) -> int:
+def _size_of_part(temporary_folder: Path, table: Table, batch: pa.RecordBatch) -> int:
     """Write rows to a part and return its size in bytes."""
-    writer = TableWriter(scratch, table, journal_bytes=2**62)
+    writer = TableWriter(temporary_folder, table, journal_bytes=2**62)
     writer.append(batch)
     writer.close()
-    (file,) = parts_of(scratch, table.name).values()
+    (file,) = part_files(temporary_folder, table.name).values()
     size = file.stat().st_size
     file.unlink()
     return size

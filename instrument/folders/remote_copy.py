@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from ..capture.reducer import own_rank
+from ..capture.collectives import own_rank
 from ..errors import ConfigError, Problem
-from ..sinks.client_errors import safe_message
-from ..sinks.remote import REMOTE, RemoteFolder, check_remote, folder_at, remote_address_of
-from ..sinks.transfer import TransferResult, is_same_run, remove_parts_after, send_all
-from ..sinks.upload import Upload
+from ..sinks.background_upload import Upload
+from ..sinks.remote_errors import safe_message
+from ..sinks.remote_folder import REMOTE_KEY, RemoteFolder, check_remote, folder_at, remote_address_of
+from ..sinks.remote_transfer import TransferResult, is_same_run, remove_parts_after, send_all
 from ..spec.config import SinkConfig
 from .run_record import PREVIOUS_ATTEMPTS
 
@@ -52,7 +52,7 @@ class RemoteCopy:
         ConfigError: The address is invalid, or a required package is missing.
     """
 
-    def __init__(self, folder: Path, sink: SinkConfig, reporter: Reporter, *, where: str = REMOTE) -> None:
+    def __init__(self, folder: Path, sink: SinkConfig, reporter: Reporter, *, where: str = REMOTE_KEY) -> None:
         self.folder = folder
         self.keep_local = sink.keep_local
         self.reporter = reporter
@@ -114,7 +114,7 @@ class RemoteCopy:
         try:
             result = self._finish()
         except KeyboardInterrupt:
-            self._report_result(TransferResult(missing={"": "interrupted"}))
+            self._report_result(TransferResult(failed={"": "interrupted"}))
             raise
         self._report_result(result)
 
@@ -125,14 +125,14 @@ class RemoteCopy:
         """
         if self.address is None or self.keep_local or own_rank():
             return self.folder
-        return self.folder if self._finish().missing else folder_at(self.address)
+        return self.folder if self._finish().failed else folder_at(self.address)
 
     def _finish(self) -> TransferResult:
         """Upload the remaining files. A second call uploads the files that were added since the first call."""
         assert self._upload is not None
         assert self._remote is not None
         if self._finished:
-            if self._upload.sent.missing:
+            if self._upload.sent.failed:
                 return self._upload.sent
             with suppress(Exception):  # Missing files were reported after the first call.
                 send_all(self.folder, self._remote, self._upload.sent)
@@ -142,10 +142,10 @@ class RemoteCopy:
 
     def _report_result(self, result: TransferResult) -> None:
         """Report the result of the upload."""
-        if result.missing:
-            name, problem = next(iter(result.missing.items()))
+        if result.failed:
+            name, problem = next(iter(result.failed.items()))
             first = f"{name}: {problem}" if name else problem
-            more = f", and {len(result.missing) - 1} more" if len(result.missing) > 1 else ""
+            more = f", and {len(result.failed) - 1} more" if len(result.failed) > 1 else ""
             command = f"python -m instrument.upload {shlex.quote(str(self.folder))}"
             self.reporter.warn(
                 f"the upload to {self.address} is incomplete ({first}{more}); upload the missing files with: {command}"

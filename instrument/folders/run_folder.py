@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
-from ..sinks.remote import refuse_address
+from ..sinks.remote_folder import check_is_local
+from .rollback import Snapshot
 from .run_record import PACKAGES, Status, final_entries, git_revision, installed_version, read_record, write_json
-from .snapshot import Snapshot
 
 RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
 
 
-def check_folder_is_free(folder: Path, where: str) -> None:
-    """Check that a new run can use a folder. A run never overwrites another run.
+def create_free_folder(folder: Path, where: str) -> None:
+    """Create the folder of a new run, and check that it is free. A run never overwrites another run.
 
     Args:
         folder: The folder of the new run. It is created if it does not exist.
@@ -31,7 +31,7 @@ def check_folder_is_free(folder: Path, where: str) -> None:
     Raises:
         ConfigError: The folder contains a run, is a remote address, or cannot be created or written.
     """
-    refuse_address(folder, where)
+    check_is_local(folder, where)
     if (folder / "run.json").exists():
         raise ConfigError(
             Problem(
@@ -42,38 +42,40 @@ def check_folder_is_free(folder: Path, where: str) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
+        test_file = folder / ".writable"
+        test_file.touch()
+        test_file.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
     except OSError as error:
         raise ConfigError(
             Problem(
                 where,
                 f"the folder is not writable: {error.strerror}",
                 given=str(folder),
-                allowed=f"{where}=FOLDER, with a writable folder",
+                fix=f"set {where} to a writable folder",
             )
         ) from None
 
 
-def check_process_count(path: Path, ranks: int) -> None:
+def check_process_count(path: Path, process_count: int) -> None:
     """Check that a run is resumed with the same number of processes.
 
     Args:
         path: The folder of the run.
-        ranks: The number of processes now.
+        process_count: The number of processes now.
 
     Raises:
         ConfigError: The number is different, or the folder contains no run.
     """
-    before = read_record(path, "resume").get("ranks", 1)
-    if before != ranks:
+    original_count = read_record(path, "resume").get("ranks", 1)
+    if original_count != process_count:
         many, torchrun = (
-            ("one process", "") if before == 1 else (f"{before} processes", f"torchrun --nproc-per-node {before} ")
+            ("one process", "")
+            if original_count == 1
+            else (f"{original_count} processes", f"torchrun --nproc-per-node {original_count} ")
         )
-        message = f"the run was started with {many} and must be resumed with the same number, not with {ranks}"
-        allowed = f"{torchrun or 'python '}-m instrument resume={path}"
-        raise ConfigError(Problem("resume", message, given=str(path), allowed=allowed))
+        message = f"the run was started with {many} and must be resumed with the same number, not with {process_count}"
+        fix = f"run {torchrun or 'python '}-m instrument resume={path}"
+        raise ConfigError(Problem("resume", message, given=str(path), fix=fix))
 
 
 class RunFolder:
@@ -102,15 +104,15 @@ class RunFolder:
         on_error: Literal["stop", "continue"] = "stop",
         **record: Any,
     ) -> None:
-        self._before = Snapshot.take(path)
-        check_folder_is_free(path, where)
+        self._snapshot = Snapshot.take(path)
+        create_free_folder(path, where)
         self.path = path
         self.on_error = on_error
         self._lock = FolderLock(path)
         if not self._lock.acquire():
             raise ConfigError(Problem(where, "another process has just started a run in this folder", given=str(path)))
         try:
-            check_folder_is_free(path, where)  # A run may have started and ended since the first check.
+            create_free_folder(path, where)  # A run may have started and ended since the first check.
         except ConfigError:
             self._lock.release()
             raise
@@ -142,10 +144,10 @@ class RunFolder:
             raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))
         folder = cls.__new__(cls)
         folder.path, folder.on_error = path, on_error
-        folder._before = Snapshot.take(path)
+        folder._snapshot = Snapshot.take(path)
         folder._lock = FolderLock(path)
         if not folder._lock.acquire():
-            raise ConfigError(Problem("resume", "the run is still running in another process", given=str(path)))
+            raise ConfigError(Problem("resume", "the run is in progress in another process", given=str(path)))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
@@ -171,7 +173,7 @@ class RunFolder:
                 self.finish("failed", error)
             else:
                 self._lock.release()
-                self._before.restore()
+                self._snapshot.restore()
             raise
         except BaseException as error:
             self.finish("failed", error)
@@ -212,7 +214,7 @@ class RunFolder:
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
 
 
-class JoinedFolder:
+class WorkerRunFolder:
     """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
 
     Args:

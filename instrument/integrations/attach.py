@@ -14,20 +14,20 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from ..analysis.archive import RunArchive
+from ..analysis.recorded_tensors import RunArchive
+from ..capture.collectives import Ranks, own_rank
 from ..capture.optimizer_checks import Optimizers
 from ..capture.probe import Probe
-from ..capture.reducer import Ranks, own_rank
 from ..distributed.processes import report_dead_ranks
 from ..distributed.unsupported import budget_problems, shard_problems
+from ..dtensor import is_sharded
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.remote_copy import RemoteCopy
-from ..folders.run_folder import JoinedFolder, RunFolder
+from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
-from ..kinds.scope import Parallel
-from ..plan.dimension_checks import refuse_misfits
-from ..plan.sites import make_plan
-from ..sharded import is_sharded
+from ..kinds.rank_scope import Parallel
+from ..plan.dimension_checks import check_shapes
+from ..plan.hook_plan import make_plan
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
 from ..spec.budget import BudgetConfig
@@ -105,7 +105,7 @@ def attach(
     """
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
-    refuse_misfits(plan, {})
+    check_shapes(plan, {})
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
@@ -115,7 +115,7 @@ def attach(
         optimizer=optimizer,
         scaler=scaler,
         seed=seed,
-        archive=RunArchive(1 if ranks is None else ranks.size),
+        archive=RunArchive(1 if ranks is None else ranks.world_size),
         steps_by_loop=steps_by_loop,
         budget=limits,
         ranks=ranks,
@@ -147,7 +147,7 @@ def _events_of_compiler(probe: Probe, notice: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _recording(run_folder: RunFolder | JoinedFolder, probe: Probe) -> Iterator[None]:
+def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterator[None]:
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
@@ -173,7 +173,7 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
     """
     if out is None and remote is not None:
         raise ConfigError(
-            Problem("remote", "the rows are kept in memory, so there are no files to upload", allowed="out=FOLDER")
+            Problem("remote", "the rows are kept in memory, so there are no files to upload", fix="pass out=FOLDER")
         )
     return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), _Warnings(), where="remote")
 
@@ -207,18 +207,18 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
 
 def _folder(
     path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int, remote: str | None
-) -> RunFolder | JoinedFolder:
+) -> RunFolder | WorkerRunFolder:
     """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
-        return JoinedFolder(path, own_rank(), where="out")
-    given = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
+        return WorkerRunFolder(path, own_rank(), where="out")
+    settings = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     return RunFolder(
         path,
         where="out",
         name=path.name,
         seed=seed,
-        config={"hooks": given},
-        config_hash=config_hash(given),
+        config={"hooks": settings},
+        config_hash=config_hash(settings),
         overrides={},
         device=_device(model),
         data=None,

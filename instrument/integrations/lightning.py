@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .attachment import TrainerCallbackBase
+from .trainer_callback import TrainerCallbackBase
 
 
 class LightningCallback(TrainerCallbackBase, Callback):

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .attachment import TrainerCallbackBase
+from .trainer_callback import TrainerCallbackBase
 
 
 class TransformersCallback(TrainerCallbackBase, TrainerCallback):

@@ -26,7 +26,7 @@ class Call:
     """One call of a module.
 
     Attributes:
-        number: The index within the micro-step, from 0, in the order in which calls started.
+        index: The index within the micro-step, from 0, in the order in which calls started.
         is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
         on_output: Called with the output of the module after it has run.
@@ -34,7 +34,7 @@ class Call:
         inputs_are_data: Whether no input requires a gradient.
     """
 
-    number: int
+    index: int
     is_recomputed: bool
     segment: object | None
     on_output: Callable[[Any], None] | None = None
@@ -55,9 +55,9 @@ class Calls:
         self.micro_step_index = -1
         self.count = 0
         self.active: list[Call] = []
-        self.numbers: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
+        self.call_indices: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
         # The backward pass, and the number of its calls so far.
-        self.recomputed: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
+        self.recompute_progress: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
 
     def enter(self) -> Call:
         """Start a call."""
@@ -66,15 +66,15 @@ class Calls:
             self.active.clear()
         is_recomputed = in_backward()
         segments = list(_segments()) if is_recomputed or _may_be_checkpointed() else []
-        number = self._original_number(segments) if is_recomputed else self.count
+        index = self._original_index(segments) if is_recomputed else self.count
         self.count += not is_recomputed
-        for segment, recomputed in segments:
-            if recomputed:
+        for segment, is_being_recomputed in segments:
+            if is_being_recomputed:
                 break
-            self.numbers.setdefault(segment, []).append(number)
+            self.call_indices.setdefault(segment, []).append(index)
         while self.active and _was_abandoned(self.active[-1], segments):
             self.active.pop()
-        call = Call(number, is_recomputed, segments[0][0] if segments else None)
+        call = Call(index, is_recomputed, segments[0][0] if segments else None)
         self.active.append(call)
         return call
 
@@ -89,17 +89,17 @@ class Calls:
             not call.is_recomputed for call in self.active
         )
 
-    def _original_number(self, segments: list[tuple[object, bool]]) -> int:
+    def _original_index(self, segments: list[tuple[object, bool]]) -> int:
         """Return the index of the original call, given its position among the calls of its segment."""
         task = torch._C._current_graph_task_id()
-        segment = next((segment for segment, recomputed in segments if recomputed), None)
+        segment = next((segment for segment, is_being_recomputed in segments if is_being_recomputed), None)
         if segment is None:
             return 0 if self.count == 1 else UNKNOWN_CALL
-        before, position = self.recomputed.get(segment, (task, 0))
-        position = position if before == task else 0
-        self.recomputed[segment] = task, position + 1
-        known = self.numbers.get(segment, [])
-        return known[position] if position < len(known) else UNKNOWN_CALL
+        previous_task, position = self.recompute_progress.get(segment, (task, 0))
+        position = position if previous_task == task else 0
+        self.recompute_progress[segment] = task, position + 1
+        indices = self.call_indices.get(segment, [])
+        return indices[position] if position < len(indices) else UNKNOWN_CALL
 
 
 def in_backward() -> bool:
@@ -124,9 +124,9 @@ def _segments() -> Iterator[tuple[object, bool]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
-            segment, recomputed = _segment_at(frame)
+            segment, is_being_recomputed = _segment_at(frame)
             if segment is not None:
-                yield segment, recomputed
+                yield segment, is_being_recomputed
         frame = frame.f_back
 
 

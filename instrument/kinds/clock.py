@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..actions.base import StepContext
 from .hook_timer import HookTimer
-from .scope import Parallel
+from .rank_scope import Parallel
 
 
 @dataclass
@@ -58,4 +58,4 @@ class Firing(NamedTuple):
     recompute: bool = False
 
 
-ONLY = Firing()
+FIRST_CALL = Firing()

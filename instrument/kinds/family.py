@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..actions.base import StepContext
-from .attached import AttachedHook
+from .attached_hook import AttachedHook
 from .clock import Clock
 
 
@@ -33,17 +33,17 @@ class InertWhenCopied:
             attached.copied = True
 
 
-def _closed_copy(family: type[InertWhenCopied]) -> InertWhenCopied:
-    new = object.__new__(family)
+def _closed_copy(cls: type[InertWhenCopied]) -> InertWhenCopied:
+    new = object.__new__(cls)
     new.clock = Clock(StepContext(0, 0, 0, "train"), closed=True)
     return new
 
 
-class Family(Protocol):
+class HookGroup(Protocol):
     """The attached hooks of one family at one location."""
 
     def refresh(self) -> None:
         """Update after the scheduled sites have changed."""
 
     def detach(self) -> None:
-        """Remove all hooks of this family."""
+        """Remove all hooks of this group."""

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .clock import Clock
 
 Hook = Callable[[Tensor], Tensor | None]
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset."""
 
 
@@ -30,7 +30,7 @@ class TensorGradientHook:
         self.base = ViewBase.of(tensor)
         self.detached: Tensor | None = tensor.detach()  # shares the version counter, but not the graph
         self.version = tensor._version
-        self.delivered = False
+        self.has_fired = False
         tensor.register_hook(self.on_gradient)
 
     def finish_registration(self, is_private: bool = False) -> None:
@@ -43,7 +43,7 @@ class TensorGradientHook:
         if base is None or (is_private and not self.is_modified):
             self.detached = None
         else:
-            base.register(self.hook, when=self.is_cut_off)
+            base.register(self.hook, when=self.is_disconnected)
 
     @property
     def is_modified(self) -> bool:
@@ -57,38 +57,38 @@ class TensorGradientHook:
         """
         if gradient is None:
             return None
-        self.delivered = True
+        self.has_fired = True
         return self.hook(gradient)
 
-    def is_cut_off(self) -> bool:
-        """Return whether the tensor's own hook is cut off from the graph, so that the hook on the base replaces it."""
-        return self.is_modified and not self.delivered
+    def is_disconnected(self) -> bool:
+        """Return whether the tensor's own hook is disconnected from the graph, so that the hook on the base replaces it."""
+        return self.is_modified and not self.has_fired
 
 
 class ViewRegion(NamedTuple):
     """The region of a base tensor that a view covers."""
 
-    base_geometry: Geometry
-    view_geometry: Geometry
+    base_layout: Layout
+    view_layout: Layout
 
     def extract(self, gradient: Tensor) -> Tensor:
         """Return the view's part of the base tensor's gradient."""
         return (
             gradient
-            if self.base_geometry == self.view_geometry
-            else self._with_base_layout(gradient).as_strided(*self.view_geometry).clone()
+            if self.base_layout == self.view_layout
+            else self._with_base_layout(gradient).as_strided(*self.view_layout).clone()
         )
 
     def insert(self, gradient: Tensor, part: Tensor) -> Tensor:
         """Return the base tensor's gradient with the view's part replaced."""
         return (
             part
-            if self.base_geometry == self.view_geometry
-            else self._with_base_layout(gradient).as_strided_scatter(part, *self.view_geometry)
+            if self.base_layout == self.view_layout
+            else self._with_base_layout(gradient).as_strided_scatter(part, *self.view_layout)
         )
 
     def _with_base_layout(self, gradient: Tensor) -> Tensor:
-        shape, strides, _ = self.base_geometry
+        shape, strides, _ = self.base_layout
         return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
@@ -109,8 +109,8 @@ class ViewBase(NamedTuple):
         if base is None or base.grad_fn is None or base.dtype != view.dtype:
             return None
         offset = int(view.storage_offset()) - int(base.storage_offset())
-        geometry = (tuple(view.shape), view.stride(), offset)
-        return cls(base.grad_fn, base.output_nr, ViewRegion((tuple(base.shape), base.stride(), 0), geometry))
+        layout = (tuple(view.shape), view.stride(), offset)
+        return cls(base.grad_fn, base.output_nr, ViewRegion((tuple(base.shape), base.stride(), 0), layout))
 
     def register(self, hook: Hook, when: Callable[[], bool]) -> None:
         """Register a hook on the view's part of the gradient at the base.
@@ -143,11 +143,11 @@ class LeafHooks:
             self.release()
         micro_step_index = self.micro_step_index = self.clock.micro_step_index
 
-        def deliver(gradient: Tensor) -> Tensor | None:
+        def on_gradient(gradient: Tensor) -> Tensor | None:
             self.has_fired = True
             return hook(gradient) if micro_step_index == self.clock.micro_step_index else None
 
-        self.handles.append(leaf.register_hook(deliver))
+        self.handles.append(leaf.register_hook(on_gradient))
 
     def release(self) -> None:
         """Remove all hooks."""

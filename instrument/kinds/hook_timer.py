@@ -33,28 +33,30 @@ def overhead_factor(recording: Sequence[float], paused: Sequence[float], measure
     """
     if min(len(recording), len(paused)) < 3 or measured <= 0.0:
         return USUAL_FACTOR
-    found = (median(recording) - median(paused)) / measured
+    ratio = (median(recording) - median(paused)) / measured
     variance = (
         robust_variance(recording) / len(recording) + robust_variance(paused) / len(paused)
     ) / measured**2 + 1e-9
-    usual, own = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
-    return min(max((USUAL_FACTOR * usual + found * own) / (usual + own), 1.0), MAX_FACTOR)
+    usual_weight, ratio_weight = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
+    return min(
+        max((USUAL_FACTOR * usual_weight + ratio * ratio_weight) / (usual_weight + ratio_weight), 1.0), MAX_FACTOR
+    )
 
 
 def robust_variance(seconds: Collection[float]) -> float:
     """Return the variance of step durations without outliers, which do not affect a median."""
     middle = median(seconds)
-    usual = median(abs(taken - middle) for taken in seconds)
-    kept = [taken for taken in seconds if abs(taken - middle) <= OUTLIER_DEVIATIONS * usual]
-    mean = fmean(kept)
-    return fmean((taken - mean) ** 2 for taken in kept)
+    median_deviation = median(abs(duration - middle) for duration in seconds)
+    regular = [duration for duration in seconds if abs(duration - middle) <= OUTLIER_DEVIATIONS * median_deviation]
+    mean = fmean(regular)
+    return fmean((duration - mean) ** 2 for duration in regular)
 
 
 Site = TypeVar("Site", bound=Hashable)
 
 
 class HookTimer(Generic[Site]):
-    """A stopwatch for hooks. Nested hooks are counted once.
+    """A timer for hooks. Nested hooks are counted once.
 
     Attributes:
         seconds: The total time in hooks.

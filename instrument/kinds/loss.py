@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attached import AttachedHook, fire_all
+from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
 
 
@@ -16,13 +16,13 @@ class LossHooks:
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         self.attached_hooks = attached_hooks
         self.clock = clock
-        self.due: list[AttachedHook] = []
+        self.scheduled: list[AttachedHook] = []
         self.micro_step_index = -1
         self.calls = 0
 
     def refresh(self) -> None:
         """Select the scheduled sites."""
-        self.due = [attached for attached in self.attached_hooks if attached.due]
+        self.scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
 
     def apply(self, loss: Tensor) -> Tensor:
         """Run the hooks on a loss. Return the loss to call `backward` on."""
@@ -32,9 +32,9 @@ class LossHooks:
             self.micro_step_index, self.calls = self.clock.micro_step_index, 0
         self.calls += 1
         for attached in self.attached_hooks:
-            if not attached.due:
+            if not attached.is_scheduled:
                 attached.count_unscheduled()
-        firing = [attached for attached in self.due if attached.check_readable(loss)]
+        firing = [attached for attached in self.scheduled if attached.count_and_check_readable(loss)]
         return fire_all(firing, loss, "", Firing(self.calls - 1))
 
     def detach(self) -> None:

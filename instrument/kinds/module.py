@@ -1,7 +1,7 @@
 """Kinds on a module's tensors: forward_pre, forward, full_backward_pre, full_backward, tensor.
 
 One pre hook and one hook on the module serve all sites, so that several specs run in the order of the configuration.
-Gradients come from hooks on the tensors (`instrument.kinds.tensor`).
+Gradients come from hooks on the tensors (`instrument.kinds.tensor_gradients`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..compiler import exclude_from_graphs
-from ..nested import map_leaves
-from ..stats.vector import unreadable
-from .attached import AttachedHook, fire_all
+from ..nested import map_tensors
+from ..stats.flatten import unreadable
+from .attached_hook import AttachedHook, fire_all
 from .calls import Call, Calls
 from .clock import Clock, Firing
 from .family import InertWhenCopied
 from .reasons import NO_TENSOR, TRANSFORMED
-from .tensor import InputGradients, OutputGradients
+from .tensor_gradients import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -75,10 +75,10 @@ class ModuleHooks(InertWhenCopied):
 
     def refresh(self) -> None:
         """Sort the scheduled sites by where they act."""
-        due = [attached for attached in self.attached_hooks if attached.due]
-        roles = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in due]
-        self.active = bool(due)
-        self.unscheduled = [attached for attached in self.attached_hooks if not attached.due]
+        scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
+        roles = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in scheduled]
+        self.active = bool(scheduled)
+        self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
         self.pre = [attached for kind, _, attached in roles if kind == "forward_pre"]
         self.forward_input = [attached for kind, role, attached in roles if kind == "forward" and role == "input"]
         self.output = [attached for kind, role, attached in roles if kind == "forward" and role == "output"]
@@ -90,10 +90,10 @@ class ModuleHooks(InertWhenCopied):
         ]
         then = [attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_output"]
         self.output_gradients.attached_hooks = first + then
-        self.input_gradients.own = [
+        self.input_gradients.contribution_hooks = [
             attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_input"
         ]
-        self.input_gradients.total = [
+        self.input_gradients.total_hooks = [
             attached for kind, role, attached in roles if kind == "tensor" and role == "input"
         ]
 
@@ -113,7 +113,7 @@ class ModuleHooks(InertWhenCopied):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if _is_transformed():
             for attached in self.attached_hooks:
-                if attached.due:
+                if attached.is_scheduled:
                     attached.count_opportunity()
                     attached.count_miss(TRANSFORMED)
             return None
@@ -148,25 +148,26 @@ class ModuleHooks(InertWhenCopied):
 
     def _act(self, attached_hooks: list[AttachedHook], value: Any, call: Call) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
-        acting = [attached for attached in attached_hooks if not (call.is_recomputed and attached.is_record_hook)]
+        active_hooks = [attached for attached in attached_hooks if not (call.is_recomputed and attached.is_record_hook)]
         fired: set[AttachedHook] = set()
         obstacles: dict[AttachedHook, str] = {}
 
         def act(path: str, tensor: Tensor) -> Tensor:
-            accepting = [attached for attached in acting if attached.accepts(tensor, path)]
-            if accepting and (cause := unreadable(tensor)) is not None:
-                obstacles.update(dict.fromkeys(accepting, cause))
+            accepting = [attached for attached in active_hooks if attached.accepts(tensor, path)]
+            if accepting and (reason := unreadable(tensor)) is not None:
+                obstacles.update(dict.fromkeys(accepting, reason))
                 return tensor
             fired.update(accepting)
-            return fire_all(accepting, tensor, path, Firing(call.number, recompute=call.is_recomputed))
+            return fire_all(accepting, tensor, path, Firing(call.index, recompute=call.is_recomputed))
 
-        new = map_leaves(value, act)
+        new = map_tensors(value, act)
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.count_opportunity()
-                attached.count_firing() if attached in fired else attached.count_miss(
-                    obstacles.get(attached, NO_TENSOR)
-                )
+                if attached in fired:
+                    attached.count_firing()
+                else:
+                    attached.count_miss(obstacles.get(attached, NO_TENSOR))
         return new
 
     def detach(self) -> None:

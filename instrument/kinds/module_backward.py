@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import UNKNOWN_CALL
 from ..errors import ConfigError, Problem
-from ..nested import leaves, map_leaves
-from ..plan.sites import Site
-from ..stats.vector import unreadable
-from .attached import AttachedHook, fire_all, no_graph
+from ..nested import iter_tensors, map_tensors
+from ..plan.hook_plan import Site
+from ..stats.flatten import unreadable
+from .attached_hook import AttachedHook, fire_all, no_gradient_reason
 from .calls import Call, Calls
 from .clock import Clock, Firing
 from .family import InertWhenCopied
@@ -42,9 +42,9 @@ class ModuleBackwardHooks(InertWhenCopied):
             site = attached_hooks[0].site
             message = (
                 f"module {site.label!r} has a hook of PyTorch's deprecated kind (register_backward_hook), which PyTorch "
-                "does not allow together with a full backward hook; remove 'via'"
+                "does not allow together with a full backward hook"
             )
-            raise ConfigError(Problem(f"hooks.{site.spec.name}.via", message, given="module"))
+            raise ConfigError(Problem(f"hooks.{site.spec.name}.via", message, given="module", fix="remove 'via'"))
         self.module = module
         self.prepend = prepend
         self.attached_hooks = attached_hooks
@@ -58,14 +58,14 @@ class ModuleBackwardHooks(InertWhenCopied):
 
     def refresh(self) -> None:
         """Register the hooks if a site is scheduled, and remove them if none is."""
-        due = any(attached.due for attached in self.attached_hooks)
-        if due and not self.handles:
+        scheduled = any(attached.is_scheduled for attached in self.attached_hooks)
+        if scheduled and not self.handles:
             keep = self.handles.append  # stored one by one, since PyTorch may refuse the next one
             keep(self.module.register_forward_pre_hook(self.forward_pre, prepend=True))
             keep(self.module.register_forward_hook(self.forward))
             keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
             keep(self.module.register_full_backward_hook(self.backward, prepend=self.prepend))
-        elif not due:
+        elif not scheduled:
             self.detach()
 
     def forward_pre(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
@@ -81,10 +81,10 @@ class ModuleBackwardHooks(InertWhenCopied):
         if self.clock.closed or (call := self.calls.leave()) is None or call.graph_is_discarded:
             return
         self.returns_tensor = isinstance(output, Tensor)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in leaves(output)):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in iter_tensors(output)):
             self.expected_calls.append(call)
         for attached in () if call.is_recomputed else self.attached_hooks:
-            if not attached.due:
+            if not attached.is_scheduled:
                 continue
             at_input = attached.site.spec.tensor_role == "grad_input"
             value = args if at_input else output
@@ -114,13 +114,13 @@ class ModuleBackwardHooks(InertWhenCopied):
         attached_hooks = [
             attached
             for attached in self.attached_hooks
-            if attached.due and (attached.site.spec.kind, attached.site.spec.tensor_role) == (kind, role)
+            if attached.is_scheduled and (attached.site.spec.kind, attached.site.spec.tensor_role) == (kind, role)
         ]
         if not attached_hooks:
             return None
         firing = Firing(UNKNOWN_CALL)
         if self.expected_calls:
-            firing = Firing(self.expected_calls[-1].number, recompute=self.expected_calls[-1].is_recomputed)
+            firing = Firing(self.expected_calls[-1].index, recompute=self.expected_calls[-1].is_recomputed)
         fired: set[AttachedHook] = set()
 
         def act(path: str, gradient: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class ModuleBackwardHooks(InertWhenCopied):
             fired.update(accepting)
             return fire_all(accepting, gradient, path, firing)
 
-        new = map_leaves(gradients, act)
+        new = map_tensors(gradients, act)
         for attached in fired:
             attached.count_firing()
         return None if new is gradients else new
@@ -147,13 +147,13 @@ class ModuleBackwardHooks(InertWhenCopied):
 
 def _obstacle(attached: AttachedHook, value: Any) -> str:
     """Return why a site cannot get a gradient of a value; empty if it can."""
-    tensors = [tensor for path, tensor in leaves(value) if attached.matches_path(path)]
+    tensors = [tensor for path, tensor in iter_tensors(value) if attached.matches_path(path)]
     if not tensors:
         return NO_TENSOR
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        return no_graph()
-    causes = [unreadable(tensor) for tensor in tensors if tensor.requires_grad]
-    return "" if None in causes else causes[0] or ""
+        return no_gradient_reason()
+    reasons = [unreadable(tensor) for tensor in tensors if tensor.requires_grad]
+    return "" if None in reasons else reasons[0] or ""
 
 
 def in_place_message(sites: Sequence[Site], step: int) -> str:

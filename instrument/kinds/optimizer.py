@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .attached import AttachedHook
+from .attached_hook import AttachedHook
 from .clock import Clock, Firing
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
@@ -72,7 +72,7 @@ class StepHooks:
 
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
-        for attached in self._due(self.post):
+        for attached in self._scheduled(self.post):
             if attached.site.spec.tensor_role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
                 if parameter is None or is_lazy(parameter):
@@ -93,55 +93,55 @@ class StepHooks:
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
-        for attached in self._due(attached_hooks):
+        for attached in self._scheduled(attached_hooks):
             tensor = self._tensor(attached)
-            if tensor is None or not attached.check_readable(tensor):
+            if tensor is None or not attached.count_and_check_readable(tensor):
                 continue
             attached.action.prepare([tensor])
             of = attached.current_parameter() if attached.site.spec.tensor_role == "update" else None
-            new = attached.fire(tensor, attached.site.own_name, Firing(attached.call), value=of)
+            new = attached.fire(tensor, attached.site.own_name, Firing(attached.opportunity_index), value=of)
             if new is not tensor:
                 tensor.copy_(new)
 
-    def _due(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
-        return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.due])
+    def _scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
+        return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
 
     def _tensor(self, attached: AttachedHook) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
         role, site = attached.site.spec.tensor_role, attached.site
-        held = site.layer.module._buffers.get(site.own_name) if role == "buffer" else attached.current_parameter()
-        if held is not None and is_lazy(held):
-            return held
-        tensor = None if held is None else self._in_role(attached, role, held)
+        current = site.layer.module._buffers.get(site.own_name) if role == "buffer" else attached.current_parameter()
+        if current is not None and is_lazy(current):
+            return current
+        tensor = None if current is None else self._in_role(attached, role, current)
         if tensor is not None:
             return tensor
-        if held is None:
+        if current is None:
             attached.count_opportunity()
             attached.count_miss(NO_TENSOR if role == "buffer" else REMOVED)
-        elif not held.requires_grad:
+        elif not current.requires_grad:
             attached.count_exempt(FROZEN)
-        elif id(held) not in parameter_ids(self.optimizer):
+        elif id(current) not in parameter_ids(self.optimizer):
             attached.count_exempt(NOT_OPTIMIZED)
         else:
             attached.count_opportunity()
             attached.count_miss(NO_PARAMETER_GRADIENT if role == "param_grad" else NO_STATE)
         return None
 
-    def _in_role(self, attached: AttachedHook, role: str, held: Tensor) -> Tensor | None:
+    def _in_role(self, attached: AttachedHook, role: str, current: Tensor) -> Tensor | None:
         match role:
             case "buffer":
-                return held
+                return current
             case "param":
-                return held.detach()
+                return current.detach()
             case "param_grad":
-                return held.grad
+                return current.grad
             case "update":
                 return torch.sub(
-                    held.to(self.parameters_before[attached].dtype),
+                    current.to(self.parameters_before[attached].dtype),
                     self.parameters_before[attached],
                     out=self.parameters_before[attached],
                 )
-        state = self.optimizer.state.get(held, {}).get(role.removeprefix("state."))
+        state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
     def detach(self) -> None:

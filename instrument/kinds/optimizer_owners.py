@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from .attached import AttachedHook
+from .attached_hook import AttachedHook
 
 
 class Owners:
@@ -27,13 +27,13 @@ class Owners:
         """Return the sites that run when this optimizer makes its step, in the given order."""
         if len(self.optimizers) == 1:
             return list(attached_hooks)
-        held = parameter_ids(optimizer)
+        optimized_ids = parameter_ids(optimizer)
         elsewhere = {key for other in self.optimizers if other is not optimizer for key in parameter_ids(other)}
         is_first = optimizer is self.optimizers[0]
         return [
             attached
             for attached in attached_hooks
-            if not held.isdisjoint(keys := _parameters(attached)) or (is_first and elsewhere.isdisjoint(keys))
+            if not optimized_ids.isdisjoint(keys := _parameters(attached)) or (is_first and elsewhere.isdisjoint(keys))
         ]
 
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .attached import AttachedHook, fire_all, unscaled
+from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, Firing
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
@@ -75,8 +75,8 @@ class GradientHooks:
 
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
-        due = self._due(self.micro, gradient)
-        new = fire_all(due, gradient, self.site.site.own_name, self._passes("micro"), self.parameter)
+        scheduled = self._scheduled(self.micro, gradient)
+        new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("micro"), self.parameter)
         return None if new is gradient else new
 
     def on_accumulated(self, parameter: Tensor) -> None:
@@ -84,8 +84,8 @@ class GradientHooks:
         if parameter.grad is None:
             return
         gradient = parameter.grad
-        due = self._due(self.accumulated, gradient)
-        new = fire_all(due, gradient, self.site.site.own_name, self._passes("accumulated"), parameter)
+        scheduled = self._scheduled(self.accumulated, gradient)
+        new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("accumulated"), parameter)
         if new is not gradient:
             _write_gradient(gradient, new)
 
@@ -97,11 +97,11 @@ class GradientHooks:
         self.passes[kind] += 1
         return Firing(backward=self.passes[kind] - 1)
 
-    def _due(self, attached_hooks: Sequence[AttachedHook], gradient: Tensor) -> list[AttachedHook]:
+    def _scheduled(self, attached_hooks: Sequence[AttachedHook], gradient: Tensor) -> list[AttachedHook]:
         return [
             attached
             for attached in attached_hooks
-            if attached.due and not self.clock.closed and attached.check_readable(gradient)
+            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
         ]
 
     def detach(self) -> None:
@@ -146,20 +146,22 @@ class BoundaryHooks:
         """Run the specs in the order of the configuration. Each sees the gradients that the previous one returned."""
         if self.clock.closed:
             return
-        held = parameter_ids(self.optimizer)  # parameters may be added or removed during the loop
+        optimized_ids = parameter_ids(self.optimizer)  # parameters may be added or removed during the loop
         for attached_hooks in self.by_spec.values():
-            due = self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.due])
-            if ready := [found for attached in due if (found := _ready(attached, held)) is not None]:
+            scheduled = self.owners.sites_of(
+                self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled]
+            )
+            if ready := [entry for attached in scheduled if (entry := _ready(attached, optimized_ids)) is not None]:
                 # A fused optimizer unscales gradients itself and provides the factor.
                 self._act(ready, getattr(self.optimizer, "grad_scale", None))
 
     @torch.no_grad()
     def _act(self, ready: list[tuple[AttachedHook, Parameter, Tensor]], scale: Tensor | None) -> None:
         gradients = [gradient for _, _, gradient in ready]
-        true = gradients if scale is None else [unscaled(gradient, scale) for gradient in gradients]
-        ready[0][0].action.prepare(true)
+        unscaled_gradients = gradients if scale is None else [unscaled(gradient, scale) for gradient in gradients]
+        ready[0][0].action.prepare(unscaled_gradients)
         changed = [
-            attached.fire(old, attached.site.own_name, Firing(attached.call), value=p, amp_scale=scale)
+            attached.fire(old, attached.site.own_name, Firing(attached.opportunity_index), value=p, amp_scale=scale)
             for attached, p, old in ready
         ]
         # Replace gradients only after all actions have succeeded.
@@ -173,18 +175,18 @@ class BoundaryHooks:
             self.handle.remove()
 
 
-def _ready(attached: AttachedHook, held: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
+def _ready(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
     """Return a site with its parameter and gradient. If it cannot fire, note the reason and return None."""
     parameter = attached.current_parameter()
     if parameter is None:
         attached.count_opportunity()
         attached.count_miss(REMOVED)
         return None
-    if id(parameter) in held and parameter.grad is not None:
-        return (attached, parameter, parameter.grad) if attached.check_readable(parameter.grad) else None
+    if id(parameter) in optimized_ids and parameter.grad is not None:
+        return (attached, parameter, parameter.grad) if attached.count_and_check_readable(parameter.grad) else None
     if not parameter.requires_grad:
         attached.count_exempt(FROZEN)
-    elif id(parameter) not in held:
+    elif id(parameter) not in optimized_ids:
         attached.count_exempt(NOT_OPTIMIZED)
     else:
         attached.count_opportunity()

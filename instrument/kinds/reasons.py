@@ -70,20 +70,20 @@ def default_reason(kind: Kind) -> str:
             return NO_LOSS
 
 
-def in_another_phase(cause: str, phase: str, elsewhere: Set[str]) -> str | None:
+def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None:
     """Return the reason if a hook could have fired in other phases, or at other steps of its phase; None otherwise.
 
     Args:
-        cause: The reason that is known so far.
+        reason: The reason that is known so far.
         phase: The phase of the hook.
         elsewhere: The phases in which it had an opportunity but was not scheduled.
     """
-    if cause not in _HAPPENED or not elsewhere:
+    if reason not in _HAPPENED or not elsewhere:
         return None
     if phase in elsewhere:
-        return AT_OTHER_STEPS if cause == NOT_CALLED else None
+        return AT_OTHER_STEPS if reason == NOT_CALLED else None
     phases = " and ".join(_PHASES.get(other, f"phase {other}") for other in sorted(elsewhere))
-    return f"{_HAPPENED[cause]} in {phases} only, but the hook is for phase {phase}"
+    return f"{_HAPPENED[reason]} in {phases} only, but the hook is for phase {phase}"
 
 
 def phase_never_entered(phase: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .attached import AttachedHook
+from .attached_hook import AttachedHook
 from .clock import Clock
 from .family import InertWhenCopied
 from .optimizer_owners import Owners
@@ -64,14 +64,14 @@ class StateDictHooks(InertWhenCopied):
     def _fire_on_current(self, kind: str) -> None:
         if self.clock.closed:
             return
-        own = {**self.module._parameters, **self.module._buffers}
-        self._act(kind, {name: value for name, value in own.items() if value is not None}, "")
+        tensors = {**self.module._parameters, **self.module._buffers}
+        self._act(kind, {name: value for name, value in tensors.items() if value is not None}, "")
 
     def _act(self, kind: str, state: dict[str, Any], prefix: str) -> None:
-        for attached in [] if self.clock.closed else _due(self.by_kind[kind], self.clock):
+        for attached in [] if self.clock.closed else _scheduled(self.by_kind[kind], self.clock):
             key = prefix + attached.site.own_name
             if isinstance(state.get(key), Tensor):
-                if not attached.check_readable(state[key]):
+                if not attached.count_and_check_readable(state[key]):
                     continue
                 new = attached.fire(state[key].detach(), attached.site.own_name)
                 if not attached.is_record_hook:
@@ -127,20 +127,20 @@ class OptimizerStateDictHooks:
         self._fire_on_current("load_state_dict_post", optimizer)
 
     def _fire_on_current(self, kind: str, optimizer: Optimizer) -> None:
-        for attached in self._due(kind, optimizer):
+        for attached in self._scheduled(kind, optimizer):
             parameter = attached.current_parameter()
             self._fire(attached, {} if parameter is None else optimizer.state.get(parameter, {}))
 
     def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's entries are not modified
-        for attached in self._due(kind, optimizer):
+        for attached in self._scheduled(kind, optimizer):
             parameter = id(attached.current_parameter())
             self._fire(attached, entries.get(order.index(parameter), {}) if parameter in order else {})
         return {**state, "state": entries}
 
-    def _due(self, kind: str, optimizer: Optimizer) -> list[AttachedHook]:
-        return self.owners.sites_of(optimizer, _due(self.by_kind[kind], self.clock))
+    def _scheduled(self, kind: str, optimizer: Optimizer) -> list[AttachedHook]:
+        return self.owners.sites_of(optimizer, _scheduled(self.by_kind[kind], self.clock))
 
     @staticmethod
     def _fire(attached: AttachedHook, entry: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class OptimizerStateDictHooks:
         if not isinstance(entry.get(name), Tensor):
             attached.count_opportunity()
             attached.count_miss(NO_STATE)
-        elif attached.check_readable(entry[name]):
+        elif attached.count_and_check_readable(entry[name]):
             new = attached.fire(entry[name].detach(), attached.site.own_name)
             if not attached.is_record_hook:
                 entry[name] = new
@@ -167,12 +167,12 @@ _REGISTER = {
 }
 
 
-def _due(attached_hooks: Iterable[AttachedHook], clock: Clock) -> list[AttachedHook]:
+def _scheduled(attached_hooks: Iterable[AttachedHook], clock: Clock) -> list[AttachedHook]:
     """Return the scheduled sites. For the run's own checkpoint, only those that record."""
-    due = [attached for attached in attached_hooks if attached.due]
+    scheduled = [attached for attached in attached_hooks if attached.is_scheduled]
     if clock.in_checkpoint:
-        for attached in due:
+        for attached in scheduled:
             if not attached.is_record_hook:
                 attached.count_exempt(CHECKPOINT)
-        return [attached for attached in due if attached.is_record_hook]
-    return due
+        return [attached for attached in scheduled if attached.is_record_hook]
+    return scheduled

@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
-from ..spec.functions import MeanSpec, RecordedSpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.interventions import ScaleSpec
+from ..spec.modify import MeanSpec, RecordedSpec
 from ..spec.record import RecordSpec
+from .hook_plan import HookPlan, Site
 from .shape_inference import InferredCalls, TensorInfo, calls_of
-from .sites import HookPlan, Site
 
-ALLOWED_IN_SMALLER_BATCH = (
-    "a value that also fits that batch; a schedule (steps, every, start, stop) that excludes it; or a number of samples "
+FIX_FOR_SMALLER_BATCH = (
+    "set a value that also fits that batch; a schedule (steps, every, start, stop) that excludes it; or a number of samples "
     "that is a multiple of the batch size"
 )
 
 
-def refuse_misfits(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
+def check_shapes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
     """Check every spec against the tensors at its sites.
 
     Args:
@@ -91,7 +91,7 @@ def _contains_samples(
     return shape[0] == samples
 
 
-def refuse_misfit(site: Site, path: str, tensor: Tensor) -> None:
+def check_shape(site: Site, path: str, tensor: Tensor) -> None:
     """Check a spec against the first tensor at one of its sites, if shape inference did not check it.
 
     Raises:
@@ -121,7 +121,8 @@ def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Proble
             f"hooks.{spec.name}.{field}",
             f"{message} the {what}, which has shape {list(info.shape)}{in_batch}",
             given=getattr(spec, field),
-            allowed=allowed if smallest is None else ALLOWED_IN_SMALLER_BATCH,
+            allowed=allowed if smallest is None else (),
+            fix="" if smallest is None else FIX_FOR_SMALLER_BATCH,
         )
     return None
 
@@ -163,7 +164,7 @@ def _dimension_problems(field: str, dims: Sequence[int], count: int) -> Iterator
     allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
     for dim in dims:
         if not -count <= dim < count:
-            yield field, f"dimension {dim} does not exist in", allowed
+            yield field, f"dim {dim} is out of range for", allowed
     if len({dim % max(1, count) for dim in dims}) < len(dims):
         yield field, "the same dimension is given twice for", allowed
 
@@ -173,7 +174,7 @@ def _factor_problems(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[
     dims, given = len(shape), len(spec.factor)
     if not -dims <= spec.dim < dims:
         allowed = f"{-dims} to {dims - 1}, or one number as 'factor'" if dims else "one number as 'factor'"
-        yield "dim", f"dimension {spec.dim} of {given} factors does not exist in", allowed
+        yield "dim", f"dim {spec.dim} is out of range for", allowed
     elif shape[spec.dim] != given:
         allowed = f"{shape[spec.dim]} factors, one number, or another 'dim'"
         yield "factor", f"{given} factors do not fit dimension {spec.dim} of", allowed
@@ -212,8 +213,8 @@ def tensors_at(site: Site, inferred: InferredCalls) -> list[tuple[int, TensorInf
     if spec.definition.family == "loss":
         return [(0, TensorInfo("", (), torch.float32, True))]
     if spec.definition.family != "module":
-        own = {**site.layer.module._parameters, **site.layer.module._buffers}
-        tensor = site.parameter if site.parameter is not None else own[site.own_name]
+        tensors = {**site.layer.module._parameters, **site.layer.module._buffers}
+        tensor = site.parameter if site.parameter is not None else tensors[site.own_name]
         assert tensor is not None, "a site at a parameter or buffer was resolved from one"
         if nn.parameter.is_lazy(tensor):
             return []

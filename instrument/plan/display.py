@@ -19,11 +19,11 @@ from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from .cost import Forecast
+from .hook_plan import HookPlan
 from .layer_selection import shorten
 from .modules import Layer
 from .remarks import remarks
 from .shape_inference import InferredCalls
-from .sites import HookPlan
 from .tree import execution_order, module_tree
 
 UNLIMITED_WIDTH = 10_000  # columns: wide enough for any table

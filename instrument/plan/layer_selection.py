@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigError, Problem, similar_names
-from ..spec.fields import Selection
+from ..spec.field_types import Selection
 from ..spec.globs import matches
 from .modules import Layer, Layers
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from ..sharded import module_type
+from ..dtensor import module_type
 
 # The attribute of each wrapper class that contains the wrapped module. It is not part of layer names. A custom module
 # with an attribute `module` keeps its name.
@@ -126,7 +126,7 @@ class Layers:
 
     def hidden(self) -> list[tuple[str, nn.Module]]:
         """Return the modules in plain lists, tuples, sets or dicts, which `named_modules` does not find."""
-        known = {id(module) for module in self.model.modules()}
+        module_ids = {id(module) for module in self.model.modules()}
         found: dict[int, tuple[str, nn.Module]] = {}
         for layer in self.layers:
             for attribute, value in vars(layer.module).items():
@@ -134,7 +134,7 @@ class Layers:
                     continue
                 owner = f"{layer.name}.{attribute}" if layer.name else attribute
                 for location, item in _plain_items(value, owner):
-                    if isinstance(item, nn.Module) and id(item) not in known:
+                    if isinstance(item, nn.Module) and id(item) not in module_ids:
                         found.setdefault(id(item), (location, item))
         return list(found.values())
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import nn
 
+from .hook_plan import HookPlan
 from .layer_selection import shorten
-from .sites import HookPlan
 
 
 @dataclass(frozen=True)

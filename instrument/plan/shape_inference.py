@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..errors import ConfigError, Problem, user_code_location
-from ..nested import leaves, shape_of, shapes
+from ..nested import iter_tensors, shape_of, shapes
 from .modules import Layer, Layers
 
 
@@ -73,11 +73,11 @@ def infer_shapes(
     running: list[tuple[Layer, Any]] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        running.append((layers.by_module[id(module)], given))
-        inferred.setdefault(id(module), Calls()).inputs.append(_infos(given))
+        inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        running.append((layers.by_module[id(module)], inputs))
+        inferred.setdefault(id(module), Calls()).inputs.append(_infos(inputs))
         if observe is not None:
-            observe(module, "input", given)
+            observe(module, "input", inputs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         while running.pop()[0].module is not module:
@@ -120,10 +120,12 @@ def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list
 
 def _infos(value: Any) -> list[TensorInfo]:
     """List the tensors of a nested value."""
-    return [TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad) for path, tensor in leaves(value)]
+    return [
+        TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad) for path, tensor in iter_tensors(value)
+    ]
 
 
-def materialise(model: nn.Module, forward: Callable[[], Any]) -> None:
+def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
     """Give lazy modules their shapes by one forward pass. The random state is restored.
 
     Raises:
@@ -180,7 +182,7 @@ def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Problem:
         return Problem(
             "task", f"cannot compute the loss from the model's output and the batch's targets{location}", given=reason
         )
-    layer, given = running[-1]
+    layer, inputs = running[-1]
     own = ", ".join(
         f"{name} {list(parameter.shape)}"
         for name, parameter in layer.own_parameters()
@@ -188,7 +190,7 @@ def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Problem:
     )
     return Problem(
         "data, model",
-        f"the batch does not fit the model: layer {layer.label!r} was given {shapes(given)}{location}",
+        f"the batch does not fit the model: layer {layer.label!r} was given {shapes(inputs)}{location}",
         given=reason,
         allowed=f"input that fits {layer.type}"
         + (f" with {own}" if own else f": {layer.module}".replace("\n", " ")[:160]),

@@ -9,8 +9,8 @@ from itertools import groupby
 from rich.text import Text
 from rich.tree import Tree
 
+from .hook_plan import HookPlan
 from .modules import Layer
-from .sites import HookPlan
 
 MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 

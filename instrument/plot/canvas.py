@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..analysis.images import limits
-from ..analysis.series import Matrix
-from ..analysis.short_names import short_names
+from ..analysis.layer_abbreviations import short_names
+from ..analysis.plot_data import Matrix
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..spec.statistics import STATISTICS
@@ -48,7 +48,7 @@ def new_figure(width: float, height: float) -> Picture:
 
         from .picture import Picture
     except ModuleNotFoundError as error:
-        raise InstrumentError(f"plots need {error.name}: {pip_command('report')}") from None
+        raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
     layout = ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD)
     return Picture(figsize=(width, height), layout=layout)
 
@@ -137,10 +137,10 @@ def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bo
     axes.set(**{f"{name}scale": "log" if is_log else "linear"})
     axis = axes.xaxis if name == "x" else axes.yaxis
     axis.set_tick_params(labelsize=SMALL)
-    known = values[np.isfinite(values) & (values > 0)]
+    positive = values[np.isfinite(values) & (values > 0)]
     if is_log:
         axis.set_minor_formatter("")
-    if is_log and known.size and known.max() < WIDE * known.min():
+    if is_log and positive.size and positive.max() < WIDE * positive.min():
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
 

@@ -1,4 +1,4 @@
-"""Line charts of several runs: over steps, over layers, or over an override of a sweep."""
+"""The public function `compare`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
-from ..analysis.series import forward_order, matrices, row_locations
+from ..analysis.plot_data import forward_order, matrices, row_locations
 from ..analysis.series_selection import check_choice, select_location, select_series
 from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
@@ -78,7 +78,7 @@ def compare(
     elif x is None:
         return draw_over_locations(*_over_locations(frame, y, forward_order(several), wanted), overrides)
     else:
-        raise InstrumentError(f"layer: required to plot {y} over {x}")
+        raise InstrumentError(f"plotting {y} over {x} requires layer=")
     return draw_over_steps(found, overrides) if at is None else draw_over_override(found, at, overrides)
 
 

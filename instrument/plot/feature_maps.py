@@ -10,7 +10,7 @@ import pandas as pd
 
 from ..analysis.images import Maps, image_of, maps_in
 from ..analysis.load import Run
-from ..analysis.series import UNKNOWN_ORDER, forward_order
+from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
 from ..errors import InstrumentError
 from .canvas import new_figure, plain
@@ -55,22 +55,24 @@ def feature_maps(
         InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
             installed.
     """
-    known = _known(run)
-    found = _at_layers(known, [layer] if isinstance(layer, str) else layer)
+    all_maps = _known(run)
+    selected = _at_layers(all_maps, [layer] if isinstance(layer, str) else layer)
     if hook is None and role is None:
-        found = (
-            [one for one in found if one.what == "feature maps"] or [one for one in found if not one.is_image] or found
+        selected = (
+            [one for one in selected if one.what == "feature maps"]
+            or [one for one in selected if not one.is_image]
+            or selected
         )
-    series = select_series(list(dict.fromkeys(one.series for one in found)), hook=hook, role=role)
-    found = [one for one in found if one.series == series]
-    steps = _steps(sorted({one.step for one in found}), step)
+    series = select_series(list(dict.fromkeys(one.series for one in selected)), hook=hook, role=role)
+    selected = [one for one in selected if one.series == series]
+    steps = _steps(sorted({one.step for one in selected}), step)
     ranks = {name: rank for rank, name in enumerate(forward_order(run))}
     locations = list(
-        dict.fromkeys(one.location for one in sorted(found, key=lambda one: ranks.get(one.layer, UNKNOWN_ORDER)))
+        dict.fromkeys(one.location for one in sorted(selected, key=lambda one: ranks.get(one.layer, UNKNOWN_ORDER)))
     )
-    grid = {(one.location, one.step): one for one in reversed(found)}  # reversed: the first of several calls wins
+    grid = {(one.location, one.step): one for one in reversed(selected)}  # reversed: the first of several calls wins
     figure = _draw_figure(
-        run, [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]], known, sample
+        run, [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]], all_maps, sample
     )
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MOST_PLACES} of {len(locations)} locations" if len(locations) > MOST_PLACES else ""
@@ -85,24 +87,24 @@ def _known(run: Run | pd.DataFrame) -> list[Maps]:
     else:
         check_columns(run, "tensors")
         check_single_run(list(dict.fromkeys(run["run"])) if "run" in run else [])
-    found = maps_in(run)
-    if not found:
+    maps = maps_in(run)
+    if not maps:
         raise InstrumentError(
             "no images, feature maps or filters were recorded: set 'tensors: true' and 'samples: 1' in a record hook"
         )
-    return found
+    return maps
 
 
-def _at_layers(known: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
+def _at_layers(all_maps: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
     """Return the maps of some layers or locations; with None, all maps."""
     if layers is None:
-        return known
-    names = {one: (one.location, one.layer or ".") for one in known}
+        return all_maps
+    names = {one: (one.location, one.layer or ".") for one in all_maps}
     for layer in layers:
         check_choice(
             layer, [name for both in names.values() for name in both], "layer", "no maps of this layer were recorded"
         )
-    return [one for one in known if not set(layers).isdisjoint(names[one])]
+    return [one for one in all_maps if not set(layers).isdisjoint(names[one])]
 
 
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
@@ -115,12 +117,12 @@ def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
     return wanted
 
 
-def _draw_figure(run: Run | pd.DataFrame, rows: list[list[Maps | None]], known: list[Maps], sample: int) -> Figure:
+def _draw_figure(run: Run | pd.DataFrame, rows: list[list[Maps | None]], all_maps: list[Maps], sample: int) -> Figure:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
     heights = [WIDTH * max(aspect_of(array) for array in row if array is not None) for row in values]
     heights = [min(TALLEST, max(SHORTEST, height)) for height in heights]
-    images = [_image(column, known, sample) for column in zip(*rows, strict=True)]
+    images = [_image(column, all_maps, sample) for column in zip(*rows, strict=True)]
     above = [IMAGE] if any(images) else []
     room = sum(above) + sum(heights) + 0.6 * (len(above) + len(heights)) + 0.4
     figure = new_figure((WIDTH + 0.9) * len(images), room)
@@ -152,8 +154,8 @@ def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
         raise InstrumentError(message) from None
 
 
-def _image(column: Sequence[Maps | None], known: list[Maps], sample: int) -> Maps | None:
+def _image(column: Sequence[Maps | None], all_maps: list[Maps], sample: int) -> Maps | None:
     """Return the image that the maps of a column were computed from, if it was recorded for the sample."""
-    image = next((image_of(one, known) for one in column if one is not None), None)
+    image = next((image_of(one, all_maps) for one in column if one is not None), None)
     has_it = image is not None and (len(image.shape) == 3 or sample < image.shape[0])
     return image if has_it and image not in column else None

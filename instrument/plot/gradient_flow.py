@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.series import Series, forward_order, matrices, statistics_in
+from ..analysis.plot_data import RecordedSeries, forward_order, matrices, statistics_in
 from ..analysis.series_selection import select_series
 from ..errors import InstrumentError
 from ..spec.statistics import USUAL_UPDATE_RATIOS
@@ -39,7 +39,7 @@ class FirstAndLast:
     """
 
     statistic: str
-    series: Series
+    series: RecordedSeries
     locations: list[str]
     steps: list[int]
     values: np.ndarray
@@ -86,7 +86,7 @@ def gradient_flow(
     return _draw_figure(charts)
 
 
-def _first_and_last(stats: pd.DataFrame, series: Series, statistic: str, order: list[str]) -> FirstAndLast:
+def _first_and_last(stats: pd.DataFrame, series: RecordedSeries, statistic: str, order: list[str]) -> FirstAndLast:
     rows = series.of(stats)
     rows = rows[rows["step"].isin([rows["step"].min(), rows["step"].max()])]
     table = matrices(rows, [statistic], order, 2)[statistic]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.series import Matrix, Series, forward_order, matrices, row_locations, statistics_in
+from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import select_series
 from ..spec.statistics import STATISTICS
 from .canvas import (
@@ -87,7 +87,7 @@ def heatmap(
     return figure
 
 
-def _default_statistic(series: Series, there: list[str]) -> str:
+def _default_statistic(series: RecordedSeries, there: list[str]) -> str:
     """Return the default statistic of a series, or the first recorded one."""
     first = "l2" if series.is_gradient or series.is_of_parameters else "std"
     return first if first in there else there[0]

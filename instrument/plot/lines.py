@@ -1,4 +1,4 @@
-"""Line charts of several runs: over steps, over locations, and over an override of a sweep."""
+"""Drawing functions of `compare`."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figur
     if lost:
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
-    known = np.array(list(finals.values()))
-    scale(axes, "y", known, is_log=needs_log_scale(known))
+    final_values = np.array(list(finals.values()))
+    scale(axes, "y", final_values, is_log=needs_log_scale(final_values))
     _label_values(axes, at, names)
     over = f"{plain(x)}\npoints: runs; lines: means over runs"
     _set_titles(axes, f"{curves.title}, last recorded", over, curves.axis)

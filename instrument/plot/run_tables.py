@@ -28,10 +28,10 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
     """
     if isinstance(runs, Run) and len(runs.folders) > 1:
         return runs
-    given = [runs] if isinstance(runs, Run) else runs
-    folders = list(dict.fromkeys(folder.resolve() for run in given for folder in run.folders))
+    all_runs = [runs] if isinstance(runs, Run) else runs
+    folders = list(dict.fromkeys(folder.resolve() for run in all_runs for folder in run.folders))
     if not folders:
-        raise InstrumentError("runs: no run to compare")
+        raise InstrumentError("runs is empty")
     return Run(Path(os.path.commonpath([folder.parent for folder in folders])), folders)
 
 

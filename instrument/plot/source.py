@@ -7,12 +7,19 @@ from collections.abc import Sequence
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.series import KEYS, Series, statistics_in
+from ..analysis.plot_data import KEYS, RecordedSeries, statistics_in
 from ..analysis.series_selection import check_choice, series_where
 from ..errors import InstrumentError
+from ..spec.statistics import STATISTICS
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MOST_RUNS = 6  # maximum number of run names in an error message
+SETTINGS = {
+    "stats": "set 'stats' in a record hook",
+    "distributions": "set 'quantiles' or 'histogram' in a record hook",
+    "tensors": "set 'tensors: true' in a record hook",
+}
+"""The setting that fills a table, by table."""
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
@@ -36,9 +43,11 @@ def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUI
         InstrumentError: The table is empty, or a column is missing.
     """
     if missing := [name for name in needed if name not in frame]:
-        raise InstrumentError(f"the {table} table lacks the columns needed for this plot: {', '.join(missing)}")
+        names = ", ".join(missing)
+        raise InstrumentError(f"this plot requires columns that are missing from the {table} table: {names}")
     if frame.empty:
-        raise InstrumentError(f"the {table} table has no rows: no hook recorded such data")
+        setting = f"; {SETTINGS[table]}" if table in SETTINGS else ""
+        raise InstrumentError(f"the {table} table has no rows{setting}")
 
 
 def check_single_run(runs: list[str]) -> None:
@@ -50,12 +59,12 @@ def check_single_run(runs: list[str]) -> None:
     if len(runs) > 1:
         names = ", ".join(runs[:MOST_RUNS]) + (", ..." if len(runs) > MOST_RUNS else "")
         raise InstrumentError(
-            f"this plot needs a single run, but {len(runs)} were given ({names}): "
+            f"this plot requires a single run, but {len(runs)} were given ({names}): "
             "load one of them, or use instrument.plot.compare"
         )
 
 
-def series_with(stats: pd.DataFrame, statistic: str | None) -> list[Series]:
+def series_with(stats: pd.DataFrame, statistic: str | None) -> list[RecordedSeries]:
     """Return the series that have a value of a statistic; with None, the series that have a value of any statistic.
 
     Raises:
@@ -64,5 +73,6 @@ def series_with(stats: pd.DataFrame, statistic: str | None) -> list[Series]:
     there = statistics_in(stats)
     if statistic is None:
         return series_where(stats, lambda rows: bool(statistics_in(rows)))
-    check_choice(statistic, there, "statistic", "no hook recorded this statistic")
+    fix = f"add {statistic} to 'stats' in a record hook" if statistic in STATISTICS else ""
+    check_choice(statistic, there, "statistic", "no hook recorded this statistic", fix)
     return series_where(stats, lambda rows: bool(rows[statistic].notna().any()))

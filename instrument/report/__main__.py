@@ -16,7 +16,7 @@ from pathlib import Path
 from ..analysis.folders import NoRunError
 from ..analysis.load import load
 from ..errors import ConfigError, InstrumentError, InstrumentWarning
-from ..sinks.remote import refuse_address
+from ..sinks.remote_folder import check_is_local
 from . import FILE, make
 
 
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write(folder: str, out: Path | None, *, show: bool) -> int:
     if out is None:
-        problem = "required: reports are written to a local file, not to a remote address"
-        refuse_address(folder, "--out", problem, allowed="--out FILE")
+        problem = "is required: reports are written to a local file, not to a remote address"
+        check_is_local(folder, "--out", problem, fix="pass --out FILE")
         out = Path(folder) / FILE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files

@@ -10,10 +10,10 @@ import pandas as pd
 import pyarrow as pa
 
 from ..analysis.load import Run
-from ..analysis.series import (
-    Groups,
+from ..analysis.plot_data import (
     Matrix,
-    Series,
+    RecordedSeries,
+    StepGroups,
     forward_order,
     groups_of,
     location_name,
@@ -74,7 +74,7 @@ def _median(levels: Sequence[float] | None, quantiles: Sequence[float] | None) -
     return quantiles[list(levels).index(MIDDLE)]
 
 
-def _heat_map(series: Series, rows: pd.DataFrame, order: Sequence[str], most: int) -> dict[str, Any]:
+def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], most: int) -> dict[str, Any]:
     statistics = _shown(rows)
     tables = matrices(rows, statistics, order, most)
     axes = tables[statistics[0]]
@@ -93,7 +93,7 @@ def _shown(rows: pd.DataFrame) -> list[str]:
     return statistics_in(rows) + median
 
 
-def _about(series: Series) -> dict[str, Any]:
+def _about(series: RecordedSeries) -> dict[str, Any]:
     return {
         "label": series.label,
         "hook": series.hook,
@@ -118,7 +118,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
         some = first.iloc[evenly_spaced(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
-                **_about(Series(hook, kind, role, phase)),
+                **_about(RecordedSeries(hook, kind, role, phase)),
                 "place": location_name(layer, path, kind),
                 "of": len(first),
                 "several": bool(rows["step"].duplicated().any()),
@@ -165,7 +165,7 @@ def curves(run: Run, most: int = CURVE_POINTS) -> dict[str, Any]:
     return found
 
 
-def _steps(axis: Groups | Matrix) -> dict[str, Any]:
+def _steps(axis: StepGroups | Matrix) -> dict[str, Any]:
     return {"first": axis.first.tolist(), "last": axis.last.tolist()}
 
 
@@ -207,7 +207,7 @@ def effects(frame: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]:
     return [_effect(series, rows, order, most) for series, rows in found if len(rows)]
 
 
-def _effect(series: Series, rows: pd.DataFrame, order: Sequence[str], most: int) -> dict[str, Any]:
+def _effect(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], most: int) -> dict[str, Any]:
     tables = matrices(rows, EFFECTS, order, most)
     axes = tables["norm_before"]
     values = {name: rounded(table.values) for name, table in tables.items()}

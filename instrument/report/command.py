@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from ..sinks.remote import is_address
+from ..sinks.remote_folder import is_address
 
 FILE = "report.html"  # relative to the folder of a run or a sweep
 

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
-from ..analysis.short_names import short_names
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
@@ -140,7 +140,7 @@ def _templates() -> Any:
     try:
         import jinja2
     except ImportError:
-        raise InstrumentError(f"reports need Jinja2: {pip_command('report')}") from None
+        raise InstrumentError(f"reports require Jinja2: {pip_command('report')}") from None
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -162,5 +162,5 @@ def _plotly_script() -> Path:
     try:
         import plotly
     except ImportError:
-        raise InstrumentError(f"reports need Plotly: {pip_command('report')}") from None
+        raise InstrumentError(f"reports require Plotly: {pip_command('report')}") from None
     return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"

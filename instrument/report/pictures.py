@@ -33,11 +33,11 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
         A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
         index; `locations` and `pictures`, the total numbers of both.
     """
-    known = maps_in(run)
-    locations = _places(known, order)
+    all_maps = maps_in(run)
+    locations = _places(all_maps, order)
     turns = _rounds(locations)
     pixels = _pixels_for(turns[0] if turns else [])
-    images = _Images(run, known)
+    images = _Images(run, all_maps)
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.step) for rank, found in enumerate(locations) for one in found}
     room = ROOM
@@ -50,11 +50,11 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": images.drawn, **of}
 
 
-def _places(known: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
+def _places(all_maps: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
     """Return the maps of each location in forward order, one for each step; of several calls the first."""
     ranks = {layer: rank for rank, layer in enumerate(order)}
     locations: dict[tuple[str, str, str], LocationMaps] = {}
-    for one in known:
+    for one in all_maps:
         if not one.is_image:
             at = locations.setdefault((one.what, one.series.label, one.location), [])
             if one.step not in {other.step for other in at}:
@@ -89,14 +89,14 @@ def _size(one: Maps, pixels: int) -> int:
 class _Images:
     """The input images of the maps; each image is added once."""
 
-    def __init__(self, run: Run, known: list[Maps]) -> None:
-        self.run, self.known = run, known
+    def __init__(self, run: Run, all_maps: list[Maps]) -> None:
+        self.run, self.all_maps = run, all_maps
         self.drawn: list[dict[str, Any]] = []
         self._numbers: dict[Maps, int] = {}
 
     def number_of(self, one: Maps) -> int | None:
         """Return the index of the input image of a map; None if it was not recorded."""
-        image = image_of(one, self.known)
+        image = image_of(one, self.all_maps)
         if image is None:
             return None
         if image not in self._numbers:

@@ -13,7 +13,7 @@ import yaml
 
 from ..analysis.findings import findings
 from ..analysis.load import Run
-from ..analysis.series import location_name
+from ..analysis.plot_data import location_name
 from ..plot.style import CATEGORIES
 from .charts import charts
 

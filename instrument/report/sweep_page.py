@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.confidence_interval import half_width
+from ..analysis.config_comparison import to_yaml
+from ..analysis.intervention_pairs import Pair, pairs
 from ..analysis.load import Run
-from ..analysis.pairs import Pair, pairs
-from ..analysis.training_config import to_yaml
 from .command import FILE
 from .numbers import format_number
 from .sweeps import RunData, charts, name_of, overrides_of, read_runs
@@ -115,10 +115,10 @@ def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _paired(known: pd.DataFrame) -> dict[str, str]:
+def _paired(pairs: pd.DataFrame) -> dict[str, str]:
     """Return the means without and with an intervention, and of the difference, with its interval over the seeds."""
-    known = known.assign(difference=known["treated"] - known["without"])
-    seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in known.groupby("seed")])  # keeps NaN of a diverged run
+    pairs = pairs.assign(difference=pairs["treated"] - pairs["without"])
+    seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in pairs.groupby("seed")])  # keeps NaN of a diverged run
     means = seeds.mean(skipna=False)
     squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
     width = float(half_width(np.array(squares), np.array(len(seeds))))
@@ -128,5 +128,5 @@ def _paired(known: pd.DataFrame) -> dict[str, str]:
         "treated": format_number(means["treated"]),
         "difference": format_number(means["difference"], sign=True),
         "interval": "" if math.isnan(width) else f"{ends[0]} to {ends[1]}",
-        "each": "  ".join(format_number(difference, sign=True) for difference in known["difference"]),
+        "each": "  ".join(format_number(difference, sign=True) for difference in pairs["difference"]),
     }

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..analysis.config_comparison import differing_overrides, to_yaml
+from ..analysis.intervention_pairs import Pair, pairs
 from ..analysis.load import Run, load
-from ..analysis.pairs import Pair, pairs
-from ..analysis.series import KEYS, Series, forward_order, matrices, series_in, statistics_in
-from ..analysis.training_config import differing_overrides, to_yaml
+from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
 from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded
@@ -47,7 +47,7 @@ class RunData:
     """
 
     curves: dict[str, Any]
-    summaries: dict[Series, dict[str, pd.DataFrame]]
+    summaries: dict[RecordedSeries, dict[str, pd.DataFrame]]
     problems: list[str]
     warnings: int
 
@@ -128,14 +128,14 @@ def _summaries(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFra
     return found
 
 
-def layers_of_all(runs: Sequence[dict[Series, dict[str, pd.DataFrame]]]) -> list[dict[str, Any]]:
+def layers_of_all(runs: Sequence[dict[RecordedSeries, dict[str, pd.DataFrame]]]) -> list[dict[str, Any]]:
     """Return the statistics of each series by location, with the last, largest and smallest number of each run."""
     known = list(dict.fromkeys(series for run in runs for series in run))
     room = MAX_VALUES // max(1, len(known))
     return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]
 
 
-def _layers(series: Series, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
+def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
     locations = list(dict.fromkeys(location for run in runs for table in run.values() for location in table.index))
     there = {name for run in runs for name in run}
     statistics = [name for name in (*PREFERRED_STATISTICS, *ALL) if name in there]

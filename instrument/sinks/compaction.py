@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..capture.tables import TABLES, Table
-from .parts import JOURNALS, ROW_GROUP_BYTES, TENSORS_ROWS, Part, in_order, new_part, parts_of, written_parts
+from .parts import JOURNALS, ROW_GROUP_BYTES, TENSOR_ROW_GROUP_ROWS, Part, in_order, new_part, part_files, written_parts
 from .recovery import recover
 
 ROW_GROUP_ROWS = 131_072
@@ -56,10 +56,10 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
     Raises:
         OSError: A file cannot be written. No row is lost.
     """
-    found = CompactionResult()
-    found.problems += recover(folder).problems
+    result = CompactionResult()
+    result.problems += recover(folder).problems
     for name, table in TABLES.items():
-        found.before[name] = len(written_parts(folder, name))
+        result.before[name] = len(written_parts(folder, name))
         _remove_merged(folder, name)
         kept: set[Path] = set()  # parts to keep: just merged, or unreadable
         while (group := _first_mergeable(folder, table, [each.get(name, 0) for each in ends], kept)) is not None:
@@ -67,11 +67,11 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
                 kept.add(_merge(folder, table, group))
             except _UnreadableError as error:
                 kept.add(error.file)
-                found.problems.append(f"{error.file.relative_to(folder)}: {error}")
-        found.after[name] = len(written_parts(folder, name))
+                result.problems.append(f"{error.file.relative_to(folder)}: {error}")
+        result.after[name] = len(written_parts(folder, name))
     with suppress(OSError):  # a damaged journal is kept
         (folder / JOURNALS).rmdir()
-    return found
+    return result
 
 
 class _UnreadableError(Exception):
@@ -84,7 +84,7 @@ def _first_mergeable(folder: Path, table: Table, ends: Sequence[int], kept: set[
     """Return the first consecutive parts to merge. A part that is larger than half the limit is kept as it is."""
     group: dict[Part, Path] = {}
     size = 0
-    for part, file in parts_of(folder, table.name).items():
+    for part, file in part_files(folder, table.name).items():
         bytes_of = file.stat().st_size
         last = next(reversed(group), None)
         is_end = part.number in ends[part.rank : part.rank + 1]
@@ -112,7 +112,7 @@ def _merge(folder: Path, table: Table, parts: Mapping[Part, Path]) -> Path:
 
 def _remove_merged(folder: Path, table: str) -> None:
     """Remove the parts whose rows are in merged parts."""
-    counted = parts_of(folder, table)
+    counted = part_files(folder, table)
     for part, file in written_parts(folder, table).items():
         if part not in counted:
             file.unlink()
@@ -135,7 +135,7 @@ def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
     Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
     """
-    max_rows = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+    max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
     pending: list[pa.Table] = []
     rows = size = 0
     for piece in pieces:

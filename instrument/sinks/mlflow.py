@@ -45,14 +45,14 @@ class Mlflow:
             self.client.log_batch(self.id, params=params[start : start + PARAMS])
 
     def _experiment(self, name: str) -> str:
-        found = self.client.get_experiment_by_name(name)
+        experiment = self.client.get_experiment_by_name(name)
         try:
-            return self.client.create_experiment(name) if found is None else found.experiment_id
+            return self.client.create_experiment(name) if experiment is None else experiment.experiment_id
         except MlflowException:  # another job of the sweep created it in the meantime
-            found = self.client.get_experiment_by_name(name)
-            if found is None:
+            experiment = self.client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-            return found.experiment_id
+            return experiment.experiment_id
 
     def log(self, step: int, summary: StepSummary) -> None:
         """Send the numbers of a step."""

@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..capture.reducer import own_rank
+from ..capture.collectives import own_rank
 from ..capture.sink import Row
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
-from .parts import JOURNALS, reserve_of, row_counts_of
+from .journal_row_counts import RowCounts
+from .parts import JOURNALS, disk_reserve_file, row_counts_of
 from .recovery import has_moved
-from .row_counts import RowCounts
 from .table_writer import TableWriter
 from .tensors import TensorWriter
 
@@ -179,7 +179,7 @@ class ParquetSink:
 
     @property
     def _reserve(self) -> Path:
-        return reserve_of(self.folder, own_rank())
+        return disk_reserve_file(self.folder, own_rank())
 
     def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""

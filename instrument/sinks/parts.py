@@ -4,7 +4,7 @@
     stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.sinks.compaction
     journal/stats-0000-000008.arrows         the rows of the future part 8
     journal/stats-0000-000008.tmp            part 8 while it is being written
-    journal/rows.0000                        number of rows in the journals of rank 0, see instrument.sinks.row_counts
+    journal/rows.0000                        number of rows in the journals of rank 0, see instrument.sinks.journal_row_counts
 
 A part is written to a temporary file and renamed. Only then are the files that it replaces removed: the journal of its
 rows, or the parts that were merged into it. A reader that lists journals first and parts second therefore finds every
@@ -26,13 +26,13 @@ import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, with_positions
 from .journal import SUFFIX, JournalReader
-from .row_counts import NAME, truncation_problem
+from .journal_row_counts import NAME, truncation_problem
 
 JOURNALS = "journal"
 DAMAGED = ".damaged"
 OTHER_COLUMNS = "the columns differ from those of the table: the file is not read"
 ROW_GROUP_ROWS = 32_768
-TENSORS_ROWS = 8_192  # the number of rows that are read to get one tensor
+TENSOR_ROW_GROUP_ROWS = 8_192  # the number of rows that are read to get one tensor
 LISTING_SIZE = 256  # the number of files that the system lists in one call
 BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = (
     64,
@@ -84,23 +84,23 @@ class Part(NamedTuple):
         return self.journal(folder, table).with_suffix(".tmp")
 
 
-def parts_of(folder: Path, table: str) -> dict[Part, Path]:
+def part_files(folder: Path, table: str) -> dict[Part, Path]:
     """Return the Parquet files of a table in order, without those whose rows are in a merged part."""
-    found: dict[Part, Path] = {}
+    files: dict[Part, Path] = {}
     latest: Part | None = None
     for part, file in written_parts(folder, table).items():
         if latest is None or not latest.covers(part):
-            found[part], latest = file, part
-    return found
+            files[part], latest = file, part
+    return files
 
 
 def written_parts(folder: Path, table: str) -> dict[Part, Path]:
     """Return all Parquet files of a table in order. A merged part comes before the parts that it replaces."""
-    found = {}
+    files = {}
     for name in names_in(folder / table):
         if match := _PART.fullmatch(name):
-            found[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
-    return dict(sorted(found.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
+            files[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
+    return dict(sorted(files.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
 
 
 def names_in(folder: Path) -> list[str]:
@@ -120,20 +120,20 @@ def names_in(folder: Path) -> list[str]:
 
 def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:
     """Return the journals of a table, or of all tables, in order. The rows of some may already be in a part."""
-    found = {}
+    files = {}
     for name in names_in(folder / JOURNALS):
         match = _JOURNAL.fullmatch(name)
         if match and match[1] in TABLES and table in (None, match[1]):
-            found[match[1], Part(int(match[2]), int(match[3]))] = folder / JOURNALS / name
-    return dict(sorted(found.items()))
+            files[match[1], Part(int(match[2]), int(match[3]))] = folder / JOURNALS / name
+    return dict(sorted(files.items()))
 
 
-def reserve_of(folder: Path, rank: int) -> Path:
+def disk_reserve_file(folder: Path, rank: int) -> Path:
     """Return the file that reserves disk space for a process, see `instrument.sinks.parquet`."""
     return folder / JOURNALS / f"reserve.{rank:04d}"
 
 
-def reserves_of(folder: Path) -> list[Path]:
+def disk_reserve_files(folder: Path) -> list[Path]:
     """Return the files that reserve disk space for all processes of a run."""
     return list((folder / JOURNALS).glob("reserve.*"))
 
@@ -153,8 +153,8 @@ def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     names = names_in(folder / subfolder)
     if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
-    known = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
-    known_files = {*known.values(), *reserves_of(folder)}
+    listed = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
+    known_files = {*listed.values(), *disk_reserve_files(folder)}
     found = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
     return sorted(
         file for file in found if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
@@ -181,10 +181,10 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     reading = JournalReader.of(journal, exclusive=True)
     if reading.schema is not None and reading.schema != table.plain_schema:
         reading.problem = OTHER_COLUMNS
-    if not any(later.covers(part) for later in parts_of(folder, table.name)):
+    if not any(later.covers(part) for later in part_files(folder, table.name)):
         usable = reading.batches() if reading.schema == table.plain_schema else iter(())
         with new_part(folder, table, part, fsync=fsync) as writer:
-            max_rows = TENSORS_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+            max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             for group in _groups(_combine_small(with_positions(table, batch) for batch in usable), max_rows):
                 rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
@@ -196,7 +196,7 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     return reading
 
 
-def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
+def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
     """Remove everything that one process wrote after each table had a certain number of parts.
 
     Removed are later parts, journals, and temporary files.
@@ -216,9 +216,7 @@ def rewind(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
             if part.rank == rank and part.number >= counts[name]:
                 file.unlink()
             elif part.rank == rank and part.end > counts[name]:
-                raise OSError(
-                    f"{file} contains rows from before and after the checkpoint: it was merged for another checkpoint"
-                )
+                raise OSError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:
             file.unlink()

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..capture.tables import TABLES
-from .lost_rows import lost_journals, row_counts_in, rows_written
+from .journal_row_counts import DAMAGED
+from .missing_journals import lost_journals, row_counts_in, rows_written
 from .parts import (
     JOURNALS,
     Part,
     convert_journal,
+    disk_reserve_files,
     journals_of,
     new_part,
-    parts_of,
-    reserves_of,
+    part_files,
 )
-from .remote import moved_to
-from .row_counts import DAMAGED
+from .remote_folder import moved_to
 
 
 @dataclass
@@ -50,30 +50,30 @@ def recover(folder: Path) -> RecoveryResult:
     Raises:
         OSError: A file cannot be written. The files not yet processed are unchanged.
     """
-    found = RecoveryResult()
+    result = RecoveryResult()
     for temporary in (folder / JOURNALS).glob("*.tmp"):
         temporary.unlink()
     written, damaged = rows_written(folder)
-    found.problems += [f"{path.relative_to(folder)}: {DAMAGED}" for path in damaged]
+    result.problems += [f"{path.relative_to(folder)}: {DAMAGED}" for path in damaged]
     for (name, part), path in journals_of(folder).items():
         reading = convert_journal(folder, TABLES[name], part, written.get((name, part), 0))
-        found.rows[name] += reading.rows
+        result.rows[name] += reading.rows
         if reading.torn:
-            found.torn.append(name)
+            result.torn.append(name)
         if reading.problem is not None:
-            found.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
+            result.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
     for name in TABLES:
         lost = lost_journals(folder, name)
-        found.problems += [f"{path.relative_to(folder)}: {problem}" for path, problem in lost.items()]
+        result.problems += [f"{path.relative_to(folder)}: {problem}" for path, problem in lost.items()]
     for name, table in TABLES.items():
-        if not parts_of(folder, name) and not has_moved(folder):
+        if not part_files(folder, name) and not has_moved(folder):
             with new_part(folder, table, Part(0, 0)):
                 pass
-    for file in (*reserves_of(folder), *row_counts_in(folder)):
+    for file in (*disk_reserve_files(folder), *row_counts_in(folder)):
         file.unlink()
     with suppress(OSError):  # a damaged journal is kept
         (folder / JOURNALS).rmdir()
-    return found
+    return result
 
 
 def has_moved(folder: Path) -> bool:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..capture.reducer import own_rank
+from ..capture.collectives import own_rank
 from ..capture.tables import Table
 from .journal import Journal
-from .parts import Part, convert_journal, new_part, parts_of
+from .parts import Part, convert_journal, new_part, part_files
 
 
 class TableWriter:
@@ -48,7 +48,7 @@ class TableWriter:
         """
         if self.journal is not None and not self.journal.is_intact():
             return False
-        there = list(parts_of(self.folder, self.table.name)) if parts else []
+        there = list(part_files(self.folder, self.table.name)) if parts else []
         own = [part for part in there if part.rank == self.part.rank]
         return not parts or sum(part.end - part.number for part in own) >= self.part.number
 

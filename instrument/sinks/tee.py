@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from ..capture.reducer import own_rank
+from ..capture.collectives import own_rank
 from ..capture.sink import Row, Sink
 from ..capture.tables import TABLES
 from ..errors import SinkError

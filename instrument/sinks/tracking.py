@@ -147,7 +147,7 @@ def require(packages: Mapping[str, str]) -> None:
                 import_module(name)
         except ImportError as error:
             message = f"the package {name} cannot be imported: {error}"
-            missing.append(Problem(where, message, allowed=pip_command(name)))
+            missing.append(Problem(where, message, fix=pip_command(name)))
     if missing:
         raise ConfigError(*missing)
 
@@ -174,7 +174,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
             return TrackingSink(module.begin(run, tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")), name)
     except Exception as error:
         message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
-        raise ConfigError(Problem(where, message, allowed="the environment variables in docs/export.md")) from error
+        raise ConfigError(Problem(where, message, fix="check the environment variables in docs/export.md")) from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from .fields import Count, Glob, Index, Selection
+from .field_types import Count, Glob, Index, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
 

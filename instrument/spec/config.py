@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from .apply import ApplySpec
 from .budget import BudgetConfig
-from .fields import Count, Index, Seed, Spec, Target, number_to_text
+from .field_types import Count, Index, Seed, Spec, Target, number_to_text
 from .hooks import HookSpec
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]

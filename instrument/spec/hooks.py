@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .base import HookBase
-from .functions import (
+from .interventions import ClipSpec, ScaleSpec
+from .modify import (
     DropoutSpec,
     FunctionSpec,
     MeanSpec,
@@ -18,7 +19,6 @@ from .functions import (
     SignSpec,
     ZeroSpec,
 )
-from .interventions import ClipSpec, ScaleSpec
 from .record import RecordSpec
 
 HookSpec = (

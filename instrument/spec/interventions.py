@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
 from .base import Intervention
-from .fields import Dimension, NonNegative, Number
+from .field_types import Dimension, NonNegative, Number
 
 Fraction = Annotated[Number, Field(gt=0, le=1)]
 
@@ -43,7 +43,7 @@ class ClipSpec(Intervention):
         }
         set_bounds = [name for name, is_set in given.items() if is_set]
         if len(set_bounds) != 1:
-            raise ValueError(f"needs exactly one of {', '.join(given)}; given: {' and '.join(set_bounds) or 'none'}")
+            raise ValueError(f"requires exactly one of {', '.join(given)}; given: {' and '.join(set_bounds) or 'none'}")
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min ({self.min}) is above max ({self.max})")
         if self.norm is None and {"ord", "scope"} & self.model_fields_set:

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from . import apply, hooks
 from .config import RunConfig
-from .fields import Target
-from .functions import FUNCTIONS, FunctionSpec
+from .field_types import Target
+from .modify import FUNCTIONS, FunctionSpec
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:

@@ -16,10 +16,10 @@ from .apply import ApplySpec
 from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
-from .fields import number_to_text
-from .functions import FUNCTIONS, FunctionSpec
+from .field_types import number_to_text
 from .hooks import HookSpec
 from .keys import fields_of, fields_of_specs, model_at
+from .modify import FUNCTIONS, FunctionSpec
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -49,7 +49,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
             Problem(
                 "model",
                 "no model is configured",
-                allowed="model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}",
+                fix="set model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}",
             )
         )
     if not raw.get("data"):
@@ -57,7 +57,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
             Problem(
                 "data",
                 "no dataset is configured",
-                allowed="data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}",
+                fix="set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}",
             )
         )
     for section in ("optimizer", "scheduler"):
@@ -128,7 +128,7 @@ def _parse_section(section: str, raw: Any, model_for: Callable[[Mapping[str, Any
         where = f"{section}.{name}"
         try:
             if not isinstance(name, str):
-                raise ConfigError(Problem(section, _not_a_string(name), given=name, allowed="the name in quotes"))
+                raise ConfigError(Problem(section, _not_a_string(name), given=name, fix="put the name in quotes"))
             if not NAME.fullmatch(name):
                 raise ConfigError(
                     Problem(
@@ -142,7 +142,10 @@ def _parse_section(section: str, raw: Any, model_for: Callable[[Mapping[str, Any
             if value.get("name") not in (None, "", name):
                 raise ConfigError(
                     Problem(
-                        f"{where}.name", "the name differs from the key of the spec; remove it", given=value["name"]
+                        f"{where}.name",
+                        "the name differs from the key of the spec",
+                        given=value["name"],
+                        fix="remove 'name'",
                     )
                 )
             if name in specs:
@@ -279,7 +282,7 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         )
     given = None if isinstance(item["input"], Mapping) else item["input"]
     if kind == "string_type" and isinstance(given, bool | int | float):
-        return Problem(key, _not_a_string(given), given=given, allowed="the value in quotes")
+        return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
         return Problem(

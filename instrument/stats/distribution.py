@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .flatten import as_vector
 from .measure import Values, measure
 from .single_pass import add_to_bins
-from .vector import as_vector
 
 SAMPLE = 16_384  # sorted and gathered in about 0.2 ms
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples are evenly distributed (Weyl)

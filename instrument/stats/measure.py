@@ -17,9 +17,9 @@ from torch.nn.parameter import Parameter
 
 from ..spec.statistics import ALL
 from .blocks import MAX_EXPONENT, measure_blocks
+from .flatten import as_vector
 from .formulas import FORMULAS, Sums
 from .single_pass import measure_in_one_pass
-from .vector import as_vector
 
 Values = Sequence[float | None] | Tensor
 """The result of `measure`: numbers and None, or a float64 tensor [statistics] on the device, with NaN for None."""
@@ -76,18 +76,18 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
     x = flat.to(torch.float64)
     finite = x.isfinite()
     n = finite.sum(dtype=torch.float64)
-    kept = torch.where(finite, x, 0.0)
-    unit = _unit_on_device(kept) if flat.dtype == torch.float64 and x.numel() else torch.ones_like(n)
-    kept = kept / unit
+    finite_values = torch.where(finite, x, 0.0)
+    unit = _unit_on_device(finite_values) if flat.dtype == torch.float64 and x.numel() else torch.ones_like(n)
+    finite_values = finite_values / unit
     nan_if_empty = torch.where(n == 0, math.nan, 0.0)  # added to statistics that have no value if nothing is finite
-    squares = kept.square().sum() + nan_if_empty
+    squares = finite_values.square().sum() + nan_if_empty
     if x.numel():
         low = torch.where(finite, x, math.inf).amin()
         high = torch.where(finite, x, -math.inf).amax()
     else:
         low = high = nan_if_empty
     pivot = low / unit
-    shifted = torch.where(finite, kept - pivot, 0.0)
+    shifted = torch.where(finite, finite_values - pivot, 0.0)
     mean = shifted.sum() / n
     centered = torch.where(finite, shifted - mean, 0.0)
     drift = centered.sum()
@@ -102,13 +102,13 @@ def measure_on_device(flat: Tensor, names: Sequence[str]) -> Tensor:
         mean=pivot + mean,
         variance=((centered.square().sum() - drift * drift / n) / n).clamp(min=0.0),
         squares=squares,
-        magnitudes=kept.abs().sum() + nan_if_empty if "l1" in names else nan_if_empty,
+        magnitudes=finite_values.abs().sum() + nan_if_empty if "l1" in names else nan_if_empty,
         unit=unit,
     )
     return torch.stack([FORMULAS[name](sums) for name in names])
 
 
-def _unit_on_device(kept: Tensor) -> Tensor:
+def _unit_on_device(finite_values: Tensor) -> Tensor:
     """Return a unit for finite values, like `instrument.stats.blocks._unit`, without branches on values."""
-    exponent = torch.frexp(kept.abs().amax()).exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    exponent = torch.frexp(finite_values.abs().amax()).exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     return torch.exp2(exponent.to(torch.float64))

@@ -23,11 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
-from ..folders.snapshot import REFUSED
-from ..sinks.remote import REMOTE, SWEEP_RECORD, remote_address_of
+from ..folders.rollback import REFUSED
+from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
-BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 JOB_NUMBER = "${hydra.job.num}"
 DONE, RUNNING, MISSING, UNKNOWN = "done", "running", "missing", "unknown"
 
@@ -98,10 +98,10 @@ class Sweep(Jobs):
         None if the jobs are not uploaded, or if the address differs between jobs.
         """
         try:
-            remote = OmegaConf.select(self.record, REMOTE)
+            remote = OmegaConf.select(self.record, REMOTE_KEY)
         except OmegaConfBaseException:
             return None
-        return None if remote is None or REMOTE in self.swept else remote_address_of(self.folder, str(remote))
+        return None if remote is None or REMOTE_KEY in self.swept else remote_address_of(self.folder, str(remote))
 
     @cached_property
     def swept(self) -> frozenset[str]:
@@ -184,7 +184,7 @@ def has_known_jobs(hydra: DictConfig) -> bool:
         hydra: Section `hydra` of the configuration of the sweep.
     """
     subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-    return bool(hydra.sweeper["_target_"] == BASIC and subdir == JOB_NUMBER)
+    return bool(hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
 
 
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from ..analysis.config_comparison import differing_overrides, to_yaml
 from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
-from ..analysis.training_config import differing_overrides, to_yaml
 from ..errors import ConfigError, Problem
-from ..sinks.remote import SWEEP_RECORD, is_address
+from ..sinks.remote_folder import SWEEP_RECORD, is_address
 from .jobs import (
     MISSING,
     Jobs,

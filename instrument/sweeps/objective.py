@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..extras import pip_command
 
-KEY, DEFAULT = "objective", "loss"
+OBJECTIVE_KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation
 NUMERIC_TABLES = ("stats", "metrics", "effects")  # tables with numeric columns
 AGGREGATES = {
@@ -97,8 +97,10 @@ def read_objective(written: str) -> Objective:
     match = _AGGREGATE_PATTERN.fullmatch(written.strip())
     if match is None:
         word = re.fullmatch(r"\w+", written)
-        message = "an evaluation has no such metric" if word else "cannot parse the objective"
-        raise ConfigError(Problem(KEY, message, written, ALLOWED, similar_names(written, METRICS) if word else ()))
+        message = "unknown metric" if word else "cannot parse the objective"
+        raise ConfigError(
+            Problem(OBJECTIVE_KEY, message, written, ALLOWED, similar_names(written, METRICS) if word else ())
+        )
     aggregate, table, column = (name.lower() for name in match.groups()[:3])
     condition = match[4]
     _check_known("aggregate", aggregate, list(AGGREGATES), written)
@@ -117,7 +119,9 @@ def read_objective(written: str) -> Objective:
 
 def _check_known(what: str, name: str, names: Iterable[str], written: str) -> None:
     if name not in names:
-        raise ConfigError(Problem(KEY, f"no {what} is named {name}", written, list(names), similar_names(name, names)))
+        raise ConfigError(
+            Problem(OBJECTIVE_KEY, f"no {what} is named {name}", written, list(names), similar_names(name, names))
+        )
 
 
 def _numeric_columns(table: str) -> list[str]:
@@ -137,9 +141,8 @@ def _check_query(query: str, table: str, condition: str) -> None:
     try:
         import duckdb
     except ImportError:
-        raise ConfigError(
-            Problem(KEY, f"an objective from a table requires DuckDB: {pip_command('sql')}", condition or None, METRICS)
-        ) from None
+        message = "an objective from a table requires DuckDB"
+        raise ConfigError(Problem(OBJECTIVE_KEY, message, condition or None, METRICS, fix=pip_command("sql"))) from None
     from ..capture.tables import TABLES
 
     with duckdb.connect() as connection:
@@ -152,7 +155,9 @@ def _check_query(query: str, table: str, condition: str) -> None:
             message = _first_line(error)
             names, unknown = TABLES[table].names, re.search(r'column "(\w+)"', message)
             like = similar_names(unknown[1], names) if unknown else ()
-            raise ConfigError(Problem(KEY, f"cannot parse the condition: {message}", condition, names, like)) from None
+            raise ConfigError(
+                Problem(OBJECTIVE_KEY, f"cannot parse the condition: {message}", condition, names, like)
+            ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..folders.run_record import read_record, write_json
-from ..sinks.client_errors import safe_message
-from ..sinks.parts import parts_of
-from ..sinks.remote import REMOTE, RemoteFolder, folder_at, moved_to
-from .objective import DEFAULT, KEY, NUMERIC_TABLES, Objective
+from ..sinks.parts import part_files
+from ..sinks.remote_errors import safe_message
+from ..sinks.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
+from .objective import DEFAULT, NUMERIC_TABLES, OBJECTIVE_KEY, Objective
 
 RECORD = "run.json"
 
@@ -36,10 +36,10 @@ def score_job(
     if objective.query is None:
         value, reason = objective.value_of(folder, metrics)
     else:
-        record = read_record(folder, KEY)
+        record = read_record(folder, OBJECTIVE_KEY)
         reason = _incomplete_reason(folder, record)
         value, reason = (None, reason) if reason else objective.value_of(_rows_of(folder, record), metrics)
-        _save(folder, {**record, KEY: value})
+        _save(folder, {**record, OBJECTIVE_KEY: value})
     if value is not None and objective.query is not None:
         print(f"{folder}  {objective.written} = {value:.6g}")
     if value is None and (searched or objective.written != DEFAULT):
@@ -51,7 +51,7 @@ def _incomplete_reason(folder: Path, record: Mapping[str, Any]) -> str:
     """Return why the available rows are not all rows of the run; empty if they are complete."""
     if stopped := record.get("recording_stopped"):
         return f"recording stopped: {stopped}"
-    if moved_to(record) is not None and any(parts_of(folder, table) for table in NUMERIC_TABLES):
+    if moved_to(record) is not None and any(part_files(folder, table) for table in NUMERIC_TABLES):
         return f"some of the rows are not in {moved_to(record)}"
     return ""
 
@@ -67,7 +67,7 @@ def _save(folder: Path, record: dict[str, Any]) -> None:
     if record.get("remote") is None:
         return
     try:
-        RemoteFolder(record["remote"], REMOTE).put(folder / RECORD, RECORD)
+        RemoteFolder(record["remote"], REMOTE_KEY).put(folder / RECORD, RECORD)
     except Exception as error:  # Each storage client raises its own exception types.
         print(
             f"{folder}  the objective value was not uploaded to {record['remote']}: {safe_message(error)}",

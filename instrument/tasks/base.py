@@ -99,15 +99,16 @@ def check_outcome(outcome: object) -> None:
         outcome: The result of the task.
 
     Raises:
-        TypeError: The result is not an `Outcome`, or its loss is not a differentiable scalar.
+        TypeError: The result is not an `Outcome`, or its loss is not a scalar tensor.
+        ValueError: The loss does not depend on any trainable parameter.
     """
     if not isinstance(outcome, Outcome):
-        raise TypeError(f"the task returned {type(outcome).__name__} instead of instrument.tasks.Outcome")
+        raise TypeError(f"the task must return instrument.tasks.Outcome, but returned {type(outcome).__name__}")
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
         raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
     if not outcome.loss.requires_grad:
-        raise TypeError("the loss does not depend on any trainable parameter")
+        raise ValueError("the loss does not depend on any trainable parameter")
 
 
 @torch.no_grad()

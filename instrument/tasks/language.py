@@ -71,6 +71,6 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
     """
     if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
         raise ValueError(
-            f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token needs tokens [N, T], or pairs of "
+            f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token requires tokens [N, T], or pairs of "
             "tokens [N, T] and targets [N, T], and logits [N, T, vocabulary]"
         )

@@ -24,7 +24,7 @@ from ..spec.apply import (
     SetSpec,
     WrapSpec,
 )
-from ..spec.fields import Target
+from ..spec.field_types import Target
 from ..spec.globs import matches
 from ..targets import build, locate
 
@@ -64,12 +64,12 @@ def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
     `nn.Module.apply` visits a shared module once for each of its names. The result contains it once, at its first
     visit.
     """
-    wanted = {id(layer.module): layer for layer in chosen}
+    modules = {id(layer.module): layer for layer in chosen}
     order: dict[int, Layer] = {}
 
     def visit(module: nn.Module) -> None:
-        if id(module) in wanted:
-            order[id(module)] = wanted[id(module)]
+        if id(module) in modules:
+            order[id(module)] = modules[id(module)]
 
     model.apply(visit)
     return list(order.values())
@@ -151,7 +151,7 @@ def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) ->
         ConfigError: The module is the root module.
     """
     if not layer.name:
-        raise ConfigError(Problem(where, "the root module cannot be replaced; set 'model' instead"))
+        raise ConfigError(Problem(where, "the root module cannot be replaced", fix="set 'model' instead"))
     for parent in layers:
         for key, child in parent.module._modules.items():
             if child is layer.module and parent.module is not new:
@@ -168,11 +168,11 @@ class Label:
 
     def __init__(self, label: str, module: nn.Module) -> None:
         self.label = label
-        self.own = module.extra_repr
+        self.original_repr = module.extra_repr
 
     def __call__(self) -> str:
-        own = self.own()
-        return f"{self.label}, {own}" if own else self.label
+        original_text = self.original_repr()
+        return f"{self.label}, {original_text}" if original_text else self.label
 
 
 def _repr(spec: ReprSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
@@ -254,14 +254,12 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     Raises:
         ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.
     """
-    found = build(target, where, *positional)
-    if not isinstance(found, nn.Module):
+    module = build(target, where, *positional)
+    if not isinstance(module, nn.Module):
         raise ConfigError(
             Problem(
                 where,
-                f"{target.target} returned {type(found).__name__}",
-                given=target.target,
-                allowed="a torch.nn.Module",
+                f"must be a torch.nn.Module, but {target.target} returned {type(module).__name__}",
             )
         )
-    return found
+    return module

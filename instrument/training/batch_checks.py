@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from ..analysis.archive import RunArchive
+from ..analysis.recorded_tensors import RunArchive
 from ..errors import ConfigError, Problem
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfits_in_smaller_batches, tensors_at
+from ..plan.hook_plan import HookPlan
 from ..plan.layer_selection import shorten
 from ..plan.shape_inference import InferredCalls
-from ..plan.sites import HookPlan
 from ..spec.base import parse_slice
-from ..spec.functions import RecordedSpec
 from ..spec.hooks import HookSpec
+from ..spec.modify import RecordedSpec
 
 Shape = tuple[int, ...]
 ONCE = 0  # The micro-batch index of kinds that act once per step.
@@ -73,7 +73,7 @@ class RecordedTensor(NamedTuple):
     source: Shape | None
 
 
-def refuse_unfit_batches(
+def check_batch_shapes(
     plan: HookPlan, archive: RunArchive, batches_by_phase: Mapping[str, PhaseBatches], length: Length
 ) -> None:
     """Check that slices fit all batches, and that `replace` and `patch` find tensors of matching shape.
@@ -181,8 +181,9 @@ class _RecordingCheck:
         steps = {step for tensors in self.recorded.values() for step, _ in tensors}
         if missing_steps := sorted({self._source_step(step) for step in due} - steps):
             message = f"the other run recorded no tensors at step {shorten([*map(str, missing_steps)], 6)}"
-            allowed = f"one of {shorten([*map(str, sorted(steps))])}; or a schedule of these steps only (steps, every, start, stop)"
-            yield self._problem("step", message, self.spec.step, allowed)
+            allowed = f"one of {shorten([*map(str, sorted(steps))])}"
+            fix = "set 'step', or a schedule of these steps only (steps, every, start, stop)"
+            yield self._problem("step", message, self.spec.step, allowed, fix=fix)
             return
         per_batch = self.spec.definition.frequency == "micro_step"
         checked: set[tuple[int, tuple[int, ...]]] = set()  # Steps of the other run, and batch sizes of this run.
@@ -230,7 +231,7 @@ class _RecordingCheck:
             )
         except IndexError:
             message = f"the slice is outside of {location}, a tensor of shape {list(here)}"
-            yield self._problem("slice", message, self.spec.slice, ())
+            yield self._problem("slice", message, self.spec.slice)
             return
         if tensor.shape == tuple(part) or _fits(tensor.shape, shape, samples, size):
             return
@@ -238,7 +239,7 @@ class _RecordingCheck:
             yield self._batch_problem(location, step)
         else:
             message = f"{location} was recorded with shape {list(tensor.shape)}, but has shape {list(here)} in this run"
-            yield self._problem("run", message, self.spec.run, ())
+            yield self._problem("run", message, self.spec.run)
 
     def _batch_problem(self, location: TensorLocation, step: int) -> Problem:
         """Return the problem that the batches of a step differ between the runs.
@@ -266,22 +267,24 @@ class _RecordingCheck:
         if evaluates and None not in recorded_sizes and (total := sum(filter(None, recorded_sizes))) != sum(here):
             settings.append(f"a data.eval_slice of {total} samples")
         if settings:
-            allowed = " and ".join(settings)
+            fix = "set " + " and ".join(settings)
         elif evaluates or None in recorded_sizes:
-            allowed = f"batches of the same sizes: {_batches(recorded_sizes)}"
+            fix = f"use batches of the same sizes: {_batches(recorded_sizes)}"
         elif recorded_sizes == usual_sizes:
-            allowed = (
-                "a schedule (steps, every, start, stop) that omits the steps with smaller batches; "
+            fix = (
+                "set a schedule (steps, every, start, stop) that omits the steps with smaller batches; "
                 f"or a data.slice whose number of samples is a multiple of {sum(usual_sizes)}"
             )
         else:
-            allowed = f"a schedule (steps, every, start, stop) of steps with {_batches(recorded_sizes)}"
-            allowed += "; or another 'step'" if self.spec.step is not None else ""
-        return self._problem("run", message, self.spec.run, allowed)
+            fix = f"set a schedule (steps, every, start, stop) of steps with {_batches(recorded_sizes)}"
+            fix += "; or another 'step'" if self.spec.step is not None else ""
+        return self._problem("run", message, self.spec.run, fix=fix)
 
-    def _problem(self, key: str, message: str, written: object, allowed: Sequence[str] | str) -> Problem:
+    def _problem(
+        self, key: str, message: str, written: object, allowed: Sequence[str] | str = (), *, fix: str = ""
+    ) -> Problem:
         """Return the problem of a key of the spec."""
-        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed)
+        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed, fix=fix)
 
 
 def _scaled(shape: Shape, samples: int, size: int) -> Shape:

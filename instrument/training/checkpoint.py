@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..capture.collectives import own_rank
 from ..capture.probe import Probe
-from ..capture.reducer import own_rank
 from ..distributed.torchrun import synced_errors
+from ..dtensor import mesh_of, pack_shards, unpack_shards
 from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.run_record import CHECKPOINTS
-from ..sharded import mesh_of, pack_shards, unpack_shards
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 
@@ -58,7 +58,7 @@ class Checkpoints:
         self.every = every
         self.processes = processes
 
-    def is_due(self, step: int, steps: int) -> bool:
+    def is_scheduled(self, step: int, steps: int) -> bool:
         """Return whether a checkpoint is scheduled.
 
         Args:
@@ -124,10 +124,10 @@ class Checkpoints:
             The state for this process, with all tensors on the CPU.
 
         Raises:
-            ConfigError: The run has no checkpoint, or the file is not a checkpoint of this version.
+            ConfigError: The run has no checkpoint, or the file has another version.
         """
-        found = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
-        if not found:
+        files = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
+        if not files:
             raise ConfigError(
                 Problem(
                     "resume",
@@ -135,7 +135,7 @@ class Checkpoints:
                     given=str(self.folder),
                 )
             )
-        step = int(found[-1].stem.partition("-")[2])
+        step = int(files[-1].stem.partition("-")[2])
         state: dict[str, Any] = {}
         for saved_rank in (rank,) if rank == 0 else (rank, 0):
             if "model" not in state:  # If the model is replicated, only the file of rank 0 contains it.
@@ -200,15 +200,17 @@ def _read(path: Path) -> dict[str, Any]:
     """Read a checkpoint file.
 
     Raises:
-        InstrumentError: The file cannot be read with `weights_only=True`, or is not a checkpoint of this version.
+        InstrumentError: The file cannot be read with `weights_only=True`, or has another version.
     """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types of exceptions for a damaged file
         reason = str(error).strip().partition("\n")[0]
         raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
-    if not isinstance(state, dict) or state.get("version") != VERSION:
-        raise InstrumentError("the file is not a checkpoint of this version")
+    version = state.get("version") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or version != VERSION:
+        version_text = "no version number" if version is None else f"version {version}"
+        raise InstrumentError(f"the checkpoint must have version {VERSION}, but has {version_text}")
     return state
 
 

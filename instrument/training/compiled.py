@@ -8,7 +8,7 @@ from collections import Counter
 from torch import nn
 
 from ..errors import ConfigError, Problem
-from ..plan.sites import HookPlan
+from ..plan.hook_plan import HookPlan
 from ..spec.kinds import KINDS
 
 
@@ -37,10 +37,10 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     on_modules = [name for name, spec in plan.specs.items() if spec.definition.family == "module"]
     if is_fullgraph and on_modules:
         kinds = ", ".join(name for name, kind in KINDS.items() if kind.family != "module")
-        message = (
-            f"kind {plan.specs[on_modules[0]].kind} breaks the graph, but the model is compiled with fullgraph=True"
-        )
-        raise ConfigError(Problem(f"hooks.{on_modules[0]}.kind", message, allowed=f"{kinds}; or fullgraph=False"))
+        kind = plan.specs[on_modules[0]].kind
+        message = f"hooks of kind {kind} cause graph breaks, which fullgraph=True forbids"
+        fix = "compile the model with fullgraph=False"
+        raise ConfigError(Problem(f"hooks.{on_modules[0]}.kind", message, allowed=kinds, fix=fix))
     torch.compiler.reset()
     return "the model was already compiled; it is compiled again so that the hooks fire"
 

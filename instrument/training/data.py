@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from ..distributed.sharding import FULL_BATCH, BatchShard, StepBatches, sequential_loader
+from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches, sequential_loader
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import number_of_samples, shapes
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
-from ..spec.fields import Target
+from ..spec.field_types import Target
 from ..targets import argument_names, build
 from .datasets import DatasetMissingError
 
@@ -79,13 +79,13 @@ def load_data(config: DataConfig) -> Data:
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
     """Build the dataset. The split is passed as `split=`, or as `train=` for the datasets of torchvision."""
     parameters = argument_names(target.target, "data.dataset")
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if "split" in parameters:
-        given["split"] = which.split
+        arguments["split"] = which.split
     elif "train" in parameters:
-        given["train"] = which.split == "train"
+        arguments["train"] = which.split == "train"
     try:
-        dataset = build(target, "data.dataset", **given)
+        dataset = build(target, "data.dataset", **arguments)
     except ConfigError as error:
         if (missing := _missing(error)) is not None:
             raise missing from None
@@ -93,8 +93,8 @@ def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         problem = Problem(
             "data.dataset",
-            f"{target.target} returned {type(dataset).__name__}",
-            allowed="a dataset with a length and items (input, target)",
+            "must be a dataset with a length and items (input, target), "
+            f"but {target.target} returned {type(dataset).__name__}",
         )
         raise ConfigError(problem)
     return dataset  # type: ignore[no-any-return]
@@ -116,7 +116,7 @@ def _missing_dataset_problem(config: DataConfig, missing: DatasetMissingError) -
         f"{config.dataset.target} is missing: {missing}. Do one of the following:\n"
         "    1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER\n"
         "    2. run once with a network connection and data.dataset.download=true\n"
-        "    3. use a dataset that needs no download: data=digits, or data.fallback=digits as a fallback",
+        "    3. use a dataset that requires no download: data=digits, or data.fallback=digits as a fallback",
     )
 
 
@@ -156,12 +156,12 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
         indices = indices[which.start : which.stop : which.stride]
     if which.per_class is not None:
         targets, counts = _targets(dataset, f"{where}.per_class"), dict[Any, int]()
-        kept = []
+        selected = []
         for i in indices:
             counts[targets[i]] = counts.get(targets[i], 0) + 1
             if counts[targets[i]] <= which.per_class:
-                kept.append(i)
-        indices = kept
+                selected.append(i)
+        indices = selected
     if not indices:
         written = which.model_dump(exclude_defaults=True)
         raise ConfigError(

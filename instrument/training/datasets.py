@@ -235,9 +235,9 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
 @contextmanager
 def _timeout(seconds: float) -> Iterator[None]:
     """Set the socket timeout of connections that are opened inside the block, in seconds."""
-    before = socket.getdefaulttimeout()
+    previous_timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
         yield
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(previous_timeout)

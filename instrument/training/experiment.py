@@ -13,30 +13,31 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from ..analysis.archive import RunArchive
-from ..capture.optimizer_checks import parts_of, require_optimizer
-from ..distributed.sharding import check_batch_size, sequential_loader
+from ..analysis.recorded_tensors import RunArchive
+from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
+from ..distributed.batch_sharding import check_batch_size, sequential_loader
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
 from ..errors import ConfigError, Problem
 from ..nested import number_of_samples, to_device
 from ..plan.cost import Length
-from ..plan.dimension_checks import refuse_misfits
-from ..plan.path_checks import refuse_unused_paths
-from ..plan.shape_inference import InferredCalls, infer_shapes, materialise
-from ..plan.sites import HookPlan, make_plan, refuse_frozen
+from ..plan.dimension_checks import check_shapes
+from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
+from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
+from ..plan.tensor_path_checks import check_paths
 from ..spec.config import RunConfig
-from ..spec.fields import Target
+from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
 from ..tasks.forward import Forward
 from .apply import apply_specs, build_module
-from .batch_checks import PhaseBatches, refuse_unfit_batches
+from .batch_checks import PhaseBatches, check_batch_shapes
 from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device import choose_device
 from .function_checks import FunctionCheck
-from .uncompiled import bypass_compiler_in_methods, bypass_compiler_in_step
+from .optimizer_without_compiler import bypass_compiler_in_methods, bypass_compiler_in_step
+from .per_module import requires_closure
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Experiment:
         device: The device of this process.
         data: The slices of the dataset.
         batches: The batches of the training.
-        evaluation: The batches of an evaluation.
+        eval_loader: The batches of an evaluation.
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
         optimizer: The optimizer.
         scheduler: The learning-rate scheduler; None without one.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
         strategy: How one or several processes train the model.
-        callable: The model that the task calls: `model`, or its compiled version.
-        trained: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
+        called_model: The model that the task calls: `model`, or its compiled version.
+        train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
         plan: The plan of the hooks.
         inferred_by_phase: The result of shape inference for each phase, `train` and `eval`.
@@ -67,15 +68,15 @@ class Experiment:
     device: torch.device
     data: Data
     batches: Batches
-    evaluation: DataLoader[Any]
+    eval_loader: DataLoader[Any]
     task: Task
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: GradScaler
     strategy: Strategy
-    callable: nn.Module
-    trained: nn.Module
+    called_model: nn.Module
+    train_module: nn.Module
     plan: HookPlan
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
@@ -87,7 +88,7 @@ class Experiment:
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that make the steps. `PerModule` contains several."""
-        return parts_of(self.optimizer)
+        return flatten_optimizer(self.optimizer)
 
     @property
     def steps(self) -> int:
@@ -97,7 +98,7 @@ class Experiment:
     @property
     def length(self) -> Length:
         """The length of the run."""
-        return _length(self.config, self.batches, self.evaluation)
+        return _length(self.config, self.batches, self.eval_loader)
 
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
@@ -126,36 +127,41 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_batch_size(data.train, config.train.batch_size, strategy.batch_shard, "train.batch_size")
     check_batch_size(data.test, config.train.eval_batch_size, strategy.batch_shard, "train.eval_batch_size")
     batches = Batches(data.train, config.train, config.seed, strategy.batch_shard)
-    evaluation = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
+    eval_loader = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
 
     model.to(device)
-    first = to_device(first_batch(data.train, config.train.batch_size, strategy.batch_shard), device)
-    evaluated = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.batch_shard), device)
-    materialise(model, partial(_forward, task, model, first))
+    train_batch = to_device(first_batch(data.train, config.train.batch_size, strategy.batch_shard), device)
+    eval_batch = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.batch_shard), device)
+    materialize(model, partial(_forward, task, model, train_batch))
     apply_specs(config.apply, model)
-    _require_trainable(config, model)
+    _check_trainable(config, model)
 
     plan = make_plan(config.hooks, model)
-    refuse_frozen(plan)
-    asked = config.train.find_unused_parameters
+    check_not_frozen(plan)
+    find_unused = config.train.find_unused_parameters
     functions = FunctionCheck(plan, config.seed)
     inferred_by_phase, has_unused = _infer_shapes(
-        task, model, first, evaluated, functions, find_unused=strategy.needs_all_gradients and asked is None
+        task,
+        model,
+        train_batch,
+        eval_batch,
+        functions,
+        find_unused=strategy.needs_all_gradients and find_unused is None,
     )
     archive = RunArchive(strategy.batch_shard.size, strategy.batch_shard.indices_of)
-    samples = {"train": number_of_samples(first), "eval": number_of_samples(evaluated)}
-    _check_shapes(config, plan, archive, inferred_by_phase, samples, batches=batches, evaluation=evaluation)
+    samples = {"train": number_of_samples(train_batch), "eval": number_of_samples(eval_batch)}
+    _check_shapes(config, plan, archive, inferred_by_phase, samples, batches=batches, eval_loader=eval_loader)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase["train"])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model)
-    require_optimizer(plan, parts_of(optimizer))
+    check_optimizers(plan, flatten_optimizer(optimizer))
     scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
-    called = _compiled(model) if config.train.compile else model
-    trained = strategy.wrap(
-        Forward(called, task, partial(_autocast, config.train.precision, device)),
-        has_unused=has_unused or bool(asked),
+    called_model = _compiled(model) if config.train.compile else model
+    train_module = strategy.wrap(
+        Forward(called_model, task, partial(_autocast, config.train.precision, device)),
+        has_unused=has_unused or bool(find_unused),
     )
     strategy.seed_ranks(config.seed)
     return Experiment(
@@ -163,15 +169,15 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         device=device,
         data=data,
         batches=batches,
-        evaluation=evaluation,
+        eval_loader=eval_loader,
         task=task,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         scaler=GradScaler(device.type, enabled=config.train.precision == "fp16"),
         strategy=strategy,
-        callable=called,
-        trained=trained,
+        called_model=called_model,
+        train_module=train_module,
         plan=plan,
         inferred_by_phase=inferred_by_phase,
         archive=archive,
@@ -186,7 +192,7 @@ def _check_shapes(
     samples: dict[str, int],
     *,
     batches: Batches,
-    evaluation: DataLoader[Any],
+    eval_loader: DataLoader[Any],
 ) -> None:
     """Check that the specs fit the tensors of all batches.
 
@@ -197,37 +203,39 @@ def _check_shapes(
         inferred_by_phase: The result of shape inference for each phase, `train` and `eval`.
         samples: The number of samples in the batch of each trial.
         batches: The training batches.
-        evaluation: The evaluation batches.
+        eval_loader: The evaluation batches.
 
     Raises:
         ConfigError: A spec does not fit the shape of its tensors, or names a path that no tensor has.
     """
-    refuse_unused_paths(plan, inferred_by_phase)
-    refuse_misfits(plan, inferred_by_phase)
-    sizes = batch_sizes(len(evaluation.dataset), config.train.eval_batch_size)  # type: ignore[arg-type]
-    tried = {
+    check_paths(plan, inferred_by_phase)
+    check_shapes(plan, inferred_by_phase)
+    sizes = batch_sizes(len(eval_loader.dataset), config.train.eval_batch_size)  # type: ignore[arg-type]
+    batches_by_phase = {
         "train": PhaseBatches(inferred_by_phase["train"], samples["train"], batches.sizes),
         "eval": PhaseBatches(inferred_by_phase["eval"], samples["eval"], lambda _: sizes),
     }
-    refuse_unfit_batches(plan, archive, tried, _length(config, batches, evaluation))
+    check_batch_shapes(plan, archive, batches_by_phase, _length(config, batches, eval_loader))
 
 
-def _length(config: RunConfig, batches: Batches, evaluation: DataLoader[Any]) -> Length:
+def _length(config: RunConfig, batches: Batches, eval_loader: DataLoader[Any]) -> Length:
     """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
-    return Length(batches.steps, config.train.accumulate, batches.micro_batches_per_epoch, evaluations, len(evaluation))
+    return Length(
+        batches.steps, config.train.accumulate, batches.micro_batches_per_epoch, evaluations, len(eval_loader)
+    )
 
 
 def _infer_shapes(
-    task: Task, model: nn.Module, batch: Any, evaluated: Any, functions: FunctionCheck, *, find_unused: bool
+    task: Task, model: nn.Module, train_batch: Any, eval_batch: Any, functions: FunctionCheck, *, find_unused: bool
 ) -> tuple[dict[str, InferredCalls], bool]:
     """Run shape inference for each phase.
 
     Args:
         task: The task.
         model: The model.
-        batch: The first training batch.
-        evaluated: The first evaluation batch.
+        train_batch: The first training batch.
+        eval_batch: The first evaluation batch.
         functions: Calls the custom hook functions.
         find_unused: Whether to search for parameters without a gradient.
 
@@ -238,12 +246,12 @@ def _infer_shapes(
 
     def forward_and_check() -> None:
         nonlocal has_unused
-        loss = _forward(task, model, batch)
+        loss = _forward(task, model, train_batch)
         has_unused = find_unused and has_unused_parameters(model, loss)
         functions.check_loss(loss)
         functions.check_parameters()
 
-    forward = partial(_forward, task, model, evaluated)
+    forward = partial(_forward, task, model, eval_batch)
     in_training = infer_shapes(model, forward_and_check, training=True, observe=functions.check_tensors)
     in_evaluation = infer_shapes(model, forward, training=False, observe=partial(functions.check_tensors, phase="eval"))
     return {"train": in_training, "eval": in_evaluation}, has_unused
@@ -270,7 +278,7 @@ def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor:
     return outcome.loss
 
 
-def _require_trainable(config: RunConfig, model: nn.Module) -> None:
+def _check_trainable(config: RunConfig, model: nn.Module) -> None:
     """Check that the model has a trainable parameter.
 
     Raises:
@@ -293,21 +301,25 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
     called with the model.
 
     Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return an optimizer.
+        ConfigError: The target does not exist, raises an exception, or does not return an optimizer; or the step of the
+            optimizer requires a closure, as in LBFGS.
     """
     bypass_compiler_in_methods()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = argument_names(target.target, "optimizer")
-    optimizer = build(target, "optimizer", model if "model" in names and "params" not in names else trained)
+    optimizer = build(target, "optimizer", model if "model" in names and "params" not in names else trainable)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             Problem(
                 "optimizer",
-                f"{target.target} returned {type(optimizer).__name__}",
-                allowed="a torch.optim.Optimizer",
+                f"must be a torch.optim.Optimizer, but {target.target} returned {type(optimizer).__name__}",
             )
         )
-    for each in parts_of(optimizer):
+    for each in flatten_optimizer(optimizer):
+        if requires_closure(each):
+            message = f"the step of {type(each).__name__} requires a closure, and the training loop of this package passes none"
+            fix = "choose another optimizer, or attach the hooks in your own loop with instrument.attach"
+            raise ConfigError(Problem("optimizer", message, given=target.target, fix=fix))
         bypass_compiler_in_step(each)
     return optimizer
 
@@ -321,14 +333,14 @@ def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRSche
         ConfigError: The target does not exist, raises an exception, or does not return a scheduler that works without a
             metric.
     """
-    given = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
-    scheduler = build(target, "scheduler", optimizer, **given)
+    arguments = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
+    scheduler = build(target, "scheduler", optimizer, **arguments)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
             Problem(
                 "scheduler",
-                f"{target.target} returned {type(scheduler).__name__}",
-                allowed="a torch.optim.lr_scheduler.LRScheduler whose step needs no metric",
+                "must be a torch.optim.lr_scheduler.LRScheduler whose step requires no metric, "
+                f"but {target.target} returned {type(scheduler).__name__}",
             )
         )
     return scheduler

@@ -11,11 +11,11 @@ from ..actions.base import Context, Effect, NoArchive, StepContext
 from ..actions.intervention import Intervention
 from ..actions.modify import Modify
 from ..errors import ConfigError, InstrumentError, Problem
-from ..kinds.attached import AttachedHook
+from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..nested import leaves
-from ..plan.sites import HookPlan, Site
-from ..spec.functions import FunctionSpec
+from ..nested import iter_tensors
+from ..plan.hook_plan import HookPlan, Site
+from ..spec.modify import FunctionSpec
 from ..spec.schedule import Schedule
 
 
@@ -61,7 +61,7 @@ class FunctionCheck:
             spec = attached.site.spec
             if spec.phase != phase or role != ("input" if "input" in spec.tensor_role else "output"):
                 continue
-            for path, tensor in leaves(value):
+            for path, tensor in iter_tensors(value):
                 if attached.accepts(tensor, path) and (tensor.requires_grad or not spec.definition.gradient):
                     self._call(attached, tensor, path)
 

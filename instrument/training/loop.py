@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..capture.probe import Probe
-from ..distributed.sharding import StepBatches
+from ..distributed.batch_sharding import StepBatches
+from ..dtensor import full_tensor
 from ..nested import number_of_samples, to_device
-from ..sharded import full_tensor
 from ..spec.schedule import Evaluations
 from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
 from .experiment import Experiment
@@ -45,8 +45,8 @@ class Progress:
 def train(
     experiment: Experiment,
     probe: Probe,
-    show: Callable[[Progress], None],
-    keep: Callable[[Mapping[str, float | None]], None] | None = None,
+    on_progress: Callable[[Progress], None],
+    on_step_end: Callable[[Mapping[str, float | None]], None] | None = None,
     last: Mapping[str, float | None] | None = None,
 ) -> Mapping[str, float | None]:
     """Train to the last step, with scheduled evaluations.
@@ -54,9 +54,9 @@ def train(
     Args:
         experiment: The experiment.
         probe: The attached probe.
-        show: Called after each step and each evaluation.
-        keep: Called at the end of each step, after an evaluation, with the metrics of the last evaluation. Checkpoints
-            are saved here. Default: None.
+        on_progress: Called after each step and each evaluation.
+        on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
+            Checkpoints are saved here. Default: None.
         last: The metrics of the last evaluation before a resume. Default: None.
 
     Returns:
@@ -64,22 +64,22 @@ def train(
     """
     evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
-    before = len(probe.warnings)
+    earlier_warnings = len(probe.warnings)
 
     def report(metrics: Mapping[str, float | None], phase: str) -> None:
-        rows, warnings = probe.recorder.rows_written, probe.warnings[before:]
-        show(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
+        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
+        on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
 
     experiment.model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
-        metrics = make_step(experiment, probe, micro_batches)
+        metrics = train_step(experiment, probe, micro_batches)
         report(metrics, "train")
         if probe.step in evaluations:
             last = evaluate(experiment, probe)
             report(last, "eval")
-        if keep is not None:
-            keep(last)
+        if on_step_end is not None:
+            on_step_end(last)
     return last
 
 
@@ -107,7 +107,9 @@ class StepObserver(Protocol):
         """
 
 
-def make_step(experiment: Experiment, observer: StepObserver, micro_batches: StepBatches) -> Mapping[str, float | None]:
+def train_step(
+    experiment: Experiment, observer: StepObserver, micro_batches: StepBatches
+) -> Mapping[str, float | None]:
     """Make one optimizer step, with gradient accumulation over its micro-batches.
 
     Args:
@@ -119,13 +121,13 @@ def make_step(experiment: Experiment, observer: StepObserver, micro_batches: Ste
         The metrics of the step, as the observer returned them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
-    strategy, trained = experiment.strategy, experiment.trained
+    strategy, train_module = experiment.strategy, experiment.train_module
     outcomes: list[Outcome] = []
     weights, total = _weights(experiment, micro_batches)
     optimizer.zero_grad()
     for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
-        with strategy.micro_step(trained, last=number == len(micro_batches)):
-            outcome, loss = trained(to_device(batch, experiment.device), observer.loss)
+        with strategy.micro_step(train_module, last=number == len(micro_batches)):
+            outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
             scaler.scale(loss * (weight / total)).backward()
         outcomes.append(outcome)
@@ -153,8 +155,8 @@ def _means(
     experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[int]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the weighted mean loss and accuracy over the batches of all processes."""
-    own = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
-    loss, mean_accuracy = experiment.strategy.mean(own, sum(weights))
+    local_means = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
+    loss, mean_accuracy = experiment.strategy.mean(local_means, sum(weights))
     return loss, mean_accuracy
 
 
@@ -170,7 +172,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
         The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
     """
     model = experiment.model
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     was_training = model.training
     model.eval()
     experiment.strategy.broadcast_buffers(model)
@@ -179,16 +181,16 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             outcomes: list[Outcome] = []
             weights: list[int] = []
             task = experiment.task
-            for batch in experiment.evaluation:
+            for batch in experiment.eval_loader:
                 with experiment.autocast():
-                    outcomes.append(task(experiment.callable, to_device(batch, experiment.device)))
+                    outcomes.append(task(experiment.called_model, to_device(batch, experiment.device)))
                 weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
                 probe.end_micro_step()
             loss, mean_accuracy = _means(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=loss,
                 accuracy=mean_accuracy,
-                seconds=time.perf_counter() - began,
+                seconds=time.perf_counter() - started_at,
                 samples=experiment.strategy.total(sum(outcome.samples for outcome in outcomes)),
             )
     finally:

@@ -85,11 +85,11 @@ class Size:
     @property
     def bytes(self) -> int:
         """The size in bytes. It may be about a second old."""
-        began = time.perf_counter()
-        if began >= self._again:
+        started_at = time.perf_counter()
+        if started_at >= self._again:
             self._bytes = size_on_disk(self.folder)
             now = time.perf_counter()
-            self._again = now + max(SIZE_SECONDS, 100 * (now - began))
+            self._again = now + max(SIZE_SECONDS, 100 * (now - started_at))
         return self._bytes
 
 
@@ -102,7 +102,7 @@ def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str
         size: The size of the tables, in bytes.
     """
     metrics = progress.metrics
-    found = {
+    texts = {
         "step": step_text(progress),
         **metric_texts(metrics),
         "rows": f"{progress.rows:,} rows",
@@ -110,13 +110,13 @@ def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str
     }
     if metrics.get("samples_per_second") is not None and metrics["seconds"] and speed.seconds:
         samples = metrics["samples_per_second"] * metrics["seconds"]  # type: ignore[operator]
-        found["speed"] = f"{samples / speed.seconds:,.{0 if samples >= 10 * speed.seconds else 1}f} samples/s"
+        texts["speed"] = f"{samples / speed.seconds:,.{0 if samples >= 10 * speed.seconds else 1}f} samples/s"
     if progress.overhead is not None:
-        found["overhead"] = f"overhead {progress.overhead:+.1%}"
+        texts["overhead"] = f"overhead {progress.overhead:+.1%}"
     if (left := speed.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
-        found["left"] = f"{_clock(left)} left"
+        texts["left"] = f"{_clock(left)} left"
     order = ("step", "loss", "accuracy", "speed", "rows", "size", "overhead", "left")
-    return {name: found[name] for name in order if name in found}
+    return {name: texts[name] for name in order if name in texts}
 
 
 def step_text(progress: Progress) -> str:
@@ -126,12 +126,12 @@ def step_text(progress: Progress) -> str:
 
 def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
     """Return texts such as `loss 0.3402` and `accuracy 88.3%`, by name. Unknown metrics are omitted."""
-    found = {}
+    texts = {}
     if (loss := metrics.get("loss")) is not None:
-        found["loss"] = f"loss {loss:.4f}" if loss == 0.0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}"
+        texts["loss"] = f"loss {loss:.4f}" if loss == 0.0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}"
     if (accuracy := metrics.get("accuracy")) is not None:
-        found["accuracy"] = f"accuracy {accuracy:.1%}"
-    return found
+        texts["accuracy"] = f"accuracy {accuracy:.1%}"
+    return texts
 
 
 def evaluation_text(progress: Progress) -> str:

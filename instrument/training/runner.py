@@ -11,17 +11,17 @@ from typing import Any
 from .. import report
 from ..analysis.replay import replay
 from ..analysis.run_files import RunFiles
+from ..capture.collectives import own_rank
 from ..capture.probe import Probe
-from ..capture.reducer import own_rank
 from ..distributed.processes import Processes
 from ..distributed.strategies import choose_strategy
 from ..distributed.torchrun import process_group, stop_together, synced_errors
 from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.remote_copy import RemoteCopy
-from ..folders.run_folder import JoinedFolder, RunFolder
+from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
 from ..sinks.parquet import ParquetSink
-from ..sinks.parts import rewind
+from ..sinks.parts import remove_rows_after_checkpoint
 from ..sinks.tee import TeeSink
 from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
@@ -76,13 +76,13 @@ def run(
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal)
         if config.report:
-            _require_report()
+            _check_report_packages()
         own_folder = (
             _open_folder(config, folder, raw, overrides, processes)
             if processes is None or processes.is_rank_zero
             else None
         )
-    run_folder = own_folder or JoinedFolder(folder, own_rank())
+    run_folder = own_folder or WorkerRunFolder(folder, own_rank())
     training: _Training | None = None
     with copy:
         with (
@@ -139,7 +139,7 @@ def _open_folder(
     )
 
 
-def _require_report() -> None:
+def _check_report_packages() -> None:
     """Check that the packages for the report are installed.
 
     Raises:
@@ -231,7 +231,7 @@ class _Training:
                 opened.callback(trackers[name].close)
             if self.parts is not None:
                 self.copy.remove_parts_after(self.parts)
-                rewind(self.folder, own_rank(), self.parts)
+                remove_rows_after_checkpoint(self.folder, own_rank(), self.parts)
                 for tracker in trackers.values():
                     replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since, rank=own_rank())
             self.copy.begin()
@@ -243,5 +243,5 @@ class _Training:
         """Record upload messages, and save a checkpoint if it is scheduled."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
-        if self.checkpoints.is_due(self.probe.step, self.experiment.steps):
+        if self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

@@ -91,7 +91,7 @@ class Terminal:
         model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
         slices = f"{source['train_samples']:,} training samples, {source['eval_samples']:,} evaluation samples"
         if (ranks := experiment.strategy.ranks) is not None:
-            model += f" in each of {ranks.size} processes ({ranks.parallel})"
+            model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
         names = ", ".join(experiment.plan.specs) or "none"
         self.console.print(
             f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"

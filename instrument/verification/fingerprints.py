@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.probe import Probe
-from ..nested import leaves
+from ..nested import iter_tensors
 from ..sinks.memory import MemorySink
 from ..spec.config import RunConfig
 from ..spec.hooks import HookSpec
@@ -91,7 +91,7 @@ class _OutputProbe(Probe):
     """
 
     def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
-        self.model = experiment.callable
+        self.model = experiment.called_model
         self.outputs: list[dict[str, str]] = []
         super().__init__(
             experiment.plan,
@@ -121,7 +121,7 @@ class _RecordsOutputs:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         output = super().__call__(*arguments, **named)  # type: ignore[misc]
-        self.outputs.append({path: digest(tensor) for path, tensor in leaves(output)})
+        self.outputs.append({path: digest(tensor) for path, tensor in iter_tensors(output)})
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -185,7 +185,7 @@ def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
         yield ("the buffer", name), buffer
     for optimizer in experiment.optimizers:
         for name, parameter in parameters.items():
-            for path, tensor in leaves(optimizer.state.get(parameter, {})):
+            for path, tensor in iter_tensors(optimizer.state.get(parameter, {})):
                 yield ("the optimizer state", f"{name}, {path}"), tensor
 
 

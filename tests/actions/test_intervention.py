@@ -94,12 +94,12 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("none", "returned NoneType"),
-        ("a list", "returned list"),
-        ("a number", "returned float"),
-        ("another shape", "returned shape"),
-        ("another dtype", r"returned dtype torch.float64 where torch.float32"),
-        ("another device", "returned device meta where cpu"),
+        ("none", "must return a tensor, but returned NoneType"),
+        ("a list", "must return a tensor, but returned list"),
+        ("a number", "must return a tensor, but returned float"),
+        ("another shape", ", but returned shape ["),
+        ("another dtype", r"must return dtype torch.float32, but returned dtype torch.float64"),
+        ("another device", "must return device cpu, but returned device meta"),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)

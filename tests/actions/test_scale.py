@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import instrument
-from instrument.actions.functions import l1, quantize
+from instrument.actions.builtin_functions import l1, quantize
 from instrument.actions.scale import scale, scale_channels
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from instrument.actions.base import Context, StepContext
-from instrument.analysis.archive import RunArchive
+from instrument.analysis.recorded_tensors import RunArchive
 from instrument.sinks.parquet import ParquetSink
 
 BATCH = np.arange(12, dtype=np.float32).reshape(6, 2)
@@ -34,7 +34,7 @@ def context(rank: int = 0, **changed: Any) -> Context:
 
 def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
     """Write a run whose processes each recorded a batch shard, or the full batch if they all have the same."""
-    from instrument.capture.rows import identity
+    from instrument.capture.rows import identity_columns
 
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"status": "done", "ranks": ranks, "config": {}}))
@@ -42,7 +42,7 @@ def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("RANK", str(rank))
         sink = ParquetSink(folder)
         part = BATCH if scope in ("global", "averaged") else np.array_split(BATCH, ranks)[rank]
-        sink.keep(identity(context(rank, scope=scope, **changed)), part.shape, torch.from_numpy(part), None)
+        sink.keep(identity_columns(context(rank, scope=scope, **changed)), part.shape, torch.from_numpy(part), None)
         sink.close()
     monkeypatch.delenv("RANK")
     return str(folder)
@@ -96,6 +96,6 @@ def test_shards_that_cannot_be_combined_are_reported(
 ) -> None:
     run = recorded(tmp_path / "run", 2, "local", monkeypatch, kind=kind)
     with pytest.raises(
-        LookupError, match=f"no full tensor of step 0 .* recorded by 2 processes, and this run has {ranks}"
+        LookupError, match=f"the tensor of step 0 .* was recorded by 2 processes; cannot be used with {ranks}"
     ):
         find(run, ranks, kind=kind)

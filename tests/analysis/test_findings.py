@@ -82,7 +82,7 @@ def test_findings_of_a_sweep_are_refused(tmp_path: Path) -> None:
     for job in "01":
         (tmp_path / job).mkdir()
         (tmp_path / job / "run.json").write_text(json.dumps({"status": "done"}))
-    with pytest.raises(instrument.InstrumentError, match=r"findings need a single run, but .* contains 2 runs"):
+    with pytest.raises(instrument.InstrumentError, match=r"findings require a single run, but .* contains 2 runs"):
         findings(instrument.load(tmp_path))
 
 

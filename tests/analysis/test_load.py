@@ -175,10 +175,18 @@ def test_tensors_are_filtered_by_columns(tmp_path: Path, where: dict[str, Any], 
     assert list(zip(rows.layer, rows.step, strict=True)) == found
 
 
+def test_unknown_table_is_refused(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    for read in (lambda: run.read("stat", ["step"]), lambda: [*run.scan("stat", ["step"])], lambda: run.count("stat")):
+        with pytest.raises(ValueError, match=r"unknown table 'stat'; the tables are stats, .*events"):
+            read()
+
+
 @pytest.mark.parametrize("name", ["leyer", "values", "shape"])
 def test_tensor_filter_by_an_unknown_column_is_refused(tmp_path: Path, name: str) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    with pytest.raises(KeyError, match=rf"cannot select by column '{name}'; the columns are step, micro_step, .*layer"):
+    message = rf"cannot select by column '{name}'; the columns are step, micro_step, .*layer"
+    with pytest.raises(ValueError, match=message):
         run.tensors(**{name: "a"})
 
 

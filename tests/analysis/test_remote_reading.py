@@ -27,8 +27,8 @@ from instrument.capture.tables import TABLES
 from instrument.export import main as export
 from instrument.report.__main__ import main as report
 from instrument.sinks.parts import Part, new_part
-from instrument.sinks.remote import RemoteFolder, folder_at
-from instrument.sinks.transfer import send_all
+from instrument.sinks.remote_folder import RemoteFolder, folder_at
+from instrument.sinks.remote_transfer import send_all
 
 HOOKS = {
     "acts": {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "samples": 1},
@@ -77,7 +77,7 @@ def uploaded(remote_root: str, local: Path, s3_server: str) -> str:
     """Return the remote address of the same runs."""
     with connected(s3_server):
         for folder in sorted(local.iterdir()):
-            assert send_all(folder, RemoteFolder(f"{remote_root}/some/sweep/{folder.name}", "")).missing == {}
+            assert send_all(folder, RemoteFolder(f"{remote_root}/some/sweep/{folder.name}", "")).failed == {}
     return f"{remote_root}/some/sweep"
 
 

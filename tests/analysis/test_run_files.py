@@ -22,11 +22,11 @@ from instrument import InstrumentError, InstrumentWarning, recover
 from instrument.analysis.run_files import RunFiles, size_on_disk
 from instrument.capture.tables import TABLES
 from instrument.sinks.journal import Journal, JournalReader
+from instrument.sinks.journal_row_counts import RowCounts
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover as recover_files
-from instrument.sinks.row_counts import RowCounts
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
@@ -237,7 +237,7 @@ def test_recover_skips_a_running_run(folder: Path, capsys: pytest.CaptureFixture
     assert lock.acquire()
     assert instrument.load(folder).info["status"] == "running"
     assert recover.main([str(folder)]) == 1
-    assert "still running" in capsys.readouterr().err
+    assert "in progress" in capsys.readouterr().err
     assert list((folder / "journal").glob("*.arrows"))
     lock.release()
     assert instrument.load(folder).info["status"] == "killed"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.analysis.series import Series
+from instrument.analysis.plot_data import RecordedSeries
 from instrument.analysis.series_selection import (
     check_choice,
     evenly_spaced,
@@ -21,12 +21,12 @@ from instrument.analysis.series_selection import (
 )
 from instrument.errors import InstrumentError
 
-ACTS = Series("acts", "forward", "output", "train")
-EVAL = Series("acts", "forward", "output", "eval")
-GRADS = Series("grads", "parameter_grad", "param_grad", "train")
+ACTS = RecordedSeries("acts", "forward", "output", "train")
+EVAL = RecordedSeries("acts", "forward", "output", "eval")
+GRADS = RecordedSeries("grads", "parameter_grad", "param_grad", "train")
 
 
-def rows(*cells: tuple[str, str, Series]) -> pd.DataFrame:
+def rows(*cells: tuple[str, str, RecordedSeries]) -> pd.DataFrame:
     lines = [(layer, path, one.hook, one.kind, one.role, one.phase, False, 1.0) for layer, path, one in cells]
     return pd.DataFrame(lines, columns=["layer", "path", "hook", "kind", "role", "phase", "recompute", "l2"])
 
@@ -40,7 +40,7 @@ def rows(*cells: tuple[str, str, Series]) -> pd.DataFrame:
         ({"phase": "eval"}, EVAL),
     ],
 )
-def test_matching_series_is_chosen(wanted: dict[str, str], found: Series) -> None:
+def test_matching_series_is_chosen(wanted: dict[str, str], found: RecordedSeries) -> None:
     assert select_series([ACTS, EVAL, GRADS], **wanted) == found
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.capture.budget import MAX_SUBSAMPLING
-from instrument.capture.calibration import BLOCK, MIN_STEPS_OF_EACH
+from instrument.capture.budget_calibration import BLOCK, MIN_STEPS_OF_EACH
 from instrument.kinds.hook_timer import MAX_FACTOR, USUAL_FACTOR, overhead_factor
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_budget
 from instrument.spec.spec_file import read_specs
 
@@ -124,7 +124,7 @@ def test_cost_of_subsampled_hooks_is_measured_again(monkeypatch: pytest.MonkeyPa
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "5%"}) as probe:
         model, was_due = probe.plan.layers.model, True
         for step in range(6000):
-            due, before = probe.attached_hooks[0].due, simulated.now
+            due, before = probe.attached_hooks[0].is_scheduled, simulated.now
             model(torch.ones(1, 1))
             simulated.now += 0.01 + (0.009 if due and not was_due and step > 60 else 0.0)
             was_due = due

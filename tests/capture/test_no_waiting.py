@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
-from instrument.capture.transfer import Transfer
-from instrument.kinds.attached import AttachedHook
-from instrument.plan.sites import make_plan
+from instrument.capture.device_copy import Transfer
+from instrument.kinds.attached_hook import AttachedHook
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
 
 # Methods that make Python wait for a device, and the underlying operations.

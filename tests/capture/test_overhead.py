@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument.capture.overhead import CHECK_INTERVAL, KEPT, MAX_STEP_TYPES, MIN_STEPS, WARM_UP, Overhead
+from instrument.capture.overhead import CHECK_INTERVAL, MAX_DURATIONS, MAX_STEP_TYPES, MIN_STEPS, WARM_UP, Overhead
 from instrument.capture.probe import Probe
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_budget
 from instrument.spec.spec_file import read_specs
 
@@ -73,7 +73,7 @@ def test_overhead_is_updated_at_intervals() -> None:
 def test_overhead_memory_is_bounded() -> None:
     overhead = overhead_of(*((tuple(f"h{bit}" for bit in range(12) if step >> bit & 1), 1.0) for step in range(5000)))
     assert len(overhead._seconds) <= MAX_STEP_TYPES + 2
-    assert max(map(len, overhead._seconds.values())) <= KEPT
+    assert max(map(len, overhead._seconds.values())) <= MAX_DURATIONS
 
 
 def test_steps_are_compared_at_equal_other_hooks() -> None:
@@ -155,8 +155,12 @@ def test_late_rows_are_attributed_to_the_hooks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "instrument.capture.recorder.Recorder.has_pending_rows", property(lambda recorder: next(pending))
     )
-    seen: list[tuple[str, ...]] = []
-    monkeypatch.setattr(Overhead, "add", lambda overhead, due, seconds: seen.append(due))
+    steps: list[tuple[tuple[str, ...], bool]] = []
+    monkeypatch.setattr(
+        Overhead,
+        "add",
+        lambda overhead, scheduled, seconds, has_pending_rows: steps.append((scheduled, has_pending_rows)),
+    )
     probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 3}}), SlowModule()), instrument.MemorySink())
     run(probe, 6)
-    assert seen == [("slow",), ("rows of the step before",), ()] * 2
+    assert steps == [(("slow",), False), ((), True), ((), False)] * 2

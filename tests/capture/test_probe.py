@@ -12,7 +12,7 @@ from torch import nn
 import instrument
 from instrument import AlreadyAttachedError, MemorySink, Probe
 from instrument.capture.coverage import NEVER_DUE
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_hooks
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
@@ -147,12 +147,10 @@ def test_rows_reach_the_sink_when_the_step_ends(model: nn.Module) -> None:
 @pytest.mark.parametrize("name", ["perplexity", "samples_per_second", "skipped"])
 def test_metric_without_a_column_is_refused(model: nn.Module, name: str) -> None:
     with probe_of(model, h=RECORD) as probe:
-        with pytest.raises(
-            TypeError, match=rf"no column '{name}' for a given value; allowed: loss, accuracy, lr, grad_norm"
-        ):
+        with pytest.raises(TypeError, match=rf"unknown metric '{name}'; allowed: loss, accuracy, lr, grad_norm"):
             probe.end_step(loss=1.0, **{name: 2.0})
         assert probe.step == 0
-        with probe.evaluating(), pytest.raises(TypeError, match="no column 'perplexity'"):
+        with probe.evaluating(), pytest.raises(TypeError, match="unknown metric 'perplexity'"):
             probe.write_metrics(seconds=1.0, perplexity=2.0)
         model(X)
         probe.end_step(loss=1.0)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import instrument
 from instrument import MemorySink
 from instrument.actions.base import Context, Effect, StepContext
+from instrument.capture.device_copy import Transfer
 from instrument.capture.recorder import Recorder
-from instrument.capture.transfer import Transfer
 
 CONTEXT = Context(
     "h", "forward", "output", "a.b", nn.ReLU(), "0", StepContext(3, 1, 2, "train"), call=4, backward=2, recompute=True

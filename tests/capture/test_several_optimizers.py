@@ -166,7 +166,8 @@ def test_state_is_that_of_the_optimizer_of_the_parameter() -> None:
     assert rows.keys() == {("moment", "generator"), ("moment", "norm"), ("saved", "critic")}
     assert torch.equal(rows["moment", "generator"], generator.state[model.generator.bias]["exp_avg"])
     assert torch.equal(rows["saved", "critic"], critic.state[model.critic.bias]["momentum_buffer"])
-    with pytest.raises(ConfigError, match="SGD or Adam keeps no such state with its current options"):
+    message = "requires optimizer state that SGD and Adam do not keep with their current options"
+    with pytest.raises(ConfigError, match=message):
         trained({"none": {**RECORD, "kind": "step_post", "role": "state.square"}})
 
 
@@ -235,7 +236,7 @@ def test_step_announced_by_the_loop_has_to_name_the_optimizer() -> None:
     with instrument.attach(model, KINDS, optimizer=[critic, generator], steps_by_loop=True) as probe:
         with pytest.raises(ValueError, match="is required"):
             probe.before_optimizer_step()
-        with pytest.raises(ValueError, match="not one of this probe"):
+        with pytest.raises(ValueError, match="was not passed to this probe"):
             probe.before_optimizer_step(SGD(model.parameters(), lr=0.1))
         model.critic(torch.ones(1, 3)).backward()
         probe.before_optimizer_step(critic)

@@ -13,7 +13,7 @@ from torch import nn
 
 import instrument
 from instrument.capture.signals import deferred_signals
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}

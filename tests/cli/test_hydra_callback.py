@@ -44,7 +44,7 @@ def test_job_with_chdir_is_named_by_its_folder(cli: Cli) -> None:
     answer = cli("-m", "seed=1,-2", *TINY, *overrides)
     assert answer.code == 2
     assert f"{Path.cwd()}/out/0  seed=1  loss" in answer.out
-    assert f"this was the job in {Path.cwd()}/out/1; the other jobs continue" in answer.err
+    assert f"job {Path.cwd()}/out/1 failed; the other jobs continue" in answer.err
     assert list(instrument.load("out").runs.run) == ["0"]
 
 

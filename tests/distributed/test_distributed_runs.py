@@ -17,7 +17,7 @@ import torch
 from tiers import tiered
 
 import instrument
-from instrument.distributed.sharding import BatchShard, check_batch_size, sequential_loader
+from instrument.distributed.batch_sharding import BatchShard, check_batch_size, sequential_loader
 from instrument.distributed.strategies import DataParallel, FullySharded, choose_strategy
 from instrument.errors import ConfigError
 from instrument.spec.parse import parse_config
@@ -373,7 +373,7 @@ def test_strategy_must_match_the_number_of_processes() -> None:
     with pytest.raises(ConfigError, match=r"train.parallel: torchrun started 2 processes[\s\S]*ddp, fsdp2"):
         choose_strategy(config(), group)
     with pytest.raises(
-        ConfigError, match=r"train.parallel: this needs several processes[\s\S]*torchrun --nproc-per-node"
+        ConfigError, match=r"train.parallel: this requires several processes[\s\S]*torchrun --nproc-per-node"
     ):
         choose_strategy(config(train={"steps": 1, "parallel": "ddp"}), None)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.analysis.load import load
-from instrument.distributed.sharding import StepBatches
+from instrument.distributed.batch_sharding import StepBatches
 from instrument.dry_run.dry_run import dry_run
 from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
@@ -27,7 +27,7 @@ from instrument.spec.parse import parse_config
 from instrument.training.data import Batches
 from instrument.training.device import process_state
 from instrument.training.experiment import prepare
-from instrument.training.loop import make_step
+from instrument.training.loop import train_step
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 
@@ -205,7 +205,7 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     for module in ("instrument.kinds.hook_timer", "instrument.dry_run.profiling", "instrument.capture.probe"):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("instrument.dry_run.profiling.SECONDS", 30.0)
-    monkeypatch.setattr("instrument.dry_run.profiling.make_step", lambda *args: (move(0.5), make_step(*args))[1])
+    monkeypatch.setattr("instrument.dry_run.profiling.train_step", lambda *args: (move(0.5), train_step(*args))[1])
     monkeypatch.setattr("instrument.actions.record.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1])
     return move
 

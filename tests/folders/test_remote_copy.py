@@ -28,10 +28,10 @@ from instrument.folders import remote_copy
 from instrument.folders.remote_copy import RemoteCopy
 from instrument.report import command_for
 from instrument.report.__main__ import main as report
-from instrument.sinks import transfer, upload
+from instrument.sinks import background_upload, remote_transfer
 from instrument.sinks.parts import Part, new_part
-from instrument.sinks.remote import RemoteFolder
-from instrument.sinks.transfer import send_all
+from instrument.sinks.remote_folder import RemoteFolder
+from instrument.sinks.remote_transfer import send_all
 from instrument.spec.config import SinkConfig
 from instrument.sweeps.lookup import jobs_in
 from instrument.training.checkpoint import Checkpoints
@@ -87,13 +87,13 @@ def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, bucket: str) -
 
 
 def test_credentials_are_never_logged_or_written(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = upload.Upload.begin
+    begin = background_upload.Upload.begin
 
-    def logged(self: upload.Upload) -> None:
+    def logged(self: background_upload.Upload) -> None:
         logging.getLogger("some.client").debug("everything is logged")
         begin(self)
 
-    monkeypatch.setattr(upload.Upload, "begin", logged)
+    monkeypatch.setattr(background_upload.Upload, "begin", logged)
     token = "session/token+that/nobody/writes/down"
     more = ("train.checkpoint.every=3", "hydra.run.dir=out", "report=true", "hydra.verbose=true")
     with new_clients(AWS_SESSION_TOKEN=token):
@@ -145,7 +145,7 @@ def test_remote_run_folder_is_refused(cli: Cli) -> None:
 
 def test_address_of_another_run_is_refused(cli: Cli, bucket: str) -> None:
     write_run(Path("a/out"))
-    assert send_all(Path("a/out"), RemoteFolder(f"{bucket}/out", "")).missing == {}
+    assert send_all(Path("a/out"), RemoteFolder(f"{bucket}/out", "")).failed == {}
     answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=b/out", "seed=1")
     assert answer.code == 2
     assert "already contains another run, and runs are never overwritten" in answer.err
@@ -158,7 +158,7 @@ def test_run_continues_without_a_connection_and_is_uploaded_later(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(transfer, "PAUSES", (0.01,))
+    monkeypatch.setattr(remote_transfer, "PAUSES", (0.01,))
     with new_clients(AWS_ENDPOINT_URL=NO_ANSWER):
         answer = cli(*TINY, "train.checkpoint.every=2", f"sink.remote={bucket}", "hydra.run.dir=out")
     assert answer.code == 0
@@ -259,7 +259,7 @@ def test_keep_local_false_without_a_remote_is_refused(cli: Cli) -> None:
 
 
 def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(background_upload, "CHECK_SECONDS", 0.01)
     folder, reporter, uploaded = write_run(tmp_path / "run"), SimpleNamespace(warn=pytest.fail), list[str]()
     reporter.uploaded = lambda address, size: uploaded.append(address)
     sink = SinkConfig(remote=f"memory:/{tmp_path}/there")
@@ -303,11 +303,11 @@ def test_distributed_run_uploads_all_parts(workdir: Path, bucket: str) -> None:
 
 
 def test_ctrl_c_interrupts_the_upload(cli: Cli, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(self: upload.Upload) -> None:
+    def stop(self: background_upload.Upload) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(upload.Upload, "end", stop)
+        patched.setattr(background_upload.Upload, "end", stop)
         answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out")
     assert answer.code == 130
     assert "(interrupted); upload the missing files with: python -m instrument.upload out" in re.sub(
@@ -337,7 +337,7 @@ def test_custom_loop_uploads_its_rows(bucket: str, tmp_path: Path) -> None:
 def test_custom_loop_continues_without_a_connection(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "PAUSES", (0.01,))
+    monkeypatch.setattr(remote_transfer, "PAUSES", (0.01,))
     warning = pytest.warns(InstrumentWarning, match="upload the missing files with: python -m instrument.upload")
     with new_clients(AWS_ENDPOINT_URL=NO_ANSWER), warning:
         custom_loop(tmp_path / "mine", bucket)
@@ -356,7 +356,7 @@ def test_custom_loop_with_an_invalid_remote_is_refused(tmp_path: Path) -> None:
 
 def test_rerun_moves_the_remote_copy_of_the_old_run_aside(cli: Cli, bucket: str) -> None:
     old_run = write_run(Path("runs/sweep/.aside/3.1"), used={"started": "before"}, rows={"metrics": [{"loss": 1.0}]})
-    assert send_all(old_run, RemoteFolder(f"{bucket}/sweep/3", "")).missing == {}
+    assert send_all(old_run, RemoteFolder(f"{bucket}/sweep/3", "")).failed == {}
     before = names(f"{bucket}/sweep/3")
     answer = cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=runs/sweep/3")
     assert answer.code == 0, answer.err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from instrument import ConfigError
-from instrument.folders.run_folder import RunFolder, check_folder_is_free
+from instrument.folders.run_folder import RunFolder, create_free_folder
 from instrument.folders.run_record import config_hash, git_revision
 
 
@@ -41,7 +41,7 @@ def test_folder_with_a_run_is_refused_and_unchanged(tmp_path: Path) -> None:
 
 def test_folder_with_other_files_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    check_folder_is_free(tmp_path, "out")
+    create_free_folder(tmp_path, "out")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -53,14 +53,14 @@ def test_writable_check_tolerates_a_concurrent_check(tmp_path: Path, monkeypatch
         file.unlink()  # as another process would do
 
     monkeypatch.setattr(Path, "touch", touched_by_two)
-    check_folder_is_free(tmp_path, "out")
+    create_free_folder(tmp_path, "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="not writable: Not a directory"):
-        check_folder_is_free(tmp_path / "file" / "run", "out")
+        create_free_folder(tmp_path / "file" / "run", "out")
 
 
 def test_config_hash_does_not_depend_on_the_order_of_keys() -> None:

@@ -16,7 +16,7 @@ from waiting import TIMEOUT
 
 import instrument
 from instrument.folders.unique_names import create_unique_folder
-from instrument.sinks.remote import SWEEP_RECORD
+from instrument.sinks.remote_folder import SWEEP_RECORD
 
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 Cli = Callable[..., Any]

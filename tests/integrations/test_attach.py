@@ -192,7 +192,7 @@ def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, s
 
 
 def test_missing_optimizer_is_reported_and_leaves_no_folder(loop: Loop, workdir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: .*optimizer="):
+    with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: [\s\S]*optimizer="):
         instrument.attach(loop.model, SPECS, out="run").__enter__()
     assert not Path("run").exists()
 

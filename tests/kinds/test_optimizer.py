@@ -114,7 +114,8 @@ def test_unknown_optimizer_state_is_refused_before_step_0(make: Any, role: str, 
         instrument.attach(model, {"h": {"layers": "0", "role": role, **RECORD}}, optimizer=optimizer),
     ):
         pass
-    assert f"hooks.h.role: {make.__name__} keeps no such state with its current options" in str(refused.value)
+    message = f"role {role!r} requires optimizer state that {make.__name__} does not keep with its current options"
+    assert f"hooks.h.role: {message}" in str(refused.value)
     assert f"given    {role}" in str(refused.value)
     assert f"allowed  {allowed}" in str(refused.value)
     assert torch.equal(torch.get_rng_state(), random_state)

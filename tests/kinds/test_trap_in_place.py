@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from instrument import Probe
 from instrument.capture.tables import TABLES
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_hooks
 
 HOOKS = record_hooks(GRADIENT_LOCATIONS)

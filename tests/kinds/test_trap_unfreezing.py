@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import instrument
 from instrument import ConfigError, InstrumentWarning, Probe
 from instrument.kinds.reasons import FROZEN, NOT_OPTIMIZED
-from instrument.plan.sites import make_plan, refuse_frozen
+from instrument.plan.hook_plan import check_not_frozen, make_plan
 from instrument.spec.spec_file import read_specs
 
 GRADIENTS = ("parameter_grad_micro", "post_accumulate_grad", "parameter_grad")
@@ -136,7 +136,7 @@ def test_run_refuses_hooks_on_frozen_parameters_only() -> None:
     model, _ = make()
     plan = make_plan(read_specs({"h": {**HOOKS["step_pre__param_grad"], "layers": "0"}}), model)
     with pytest.raises(ConfigError, match=r"hooks\.h\.layers: kind step_pre requires gradients"):
-        refuse_frozen(plan)
+        check_not_frozen(plan)
 
 
 def test_parameter_that_stays_frozen_is_reported() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import instrument
 from instrument import ConfigError
 from instrument.errors import Problem
-from instrument.plan.dimension_checks import refuse_misfits
+from instrument.plan.dimension_checks import check_shapes
+from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
-from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_hooks
 
 
@@ -54,7 +54,7 @@ def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
     plan = make_plan(parse_hooks({"h": {"layers": layers, "kind": "forward", **fields}}), model)
     inferred = infer_shapes(model, lambda: model(BATCH), training=True)
     try:
-        refuse_misfits(plan, {"train": inferred})
+        check_shapes(plan, {"train": inferred})
     except ConfigError as error:
         (found,) = error.problems
         return found
@@ -64,8 +64,8 @@ def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
 @pytest.mark.parametrize(
     ("layers", "fields", "field", "message", "allowed"),
     [
-        ("fc", {**DEAD, "unit_dim": 99}, "unit_dim", "dimension 99 does not exist in the output of 'fc'", "-2 to 1"),
-        ("fc", {**DEAD, "unit_dim": -99}, "unit_dim", "dimension -99 does not exist", "-2 to 1"),
+        ("fc", {**DEAD, "unit_dim": 99}, "unit_dim", "dim 99 is out of range for the output of 'fc'", "-2 to 1"),
+        ("fc", {**DEAD, "unit_dim": -99}, "unit_dim", "dim -99 is out of range", "-2 to 1"),
         (".", {**DEAD, "unit_dim": 0}, "unit_dim", "output of '.', which has shape []", "a scalar has no dimensions"),
         (".", {**DEAD, "kind": "loss", "unit_dim": 0}, "unit_dim", "the loss", "a scalar has no dimensions"),
         ("fc", {**DEAD, **WEIGHT, "params": "bias", "unit_dim": 1}, "unit_dim", "param_grad of 'fc.bias'", "-1 to 0"),
@@ -79,15 +79,15 @@ def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
         ("fc", {**KEEP, **WEIGHT, "slice": "5"}, "slice", "param_grad of 'fc.weight'", "-5 to 4"),
         ("wave", {**KEEP, "dtype": "float32"}, "dtype", "float32 cannot represent the complex values", "complex64 is not converted"),
         ("fc", {**SCALE, "factor": [1, 2, 3]}, "factor", "3 factors do not fit dimension 1 of the output", "5 factors"),
-        ("fc", {**SCALE, "factor": [1, 2], "dim": 3}, "dim", "dimension 3 of 2 factors does not exist", "-2 to 1"),
-        (".", {**SCALE, "factor": [1.0]}, "dim", "dimension 1 of 1 factors does not exist", "one number as 'factor'"),
+        ("fc", {**SCALE, "factor": [1, 2], "dim": 3}, "dim", "dim 3 is out of range", "-2 to 1"),
+        (".", {**SCALE, "factor": [1.0]}, "dim", "dim 1 is out of range", "one number as 'factor'"),
         ("fc", {**SCALE, "kind": "full_backward", "factor": [1, 2]}, "factor", "grad_input of 'fc'", "48 factors"),
         ("fc", {**SCALE, "kind": "tensor", "factor": [1, 2]}, "factor", "of the output of 'fc'", "5 factors"),
         ("fc", {**SCALE, **WEIGHT, "factor": [1, 2]}, "factor", "param_grad of 'fc.weight'", "48 factors"),
         ("fc", {**SCALE, "kind": "step_post", "role": "param", "factor": [1, 2]}, "factor", "param of 'fc.", "48 factors"),
         ("fc", {**SCALE, "kind": "state_dict_post", "factor": [1, 2]}, "factor", "entry of 'fc.weight'", "48 factors"),
-        ("fc", {**MEAN, "dim": 55}, "dim", "dimension 55 does not exist", "-2 to 1"),
-        ("fc", {**MEAN, "dim": [0, -3]}, "dim", "dimension -3 does not exist", "-2 to 1"),
+        ("fc", {**MEAN, "dim": 55}, "dim", "dim 55 is out of range", "-2 to 1"),
+        ("fc", {**MEAN, "dim": [0, -3]}, "dim", "dim -3 is out of range", "-2 to 1"),
         ("fc", {**MEAN, "dim": [1, -1]}, "dim", "the same dimension is given twice", "-2 to 1"),
         ("fc", {**PATCH, "slice": ":, 5"}, "slice", "5 is out of range for dimension 1", "-5 to 4"),
         ("conv|fc", {**MEAN, "dim": 3}, "dim", "the output of 'fc', which has shape [2, 5]", "-2 to 1"),
@@ -132,7 +132,7 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     specs = {name: {"layers": "0", "kind": "parameter_grad", **MEAN, "dim": 7} for name in ("a", "b")}
     with pytest.raises(ConfigError) as caught:
-        refuse_misfits(make_plan(parse_hooks(specs), model), {})
+        check_shapes(make_plan(parse_hooks(specs), model), {})
     assert [found.where for found in caught.value.problems] == ["hooks.a.dim", "hooks.b.dim"]
 
 
@@ -172,7 +172,7 @@ def test_attach_refuses_a_parameter_misfit_before_any_call() -> None:
 
 def test_attach_defers_the_check_of_lazy_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(5))
-    refuse_misfits(make_plan(parse_hooks({"h": {"layers": "0", **WEIGHT, **SCALE, "factor": [1]}}), model), {})
+    check_shapes(make_plan(parse_hooks({"h": {"layers": "0", **WEIGHT, **SCALE, "factor": [1]}}), model), {})
 
 
 def test_slice_of_a_smaller_later_tensor_is_clamped() -> None:

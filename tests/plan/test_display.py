@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from instrument.plan.cost import Cost, Forecast, Length, firings_of
 from instrument.plan.display import describe_action, plan_notes, plan_view
+from instrument.plan.hook_plan import HookPlan, make_plan
 from instrument.plan.shape_inference import InferredCalls, infer_shapes
-from instrument.plan.sites import HookPlan, make_plan
 from instrument.spec.parse import parse_hooks
 from instrument.spec.schedule import Evaluations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instrument.errors import ConfigError, Problem
-from instrument.plan.shape_inference import Calls, TensorInfo, infer_shapes, materialise
+from instrument.plan.shape_inference import Calls, TensorInfo, infer_shapes, materialize
 
 
 class Noisy(nn.Module):
@@ -230,10 +230,10 @@ def test_error_caught_by_the_model_is_not_blamed_later() -> None:
 # ------------------------------------------------------------------------------------------------ lazy modules
 
 
-def test_lazy_modules_are_materialised_without_random_draws() -> None:
+def test_lazy_modules_are_materialized_without_random_draws() -> None:
     model = nn.Sequential(nn.LazyConv2d(2, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5))
     state, mode = torch.get_rng_state(), [module.training for module in model.modules()]
-    materialise(model, lambda: model(torch.zeros(2, 1, 6, 6)))
+    materialize(model, lambda: model(torch.zeros(2, 1, 6, 6)))
     assert torch.get_rng_state().equal(state)
     assert [module.training for module in model.modules()] == mode
     assert type(model[3]) is nn.Linear
@@ -251,14 +251,14 @@ def test_lazy_modules_are_materialised_without_random_draws() -> None:
 
 def test_model_that_is_not_lazy_does_not_run() -> None:
     runs: list[str] = []
-    materialise(nn.Linear(2, 2), lambda: runs.append("not lazy"))
+    materialize(nn.Linear(2, 2), lambda: runs.append("not lazy"))
     assert not runs
     lazy = nn.LazyLinear(2)
-    materialise(lazy, lambda: (runs.append("lazy"), lazy(torch.zeros(1, 3))))
+    materialize(lazy, lambda: (runs.append("lazy"), lazy(torch.zeros(1, 3))))
     assert runs == ["lazy"]
 
 
 def test_batch_that_does_not_fit_a_lazy_model_is_reported() -> None:
     model = nn.Sequential(nn.LazyLinear(5), nn.Linear(4, 2))
     with pytest.raises(ConfigError, match=r"layer '1' was given \[2, 5\]"):
-        materialise(model, lambda: model(torch.zeros(2, 3)))
+        materialize(model, lambda: model(torch.zeros(2, 3)))

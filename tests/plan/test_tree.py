@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.plan.tree import module_tree
 from instrument.spec.parse import parse_hooks
 

@@ -181,7 +181,7 @@ def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run) -> N
         InstrumentError, match=r"(?s)x: the runs do not differ in this override.*'norm'.*clip\.norm, seed"
     ):
         compare(sweep, x="norm")
-    with pytest.raises(InstrumentError, match="layer: required to plot l2 over seed"):
+    with pytest.raises(InstrumentError, match="plotting l2 over seed requires layer="):
         compare(sweep, "l2", "seed", hook="grads")
     with pytest.raises(InstrumentError, match="no run has a value of this metric in phase train"):
         compare(sweep, "accuracy")
@@ -189,9 +189,9 @@ def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run) -> N
         compare(sweep, phase="eval")
     with pytest.raises(InstrumentError, match=r"(?s)several series match.*hook='acts'.*hook='grads'"):
         compare(sweep, "l2")
-    with pytest.raises(InstrumentError, match="no run to compare"):
+    with pytest.raises(InstrumentError, match="runs is empty"):
         compare([])
-    with pytest.raises(InstrumentError, match="the metrics table lacks the columns needed for this plot: run"):
+    with pytest.raises(InstrumentError, match="columns that are missing from the metrics table: run"):
         compare(sweep.metrics.drop(columns="run"))
 
 

@@ -132,7 +132,7 @@ def test_ambiguous_or_missing_series_is_an_error_with_options(run: instrument.Ru
         heatmap(run, phase="eval")
     with pytest.raises(InstrumentError, match="the stats table has no rows"):
         heatmap(run.stats.iloc[:0])
-    with pytest.raises(InstrumentError, match="lacks the columns needed for this plot: kind, path"):
+    with pytest.raises(InstrumentError, match="requires columns that are missing from the stats table: kind, path"):
         heatmap(run.stats.drop(columns=["kind", "path"]))
     assert heatmap(run, "update_ratio").axes[0].get_title() == "update_ratio of updates: step_post update"
 

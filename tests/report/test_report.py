@@ -28,7 +28,7 @@ import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
 from instrument.analysis.images import maps_in
-from instrument.analysis.series import location_name
+from instrument.analysis.plot_data import location_name
 from instrument.extras import pip_command
 from instrument.report import Report, make
 from instrument.report.__main__ import main
@@ -434,7 +434,7 @@ def test_run_with_report_is_refused_without_plotly(cli: Callable[..., Answer], m
 
 
 def missing_plotly() -> Path:
-    raise InstrumentError(f"reports need Plotly: {pip_command('report')}")
+    raise InstrumentError(f"reports require Plotly: {pip_command('report')}")
 
 
 def test_run_with_report_prints_its_path(cli: Callable[..., Answer]) -> None:

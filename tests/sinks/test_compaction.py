@@ -25,7 +25,7 @@ from instrument.sinks import compaction, parts
 from instrument.sinks.compaction import compact
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
-from instrument.sinks.parts import Part, new_part, parts_of, rewind, written_parts
+from instrument.sinks.parts import Part, new_part, part_files, remove_rows_after_checkpoint, written_parts
 from instrument.training.checkpoint import VERSION
 
 LAYERS = ("stem", "body", "head")
@@ -107,12 +107,12 @@ def test_compaction_keeps_rows_and_order(folder: Path) -> None:
 def test_merged_part_is_merged_again_with_later_ones(folder: Path) -> None:
     wanted = frames(folder)
     compact(folder, [{"stats": 4}])
-    assert [path.stem for path in parts_of(folder, "stats").values()] == [
+    assert [path.stem for path in part_files(folder, "stats").values()] == [
         "part-0000-000000-000003",
         "part-0000-000004-000005",
     ]
     compact(folder)
-    assert [path.stem for path in parts_of(folder, "stats").values()] == ["part-0000-000000-000005"]
+    assert [path.stem for path in part_files(folder, "stats").values()] == ["part-0000-000000-000005"]
     assert_same(folder, wanted)
 
 
@@ -121,13 +121,13 @@ def test_parts_of_a_rank_unknown_to_the_checkpoint_are_merged(folder: Path) -> N
         with new_part(folder, TABLES["stats"], Part(1, number)):
             pass
     compact(folder, [{"stats": 4}])
-    assert [path.stem for path in parts_of(folder, "stats").values()][-1] == "part-0001-000000-000001"
+    assert [path.stem for path in part_files(folder, "stats").values()][-1] == "part-0001-000000-000001"
 
 
 def test_compacted_run_can_be_rewound_to_its_checkpoint(folder: Path) -> None:
     counts = dict.fromkeys(TABLES, 4)
     compact(folder, [counts])
-    rewind(folder, 0, counts)
+    remove_rows_after_checkpoint(folder, 0, counts)
     assert list(instrument.load(folder).metrics.step) == list(range(12))
 
 
@@ -135,7 +135,7 @@ def test_row_groups_end_with_a_step_and_declare_their_order(folder: Path, monkey
     monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 20)
     wanted = frames(folder)
     compact(folder)
-    (file,) = parts_of(folder, "stats").values()
+    (file,) = part_files(folder, "stats").values()
     about = pq.read_metadata(file)
     assert [about.row_group(number).num_rows for number in range(about.num_row_groups)] == [18, 18, 18]
     assert len(about.row_group(0).sorting_columns) == 2
@@ -146,7 +146,7 @@ def test_step_larger_than_a_row_group_spans_several(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(compaction, "ROW_GROUP_ROWS", 2)
     folder = make_run(tmp_path / "run", count=2, steps=1)
     compact(folder)
-    (file,) = parts_of(folder, "stats").values()
+    (file,) = part_files(folder, "stats").values()
     groups = [pq.ParquetFile(file).read_row_group(number).column("step").to_pylist() for number in range(4)]
     assert [step for group in groups for step in group] == [0, 0, 0, 1, 1, 1]
     assert len(instrument.load(folder).stats) == 6
@@ -157,7 +157,7 @@ def test_parts_of_sufficient_size_are_not_merged(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(compaction, "MAX_PART_BYTES", 2 * size + 100)
     wanted = frames(folder)
     compact(folder)
-    assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == [
+    assert [path.stem[10:] for path in part_files(folder, "stats").values()] == [
         "000000-000001",
         "000002-000003",
         "000004-000005",
@@ -275,7 +275,7 @@ def test_compact_command_accepts_a_sweep_and_reports(
     assert command.main([str(tmp_path / "sweep")]) == 1
     output = capsys.readouterr()
     assert "0: files merged: stats from 6 to 1, tensors from 6 to 1, metrics from 6 to 1" in output.out
-    assert "1: the run is still running; nothing was changed" in output.err
+    assert "1: the run is in progress; nothing was changed" in output.err
     assert len(written_parts(tmp_path / "sweep" / "1", "stats")) == 6
     lock.release()
     assert command.main([str(tmp_path / "sweep")]) == 0
@@ -291,7 +291,7 @@ def test_compact_command_respects_checkpoint_boundaries(folder: Path) -> None:
     state = {"version": VERSION, "parts": [dict.fromkeys(TABLES, 2)]}
     torch.save(state, folder / "checkpoints" / "step-00000006.pt")
     assert command.main([str(folder)]) == 0
-    assert [path.stem[10:] for path in parts_of(folder, "stats").values()] == ["000000-000001", "000002-000005"]
+    assert [path.stem[10:] for path in part_files(folder, "stats").values()] == ["000000-000001", "000002-000005"]
 
 
 def test_folder_changed_while_listing_is_listed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_run_that_is_still_being_written_is_not_compacted(folder: Path, capsys: 
     lock = FolderLock(folder, 2)
     assert lock.acquire()
     assert command.main([str(folder)]) == 1
-    assert "still running" in capsys.readouterr().err
+    assert "in progress" in capsys.readouterr().err
     assert len(written_parts(folder, "stats")) == 6
     lock.release()
     assert command.main([str(folder)]) == 0

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import instrument
+from instrument.analysis.plot_data import forward_order
 from instrument.analysis.run_files import RunFiles
-from instrument.analysis.series import forward_order
 from instrument.capture.tables import TABLES, as_batch, as_table
 from instrument.sinks import parts
 from instrument.sinks.parquet import ParquetSink
@@ -127,7 +127,7 @@ def test_merged_part_replaces_its_sources(tmp_path: Path) -> None:
         "0000-000003",
     ):
         (folder / "stats" / f"part-{name}.parquet").write_bytes(content)
-    assert [path.stem for path in parts.parts_of(folder, "stats").values()] == [
+    assert [path.stem for path in parts.part_files(folder, "stats").values()] == [
         "part-0000-000000-000002",
         "part-0000-000003",
         "part-0001-000001",
@@ -142,13 +142,13 @@ def test_rewind_needs_a_part_that_ends_at_the_checkpoint(tmp_path: Path) -> None
     part = folder / "stats" / "part-0000-000000.parquet"
     part.rename(part.with_name("part-0000-000000-000003.parquet"))
     counts = dict.fromkeys(TABLES, 0) | {"stats": 4}
-    parts.rewind(folder, 0, counts)
+    parts.remove_rows_after_checkpoint(folder, 0, counts)
     assert RunFiles(folder).count("stats") == 10
     with pytest.raises(
-        OSError, match=r"part-0000-000000-000003\.parquet contains rows from before and after the checkpoint"
+        OSError, match=r"cannot resume from this checkpoint: .*part-0000-000000-000003\.parquet mixes rows from before"
     ):
-        parts.rewind(folder, 0, counts | {"stats": 3})
-    parts.rewind(folder, 0, counts | {"stats": 0})
+        parts.remove_rows_after_checkpoint(folder, 0, counts | {"stats": 3})
+    parts.remove_rows_after_checkpoint(folder, 0, counts | {"stats": 0})
     assert RunFiles(folder).count("stats") == 0
 
 

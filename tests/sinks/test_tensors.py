@@ -15,7 +15,7 @@ from waiting import TIMEOUT
 
 import instrument
 from instrument.errors import SinkError
-from instrument.plan.sites import make_plan
+from instrument.plan.hook_plan import make_plan
 from instrument.sinks import tensors as module
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.table_writer import TableWriter

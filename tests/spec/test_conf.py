@@ -15,8 +15,8 @@ from tiers import tiered
 from torch import nn
 
 from instrument import ConfigError
-from instrument.cli.reading import read_config
-from instrument.plan.sites import make_plan
+from instrument.cli.read_config import read_config
+from instrument.plan.hook_plan import make_plan
 from instrument.spec.config import RunConfig
 from instrument.targets import build
 from instrument.tasks import Outcome

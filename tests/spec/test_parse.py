@@ -17,8 +17,8 @@ from instrument.spec import apply as apply_specs
 from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
 from instrument.spec.budget import BudgetConfig
-from instrument.spec.functions import FUNCTIONS
 from instrument.spec.kinds import KINDS
+from instrument.spec.modify import FUNCTIONS
 from instrument.spec.parse import parse_apply, parse_config, parse_hooks
 from instrument.spec.record import DEFAULT_BINS, DEFAULT_LEVELS
 from instrument.spec.statistics import ALL, DEFAULT
@@ -223,7 +223,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"layers": "re:("}, "layers.0", "regular expression"),
     (RECORD, {"layers": "[z-a]"}, "layers.0", "range"),
     (RECORD, {"exclude": "a**"}, "exclude.0", "complete segment"),
-    (RECORD, {"layers": None}, "", "needs 'layers'"),
+    (RECORD, {"layers": None}, "", "requires 'layers'"),
     (RECORD, {"stats": "none"}, "", "records nothing"),
     (RECORD, {"stats": []}, "", "records nothing"),
     (RECORD, {"tensors": "maybe"}, "tensors", "boolean"),
@@ -234,7 +234,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"tensors": True, "slice": "::-1"}, "slice", "is not a slice"),
     (RECORD, {"tensors": True, "dtype": "int8"}, "dtype", "not an allowed value"),
     (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
-    (CLIP, {}, "", "needs exactly one of min/max, value, norm, quantile, ratio; given: none"),
+    (CLIP, {}, "", "requires exactly one of min/max, value, norm, quantile, ratio; given: none"),
     (CLIP, {"norm": 1.0, "value": 1.0}, "", "given: value and norm"),
     (CLIP, {"norm": 1.0, "max": 1.0}, "", "given: min/max and norm"),
     (CLIP, {"min": 2.0, "max": 1.0}, "", "min (2.0) is above max (1.0)"),
@@ -425,7 +425,7 @@ def test_all_problems_of_all_specs_are_reported_at_once() -> None:
             "",
         ),
         ({"layers": "**", "action": "call"}, "apply.mine.fn", "is missing", ""),
-        ({"action": "freeze"}, "apply.mine", "needs 'layers'", ""),
+        ({"action": "freeze"}, "apply.mine", "requires 'layers'", ""),
     ],
 )
 def test_apply_problem_is_reported_with_its_location(spec: dict[str, Any], where: str, words: str, near: str) -> None:
@@ -673,7 +673,7 @@ def test_layers_and_run_names_may_be_numbers() -> None:
 def test_unknown_fields_are_reported_with_missing_layers() -> None:
     found = problems_in(parse_hooks, {"q": {"layerz": "fc", "kind": "forwrd", "action": "record"}})
     assert [problem.where for problem in found] == ["hooks.q", "hooks.q.kind", "hooks.q"]
-    assert "needs 'layers'" in found[0].message
+    assert "requires 'layers'" in found[0].message
     assert found[1].similar[0] == "forward"
     assert (found[2].message, found[2].similar[0]) == ("unknown field 'layerz'", "layers")
 

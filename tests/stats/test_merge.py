@@ -27,7 +27,7 @@ from instrument.stats.merge import (
     sketch,
     sums,
 )
-from instrument.stats.units import dead_fraction, dead_units, saturated_fraction
+from instrument.stats.unit_statistics import dead_fraction, dead_units, saturated_fraction
 
 NAMES = (*MEASURED, "l1")
 EXACT = {"numel", "min", "max", "abs_max", "nan_count", "inf_count", "zero_fraction"}

@@ -170,7 +170,8 @@ def test_preset_without_its_plugin_names_the_extra(
     monkeypatch.delitem(ConfigStore.instance().repo["hydra"][group], f"{plugin}.yaml")
     answer = cli("-m", *TINY, "seed=1,2", f"hydra/{group}={preset}")
     assert answer.code == 2
-    assert answer.err == (f"\nhydra/{group}: requires a package that is not installed: {pip_command(extra)}\n\n")
+    message = f"hydra/{group}: requires a package that is not installed\n    fix      {pip_command(extra)}"
+    assert answer.err == f"\n{message}\n\n"
 
 
 def test_missing_slurm_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

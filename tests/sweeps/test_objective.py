@@ -26,8 +26,8 @@ RECORDED = (*TINY, "+hooks.seen={layers:layers.0,kind:forward,action:record,stat
 @pytest.mark.parametrize(
     ("objective_text", "expected"),
     [
-        ("acuracy", ["an evaluation has no such metric", "similar  accuracy"]),
-        ("grad_norm", ["an evaluation has no such metric"]),  # a metric of steps, not of evaluations
+        ("acuracy", ["unknown metric", "similar  accuracy"]),
+        ("grad_norm", ["unknown metric"]),  # a metric of steps, not of evaluations
         ("max(stats.abs_max", ["cannot parse the objective", "max(stats.abs_max where layer = 'decoder.2')"]),
         ("maxx(stats.l2)", ["no aggregate is named maxx", "similar  max"]),
         ("max(stat.l2)", ["no table is named stat", "similar  stats"]),
@@ -76,7 +76,7 @@ def test_objectives_that_differ_between_jobs_are_checked_per_job(cli: Cli) -> No
 def test_objective_without_quotes_gets_a_hint(cli: Cli) -> None:
     answer = cli(*TINY, "objective=last(stats.l2)")
     assert answer.code == 2
-    assert """allowed  'objective="last(stats.l2)"', quoted twice""" in answer.err
+    assert """fix      quote the value twice, for the shell and for Hydra: 'objective="last(stats.l2)"'""" in answer.err
 
 
 def test_objective_without_duckdb_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

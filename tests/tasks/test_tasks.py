@@ -124,14 +124,14 @@ def test_valid_outcome_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "error", "message"),
     [
-        (torch.ones(()), "the task returned Tensor"),
-        (Outcome(torch.ones(1, requires_grad=True), 1), r"shape \[1\], not a scalar"),
-        (Outcome(1.0, 1), "the loss is a float"),  # type: ignore[arg-type]
-        (Outcome(torch.ones(()), 1), "does not depend on any trainable parameter"),
+        (torch.ones(()), TypeError, "the task must return instrument.tasks.Outcome, but returned Tensor"),
+        (Outcome(torch.ones(1, requires_grad=True), 1), TypeError, r"shape \[1\], not a scalar"),
+        (Outcome(1.0, 1), TypeError, "the loss is a float"),  # type: ignore[arg-type]
+        (Outcome(torch.ones(()), 1), ValueError, "does not depend on any trainable parameter"),
     ],
 )
-def test_invalid_outcome_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_invalid_outcome_is_refused(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         check_outcome(given)

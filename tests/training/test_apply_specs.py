@@ -178,7 +178,7 @@ def test_specs_are_applied_in_order(model: Net) -> None:
         ),
         (
             {"layers": "one", "action": "replace", "module": {"_target_": "builtins.dict"}},
-            r"apply\.a\.module: builtins\.dict returned dict",
+            r"apply\.a\.module: must be a torch\.nn\.Module, but builtins\.dict returned dict",
         ),
         (
             {"layers": "one", "action": "replace", "module": {"_target_": "torch.nn.Lineer"}},

@@ -120,38 +120,38 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
             {"phase": "eval"},
             {"eval_batch_size": 25},
             r"put.run: 'layers.1' was recorded in 3 batches of 20, 20, 10 samples at step 2, but this run has 2 batches of "
-            r"25, 25 samples(.|\n)*allowed  train.eval_batch_size=20$",
+            r"25, 25 samples(.|\n)*fix      set train.eval_batch_size=20$",
         ),
         (
             {"phase": "eval"},
             {"data": {"eval_slice": {"split": "test", "stop": 36}}},
             r"3 batches of 20, 20, 10 samples at step 2, but this run has 2 batches of 20, 16 samples(.|\n)*"
-            r"allowed  a data.eval_slice of 50 samples$",
+            r"fix      set a data.eval_slice of 50 samples$",
         ),
         (
             {},
             {"accumulate": 3},
             r"2 batches of 16, 16 samples at step 0, but this run has 3 batches of 16, 16, 16 samples(.|\n)*"
-            r"allowed  train.accumulate=2$",
+            r"fix      set train.accumulate=2$",
         ),
         (
             {"step": 0},
             {},
-            r"in 2 batches of 16, 16 samples at step 0, but this run has 2 batches of 16, 2 samples(.|\n)*allowed  a schedule "
+            r"in 2 batches of 16, 16 samples at step 0, but this run has 2 batches of 16, 2 samples(.|\n)*fix      set a schedule "
             r"\(steps, every, start, stop\) that omits the steps with smaller batches; "
             r"or a data.slice whose number of samples is a multiple of 32$",
         ),
         (
             {"step": 1},
             {},
-            r"in 2 batches of 16, 2 samples at step 1, but this run has 2 batches of 16, 16 samples(.|\n)*allowed  a schedule "
+            r"in 2 batches of 16, 2 samples at step 1, but this run has 2 batches of 16, 16 samples(.|\n)*fix      set a schedule "
             r"\(steps, every, start, stop\) of steps with 2 batches of 16, 2 samples; or another 'step'$",
         ),
-        ({}, {"batch_size": 10}, r"this run has 2 batches of 10, 10 samples(.|\n)*allowed  train.batch_size=16$"),
+        ({}, {"batch_size": 10}, r"this run has 2 batches of 10, 10 samples(.|\n)*fix      set train.batch_size=16$"),
         (
             {},
             {"steps": 4},
-            r"put.step: the other run recorded no tensors at step 2, 3(.|\n)*allowed  one of 0, 1; or a schedule",
+            r"put.step: the other run recorded no tensors at step 2, 3(.|\n)*allowed  one of 0, 1\n    fix      set 'step', or a schedule",
         ),
         ({"step": 7}, {}, r"put.step: the other run recorded no tensors at step 7\n.*given    7\n"),
         ({"hook": "trian"}, {}, r"put.hook: this run has no tensors recorded by this hook(.|\n)*similar  train"),
@@ -206,7 +206,7 @@ FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0,
         ({**PART, "slice": "1:9"}, {}, None),  # shortened in the last batch
         ({**PART, "stop": 1}, {}, None),
         ({**PART, "steps": [0, 2]}, {"steps": 3}, None),
-        ({**PART, "steps": [0, 3]}, {"steps": 4}, r"\[2, 16\] in the smallest batch, of 2 samples(.|\n)*allowed  .*a schedule"),
+        ({**PART, "steps": [0, 3]}, {"steps": 4}, r"\[2, 16\] in the smallest batch, of 2 samples(.|\n)*fix      .*a schedule"),
         (PART, {"data": {"slice": {"stop": 48}}}, None),
         ({**PART, "layers": "layers.1", "kind": "full_backward"}, {}, r"s.slice: 10 is out of range"),
         ({**PART, "phase": "eval"}, {}, r"s.slice: 10 is out of range .* which has shape \[10, 16\]"),

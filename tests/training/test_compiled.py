@@ -81,6 +81,7 @@ def test_fullgraph_is_refused_with_the_supported_kinds() -> None:
     assert problem.where == "hooks.seen.kind"
     allowed = "parameter_grad, parameter_grad_micro, post_accumulate_grad, step_pre, step_post, state_dict_pre"
     assert str(problem.allowed).startswith(allowed)
+    assert problem.fix == "compile the model with fullgraph=False"
     sums = {"layers": ".", "kind": "post_accumulate_grad", "action": "record"}
     with instrument.attach(compiled, {"sums": sums}) as probe:
         compiled(torch.zeros(1, 2)).sum().backward()

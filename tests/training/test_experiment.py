@@ -147,8 +147,11 @@ def test_frozen_parameters_are_not_optimized() -> None:
             {"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}},
             "model: the model has no trainable parameter",
         ),
-        ({"optimizer": {"_target_": "torch.nn.Identity"}}, "optimizer: torch.nn.Identity returned Identity"),
-        ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: torch.nn.Identity returned Identity"),
+        (
+            {"optimizer": {"_target_": "torch.nn.Identity"}},
+            "optimizer: must be a torch.optim.Optimizer, .* returned Identity",
+        ),
+        ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: must be .*LRScheduler.* returned Identity"),
     ],
 )
 def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, Context
+from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
-from instrument.plan.sites import make_plan
 from instrument.spec.parse import parse_hooks
 from instrument.training.function_checks import FunctionCheck
 

@@ -19,7 +19,7 @@ from instrument.spec.schedule import Evaluations
 from instrument.tasks import Outcome
 from instrument.training.data import first_batch
 from instrument.training.experiment import Experiment, prepare
-from instrument.training.loop import Progress, evaluate, gradient_norm, make_step, train
+from instrument.training.loop import Progress, evaluate, gradient_norm, train, train_step
 
 CONFIG: dict[str, Any] = {
     "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
@@ -124,7 +124,7 @@ def test_step_with_only_ignored_targets_changes_nothing() -> None:
     group[0][1].fill_(-100)
     assert task.number_of_terms(group[0]) == 0
     with Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer) as probe:
-        metrics = make_step(experiment, probe, group)
+        metrics = train_step(experiment, probe, group)
     assert (metrics["loss"], metrics["grad_norm"], metrics["accuracy"]) == (0.0, 0.0, 0.0)
     assert all(torch.equal(one, other) for one, other in zip(before, weights(experiment), strict=True))
 

@@ -154,7 +154,7 @@ def test_resume_without_a_checkpoint_is_refused(cli: Cli, monkeypatch: pytest.Mo
         (["resume=nowhere"], "cannot read run.json: No such file"),
         (["resume=out", "train.steps=50"], "a run is resumed with its original configuration"),
         (["resume=out", "+exp=mnist_hooks"], "a run is resumed with its original configuration"),
-        (["-m", "resume=out", "seed=1,2"], "only single runs can be resumed"),
+        (["-m", "resume=out", "seed=1,2"], "only single runs can be resumed\n    given    out\n    fix      remove -m"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -170,7 +170,7 @@ def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path) -> None:
     folder = RunFolder.reopen(Path("out"))
     answer = cli("resume=out")
     assert answer.code == 2
-    assert "the run is still running in another process" in answer.err
+    assert "the run is in progress in another process" in answer.err
     folder.finish("failed", RuntimeError("over"))
 
 
@@ -196,7 +196,7 @@ def test_invalid_checkpoint_is_refused_without_unpickling(cli: Cli, out: Path, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(version=2), "the file is not a checkpoint of this version"),
+        (lambda state: state.update(version=2), "the checkpoint must have version 3, but has version 2"),
         (lambda state: state["probe"].pop("phases"), "the checkpoint does not match this experiment"),
         (lambda state: state["probe"]["ledger"].pop(), "the checkpoint does not match this experiment"),
     ],

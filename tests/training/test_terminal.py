@@ -376,7 +376,7 @@ def test_resumed_run_does_not_repeat_warnings(cli: Cli, monkeypatch: pytest.Monk
     from instrument.training import loop
 
     arguments = (*TINY, DRILL, "hooks.activations.every=2", "train.checkpoint.every=10", "hydra.run.dir=out")
-    make, calls = loop.make_step, [0]
+    make, calls = loop.train_step, [0]
 
     def failing(*args: Any) -> Any:
         calls[0] += 1
@@ -385,7 +385,7 @@ def test_resumed_run_does_not_repeat_warnings(cli: Cli, monkeypatch: pytest.Monk
         return make(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "make_step", failing)
+        patch.setattr(loop, "train_step", failing)
         assert cli(*arguments).code == 1
     answer = cli("resume=out")
     assert answer.code == 0, answer.err

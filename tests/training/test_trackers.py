@@ -91,7 +91,7 @@ def test_missing_tracker_package_is_reported_before_the_start(
     answer = cli(*TINY, f"sink.{name}=true")
     assert answer.code == 2
     assert f"sink.{name}: the package {name} cannot be imported" in answer.err
-    assert f"    allowed  {pip_command(name)}" in answer.err
+    assert f"    fix      {pip_command(name)}" in answer.err
     assert "Traceback" not in answer.err
     assert not Path("out/run.json").exists()
 

@@ -1,0 +1,178 @@
+"""Comparison of configurations: the parts of a run's configuration that determine its training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+from ..spec.parse import parse_hooks
+from .run_tables import RunTables
+
+IGNORED_KEYS = (
+    "quiet",
+    "plan",
+    "resume",
+    "sink",
+    "budget",
+    "name",
+    "report",
+    "objective",
+)  # root keys that do not affect training
+DONE = "done"
+HOOKS = "hooks"
+EXACT_BELOW = 2**53  # integers below this are exact as float
+
+
+@dataclass(frozen=True)
+class Training:
+    """The configuration of a finished run.
+
+    Attributes:
+        index: Index of the run.
+        seed: Seed of the run.
+        rest: The configuration without hooks, seed and keys that do not affect training. Device, number of processes
+            (`ranks`) and dataset are those that were used.
+        hooks: All hooks that are not null by name, in the order in which they run.
+        interventions: The hooks that do not only record.
+    """
+
+    index: int
+    seed: int
+    rest: dict[str, Any]
+    hooks: dict[str, dict[str, Any]]
+    interventions: dict[str, dict[str, Any]]
+
+    def at(self, path: Sequence[str]) -> Any:
+        """Return the value at a path such as `["hooks", "tame", "norm"]`; None if the path does not exist."""
+        value: Any = {**self.rest, HOOKS: self.hooks}
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    @property
+    def identity(self) -> str:
+        """A string that is equal for two runs if and only if everything that determines the training is equal."""
+        return canonical_json([self.seed, self.rest, list(self.interventions.values())])
+
+    def without(self, path: Sequence[str]) -> str:
+        """Return such a string that ignores the value at a path."""
+        if path[:1] == [HOOKS]:
+            return canonical_json([self.seed, self.rest, list(_without(self.interventions, path[1:]).values())])
+        return canonical_json([self.seed, _without(self.rest, path), list(self.interventions.values())])
+
+    @cached_property
+    def leaves(self) -> dict[str, str]:
+        """The values that determine the training, except the seed, as strings by key such as `optimizer.lr`."""
+        return leaves_of({**self.rest, HOOKS: self.interventions})
+
+
+def trainings(run: RunTables) -> tuple[list[Training], dict[int, str]]:
+    """Return the trainings of several runs, and the reason for each run that cannot be compared, by index."""
+    comparable, left_out = [], {}
+    for index, info in enumerate(run.infos):
+        config = info.get("config")
+        if info["status"] != DONE:
+            left_out[index] = f"its status is {info['status']}"
+        elif not isinstance(config, Mapping):
+            left_out[index] = "its run.json has no configuration"
+        elif info["seed"] is None:
+            left_out[index] = "its run.json has no seed"
+        elif (specs := _hooks(config)) is None:
+            left_out[index] = "its hooks cannot be parsed by this version"
+        else:
+            rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)} | _used(
+                config, info
+            )
+            interventions = {name: spec for name, spec in specs.items() if spec["action"] != "record"}
+            comparable.append(Training(index, info["seed"], rest, specs, interventions))
+    return comparable, left_out
+
+
+def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
+    """Return the overrides in which several runs differ, without those that do not affect training.
+
+    Args:
+        run: Several runs.
+        indices: Indices of the runs to compare; None for all.
+    """
+    infos = [info for index, info in enumerate(run.infos) if indices is None or index in indices]
+    keys = dict.fromkeys(key for info in infos for key in info["overrides"])
+    relevant = [key for key in keys if key.partition(".")[0] not in IGNORED_KEYS]
+    return [key for key in relevant if len({str(info["overrides"].get(key)) for info in infos}) > 1]
+
+
+def canonical_json(value: Any) -> str:
+    """Return a value of a configuration as a string for comparison.
+
+    The strings of equal values are equal: 1 equals 1.0, but 1 does not equal true.
+    """
+    return json.dumps(_integers_if_whole(value), sort_keys=True, default=str)
+
+
+def to_yaml(value: Any) -> str:
+    """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values used for settings that the configuration leaves open: device, ranks, fallback dataset."""
+    used: dict[str, Any] = {"ranks": info.get("ranks", 1)}
+    if isinstance(device := info.get("device"), str):
+        used["device"] = device.partition(":")[0]  # the index of the device does not matter
+    if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
+        used["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
+    return used
+
+
+def _hooks(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the settings of each hook; None if this version cannot parse them."""
+    try:
+        specs = parse_hooks(config.get(HOOKS) or {})
+    except ConfigError:
+        return None
+    return {
+        name: spec.model_dump(exclude_unset=True, by_alias=True, mode="json", exclude={"name"})
+        for name, spec in specs.items()
+    }
+
+
+def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return a mapping without the value at a path; an empty mapping for an empty path."""
+    if not path:
+        return {}
+    inner = mapping.get(path[0])
+    others = {key: value for key, value in mapping.items() if key != path[0]}
+    if len(path) == 1 or path[0] not in mapping:
+        return others
+    less = _without(inner, path[1:]) if isinstance(inner, Mapping) else inner
+    return {key: less if key == path[0] else value for key, value in mapping.items()}
+
+
+def _integers_if_whole(value: Any) -> Any:
+    """Return the value with integral floats converted to integers."""
+    if isinstance(value, Mapping):
+        return {str(key): _integers_if_whole(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_integers_if_whole(item) for item in value]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
+    return int(value) if is_whole else value
+
+
+def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a configuration as strings by key, such as `optimizer.lr`."""
+    return dict(_leaves(config, ""))
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, canonical_json(value)

@@ -1,0 +1,222 @@
+"""Preparation of statistics for plots: locations in forward order, groups of steps, and matrices of values.
+
+All functions take DataFrames with the columns of the tables, so they work on a run, a part of a run, or several runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ..spec.kinds import KINDS
+from ..spec.statistics import ALL, STATISTICS
+from .finite import finite_only, is_gradient
+from .run_tables import RunTables
+
+KEYS = ("hook", "kind", "role", "phase")
+UNKNOWN_ORDER = 1 << 30  # sort position of layers without a known order
+
+
+@dataclass(frozen=True, order=True)
+class RecordedSeries:
+    """The data that one record hook recorded in one phase.
+
+    Attributes:
+        hook: Name of the hook.
+        kind: Kind of the hook.
+        role: Role of the tensor.
+        phase: `train` or `eval`.
+    """
+
+    hook: str
+    kind: str
+    role: str
+    phase: str
+
+    @property
+    def label(self) -> str:
+        """A label such as `activations: forward output`, with the phase unless it is train."""
+        return f"{self.hook}: {self.kind} {self.role}" + (f" ({self.phase})" if self.phase != "train" else "")
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the recorded tensors are gradients."""
+        return is_gradient(self.kind, self.role)
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether the locations are parameters rather than modules."""
+        return KINDS[self.kind].family != "module"
+
+    def of(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of a table that belong to the series, without recomputed forward passes."""
+        mask = ~frame["recompute"].astype(bool)
+        for key in KEYS:
+            mask &= frame[key] == getattr(self, key)
+        return frame[mask]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One number for each location and group of steps.
+
+    Attributes:
+        locations: Names of the locations in forward order; shape [locations].
+        first: First step of each group; shape [groups].
+        last: Last step of each group; shape [groups].
+        values: float64, shape [locations, groups]; NaN for missing values.
+    """
+
+    locations: list[str]
+    first: np.ndarray
+    last: np.ndarray
+    values: np.ndarray
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether any group has more than one step."""
+        return bool((self.first != self.last).any())
+
+
+def series_in(frame: pd.DataFrame) -> list[RecordedSeries]:
+    """Return the series of a table in order of first appearance."""
+    rows = frame.loc[:, list(KEYS)].drop_duplicates()
+    return [RecordedSeries(*row) for row in rows.itertuples(index=False)]
+
+
+def statistics_in(frame: pd.DataFrame) -> list[str]:
+    """Return the statistics with at least one value in a table, in the order of the columns."""
+    return [name for name in ALL if name in frame and frame[name].notna().any()]
+
+
+def location_name(layer: str, path: str, kind: str) -> str:
+    """Return the name of a location.
+
+    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
+    """
+    name = layer or "."
+    if not path:
+        return name
+    if KINDS[kind].family != "module":
+        return f"{layer}.{path}" if layer else path
+    return f"{name}[{path}]"
+
+
+def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
+    """Return the location of each row as an ordered categorical.
+
+    Args:
+        frame: Rows of one series.
+        order: Layer names from `forward_order`; other layers come last, in order of first appearance.
+    """
+    ranks = {layer: rank for rank, layer in enumerate(order)}
+    locations = frame.loc[:, ["layer", "path", "kind"]].drop_duplicates()
+    triples = zip(locations["layer"], locations["path"], locations["kind"], strict=True)
+    names = {(layer, path): location_name(layer, path, kind) for layer, path, kind in triples}
+    ordered = sorted(names, key=lambda at: ranks.get(at[0], UNKNOWN_ORDER))  # stable: paths stay as they appear
+    labels = list(dict.fromkeys(names[at] for at in ordered))
+    cells = [names[at] for at in zip(frame["layer"], frame["path"], strict=True)]
+    return pd.Series(pd.Categorical(cells, categories=labels, ordered=True), index=frame.index, name="location")
+
+
+def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
+    """Return the names of a model's modules in the order in which they return their outputs.
+
+    The order is taken from the first step at which outputs of the most layers were recorded. A module without recorded
+    outputs follows the modules that are defined before it. Without any outputs, the order of definition is used. For a
+    DataFrame, only modules with recorded outputs are returned.
+    """
+    if isinstance(run, pd.DataFrame):
+        return _first_outputs(run)
+    defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
+    recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
+    return _in_order(defined, recorded)
+
+
+def _in_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:
+    """Return all names: recorded ones in their order, each other one after the modules that are defined before it."""
+    ranks = {layer: (rank, 0) for rank, layer in enumerate(recorded)}
+    entered = {"": -1}  # sort position of the last module that ends before a module begins
+    previous: tuple[str, ...] = ()
+    for index, layer in enumerate(defined):
+        above = _with_parents(layer)
+        over = [ranks[name][0] for name in previous if name not in above and name in ranks]
+        entered[layer] = max(over, default=entered.get(above[min(1, len(above) - 1)], -1))
+        ranks.setdefault(layer, (entered[layer] if layer else UNKNOWN_ORDER, index + 1))
+        previous = above
+    return sorted(ranks, key=lambda layer: ranks[layer])
+
+
+def _with_parents(layer: str) -> tuple[str, ...]:
+    """Return the name of a module and the names of its parents."""
+    parts = layer.split(".")
+    return (*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), "")
+
+
+def _first_outputs(stats: pd.DataFrame) -> list[str]:
+    outputs = stats[(stats["kind"] == "forward") & (stats["role"] == "output")]
+    if outputs.empty:
+        return []
+    moments = [list(dict.fromkeys(rows["layer"])) for _, rows in outputs.groupby(["phase", "step"], sort=False)]
+    fullest = max(moments, key=len)  # max returns the first step with the most layers
+    return list(dict.fromkeys([*fullest, *outputs["layer"]]))
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Groups of consecutive steps.
+
+    Attributes:
+        first: First step of each group; shape [groups].
+        last: Last step of each group; shape [groups].
+        number: Index of the group of each step, indexed by step.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    number: pd.Series
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def groups_of(steps: Iterable[int], most: int) -> StepGroups:
+    """Split steps into at most `most` groups of nearly equal size."""
+    unique_steps = np.unique(np.fromiter(steps, np.int64))
+    bounds = np.linspace(0, len(unique_steps), min(most, len(unique_steps)) + 1).round().astype(np.int64)
+    numbers = np.searchsorted(bounds[:-1], np.arange(len(unique_steps)), side="right") - 1
+    return StepGroups(
+        unique_steps[bounds[:-1]], unique_steps[bounds[1:] - 1], pd.Series(numbers, index=unique_steps, dtype=np.int64)
+    )
+
+
+def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], most: int) -> dict[str, Matrix]:
+    """Return columns of a table as matrices by location and group of steps.
+
+    Several values of a location and group are merged by the rule of the statistic: the largest for maxima and counts,
+    the smallest for minima, the mean for the others. Non-finite rows (see `finite`) contribute only their counts.
+
+    Args:
+        frame: Rows of one series.
+        columns: Names of the columns.
+        order: Layer names from `forward_order`.
+        most: Maximum number of groups of steps.
+    """
+    groups = groups_of(frame["step"], most)
+    keyed = finite_only(frame).assign(location=row_locations(frame, order), group=frame["step"].map(groups.number))
+    merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(
+        {name: _merged(name) for name in columns}
+    )
+    locations = list(keyed["location"].cat.categories)
+    result = {}
+    for name in columns:
+        table = merged[name].unstack("group").reindex(index=locations, columns=range(len(groups)))
+        result[name] = Matrix(locations, groups.first, groups.last, table.to_numpy(np.float64))
+    return result
+
+
+def _merged(column: str) -> str:
+    return STATISTICS[column].merged if column in STATISTICS else "mean"

@@ -1,0 +1,323 @@
+"""Matching of runs that have the same seed and configuration and differ in one configuration key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InstrumentError, Problem, similar_names
+from .config_comparison import (
+    DONE,
+    HOOKS,
+    IGNORED_KEYS,
+    Training,
+    canonical_json,
+    differing_overrides,
+    to_yaml,
+    trainings,
+)
+from .run_tables import RunTables
+
+MOST_NAMES = 12  # maximum number of keys or values in an error message
+
+
+@dataclass(frozen=True)
+class RunMatch:
+    """Two runs that differ only in the key.
+
+    Attributes:
+        value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
+            text for other lists and mappings.
+        index: Index of the run.
+        baseline: Index of the baseline run.
+        seed: Seed of both runs.
+        by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
+    """
+
+    value: Any
+    index: int
+    baseline: int
+    seed: int
+    by: tuple[Any, ...] = ()
+
+    @property
+    def comparison(self) -> str:
+        """A string that identifies the compared value and the values of the `by` keys."""
+        return canonical_json([self.value, *self.by])
+
+
+@dataclass(frozen=True)
+class RunMatches:
+    """All matches for a key.
+
+    Attributes:
+        baseline: The baseline value, as in `RunMatch.value`.
+        matches: The matches ordered by value, numbers first.
+        left_out: The reason for each unmatched run, by index of the run.
+    """
+
+    baseline: Any
+    matches: list[RunMatch]
+    left_out: dict[int, str]
+
+    def by_seed(self) -> list[dict[int, list[RunMatch]]]:
+        """Return the matches of each seed by baseline run, so that each run is read only once."""
+        seeds: dict[int, dict[int, list[RunMatch]]] = {}
+        for match in self.matches:
+            seeds.setdefault(match.seed, {}).setdefault(match.baseline, []).append(match)
+        return list(seeds.values())
+
+
+def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:
+    """Match the runs that differ in one key, comparing each value with a baseline.
+
+    A run without the hook that contains the key is matched with the runs that have the hook and differ in nothing else.
+
+    Args:
+        run: Several runs.
+        key: Configuration key: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`.
+        baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
+            before true); else the first value.
+        by: Other keys whose values separate comparisons.
+
+    Raises:
+        InstrumentError: The runs do not differ in the key, the key or the value does not exist, or no two runs match.
+    """
+    all_trainings, left_out = trainings(run)
+    path = key.split(".")
+    latest = _latest(run, all_trainings, path, left_out)
+    groups = _groups(run, key, latest)
+    _check_differs(run, "effects_of", key, all_trainings, groups)
+    by_values = [_values_by_run(run, name, all_trainings, latest) for name in by]
+    baseline_group = groups[_baseline_position(key, groups, baseline)]
+    baseline_index = _BaselineIndex(baseline_group.members, path)
+    baseline_text = f"{key}={baseline_group.text}"
+    matches = []
+    for group in sorted((group for group in groups if group is not baseline_group), key=_sort_key):
+        for training in group.members:
+            matched_runs = baseline_index.of(training)
+            if not matched_runs:
+                left_out[training.index] = _unmatched_reason(training, baseline_group.members, key, baseline_text)
+            for baseline_run in matched_runs:
+                by_cells = tuple(_coalesce(label[training.index], label[baseline_run.index]) for label in by_values)
+                matches.append(RunMatch(group.label, training.index, baseline_run.index, training.seed, by_cells))
+    used = {match.baseline for match in matches}
+    unmatched = "no run with another value has the same seed and the same other settings"
+    left_out |= {
+        baseline_run.index: unmatched for baseline_run in baseline_group.members if baseline_run.index not in used
+    }
+    if not matches:
+        reasons = [f"{run_name(run, index)}: {reason}" for index, reason in sorted(left_out.items())]
+        more = [f"... ({len(reasons)} in all)"] if len(reasons) > MOST_NAMES else []
+        raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MOST_NAMES], *more]))
+    return RunMatches(baseline_group.label, matches, dict(sorted(left_out.items())))
+
+
+@dataclass
+class _Group:
+    """The runs with the same value of the key."""
+
+    value: Any
+    label: Any
+    members: list[Training]
+
+    @property
+    def text(self) -> str:
+        """The value as it is written on a command line."""
+        return self.label if isinstance(self.label, str) else to_yaml(self.label)
+
+
+class _BaselineIndex:
+    """Finds the baseline runs that match a run.
+
+    A run without the hook can have several matches, if the hook differs in more than the key.
+    """
+
+    def __init__(self, baseline_runs: Sequence[Training], path: Sequence[str]) -> None:
+        self.path = path
+        self.outer = outer_of(path)
+        without_hook = [baseline_run for baseline_run in baseline_runs if baseline_run.at(self.outer) is None]
+        self.by_configuration = {baseline_run.without(path): baseline_run for baseline_run in reversed(baseline_runs)}
+        self.by_other_settings: dict[str, list[Training]] = {}
+        for baseline_run in baseline_runs:
+            self.by_other_settings.setdefault(baseline_run.without(self.outer), []).append(baseline_run)
+        self.without_hook = {baseline_run.without(self.outer): baseline_run for baseline_run in reversed(without_hook)}
+
+    def of(self, training: Training) -> list[Training]:
+        """Return the runs that are equal except for the key.
+
+        If one of the two runs does not have the hook, the runs must be equal except for the hook.
+        """
+        if training.at(self.outer) is None:
+            return self.by_other_settings.get(training.without(self.outer), [])
+        match = self.by_configuration.get(training.without(self.path)) or self.without_hook.get(
+            training.without(self.outer)
+        )
+        return [] if match is None else [match]
+
+
+def outer_of(path: Sequence[str]) -> Sequence[str]:
+    """Return the path of the hook that contains a path; other paths are returned unchanged."""
+    return path[:2] if path[0] == HOOKS else path
+
+
+def _coalesce(one: Any, other: Any) -> Any:
+    return other if one is None else one
+
+
+def _latest(
+    run: RunTables, all_trainings: Sequence[Training], path: Sequence[str], left_out: dict[int, str]
+) -> list[Training]:
+    """Return each training once; if a training was repeated, the last run of it."""
+    last: dict[tuple[str, str], Training] = {}
+    for training in all_trainings:
+        identity = (training.without(path), canonical_json(training.at(path)))
+        if identity in last:
+            left_out[last[identity].index] = f"it was repeated as {run_name(run, training.index)}"
+        last[identity] = training
+    return sorted(last.values(), key=lambda training: training.index)
+
+
+def _groups(run: RunTables, key: str, all_trainings: Sequence[Training]) -> list[_Group]:
+    """Return the runs grouped by value, in order of first appearance."""
+    groups_by_value: dict[str, _Group] = {}
+    for training in all_trainings:
+        value = training.at(key.split("."))
+        groups_by_value.setdefault(canonical_json(value), _Group(value, value, [])).members.append(training)
+    groups = list(groups_by_value.values())
+    collections = [group for group in groups if isinstance(group.value, Mapping | list)]
+    for group in collections:
+        options = [run.infos[training.index]["overrides"].get(key) for training in group.members]
+        named = isinstance(options[0], str) and all(option == options[0] for option in options)
+        group.label = options[0] if named else to_yaml(group.value)
+    names = Counter(group.label for group in collections)
+    for group in collections:
+        group.label = group.label if names[group.label] == 1 else to_yaml(group.value)
+    return groups
+
+
+def _values_by_run(
+    run: RunTables, key: str, all_trainings: Sequence[Training], latest: Sequence[Training]
+) -> dict[int, Any]:
+    """Return the value of another key for each run, by index of the run."""
+    groups = _groups(run, key, latest)
+    _check_differs(run, "by", key, all_trainings, groups)
+    return {training.index: group.label for group in groups for training in group.members}
+
+
+def _check_differs(
+    run: RunTables, where: str, key: str, all_trainings: Sequence[Training], groups: Sequence[_Group]
+) -> None:
+    if len(groups) > 1:
+        return
+    keys = dict.fromkeys(node for training in all_trainings for node in config_keys(training))
+    overrides = differing_overrides(run, {training.index for training in all_trainings})
+    differing = [name for name in overrides if name in keys] or _differing_leaves(all_trainings)
+    more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
+    allowed = ", ".join(differing[:MOST_NAMES]) + more or "none: the runs differ only in their seed"
+    if not all_trainings:
+        message = f"none of the {len(run.infos)} runs is finished and has a configuration"
+    elif key == "seed":
+        message = "runs are paired by their seed, so its effect cannot be estimated"
+    elif key.partition(".")[0] in IGNORED_KEYS:
+        message = "this key does not affect training"
+    elif key not in keys:
+        message = "no run has this key in its configuration"
+    else:
+        lines = [f"{where}: all {len(all_trainings)} finished runs have {key}={groups[0].text}", *_not_done(run, key)]
+        raise InstrumentError("\n    ".join([*lines, f"they differ in: {allowed}"]))
+    near = similar_names(key, differing) or similar_names(key, keys)
+    raise InstrumentError(str(Problem(where, message, key, allowed, near)))
+
+
+def _not_done(run: RunTables, key: str) -> Iterator[str]:
+    """Yield a line with the number of unfinished runs by override of the key; nothing if all runs are done."""
+    left = Counter(
+        (to_yaml(info["overrides"][key]) if key in info["overrides"] else None, info["status"])
+        for info in run.infos
+        if info["status"] != DONE
+    )
+    counts = [f"{count} {status}{f', {key}={value}' if value else ''}" for (value, status), count in left.items()]
+    more = [f"... ({len(counts)} in all)"] if len(counts) > MOST_NAMES else []
+    if counts:
+        yield f"not finished: {'; '.join([*counts[:MOST_NAMES], *more])}"
+
+
+def config_keys(training: Training) -> list[str]:
+    """Return all keys of a configuration, including those of mappings: `optimizer`, `optimizer.lr`."""
+    return list(_nodes({**training.rest, HOOKS: training.hooks}, ""))
+
+
+def _nodes(value: Mapping[str, Any], above: str) -> Iterator[str]:
+    for name, item in value.items():
+        yield f"{above}{name}"
+        if isinstance(item, Mapping):
+            yield from _nodes(item, f"{above}{name}.")
+
+
+def _differing_leaves(all_trainings: Sequence[Training]) -> list[str]:
+    keys = dict.fromkeys(key for training in all_trainings for key in training.leaves)
+    return [key for key in keys if len({training.leaves.get(key) for training in all_trainings}) > 1]
+
+
+def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int:
+    """Return the index of the baseline group."""
+    if baseline is not None:
+        word = canonical_json(baseline)
+        positions = [
+            i for i, group in enumerate(groups) if word in (canonical_json(group.value), canonical_json(group.label))
+        ]
+        if not positions:
+            values = [group.text for group in groups]
+            allowed = ", ".join(values[:MOST_NAMES])
+            raise InstrumentError(
+                str(
+                    Problem(
+                        "baseline",
+                        f"no run has this value of {key}",
+                        to_yaml(baseline),
+                        allowed,
+                        similar_names(str(baseline), values),
+                    )
+                )
+            )
+        return positions[0]
+    empty = [i for i, group in enumerate(groups) if group.value is None]
+    numbers = [i for i, group in enumerate(groups) if isinstance(group.value, int | float)]
+    return empty[0] if empty else min(numbers, key=lambda i: groups[i].value, default=0)
+
+
+def _sort_key(group: _Group) -> tuple[bool, float]:
+    """Return a sort key that orders numbers by size, before other values."""
+    is_number = isinstance(group.value, int | float)
+    return not is_number, float(group.value) if is_number else 0.0
+
+
+def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key: str, baseline: str) -> str:
+    """Return why a run has no match; `baseline` is the baseline value as `key=value`."""
+    same_seed = [baseline_run for baseline_run in baseline_runs if baseline_run.seed == training.seed]
+    if not same_seed:
+        return f"no run with {baseline} has seed {training.seed}"
+    lists = [_differences(training, baseline_run, key) for baseline_run in same_seed]
+    fewest = min(lists, key=len)
+    return f"it also differs from the runs with {baseline} in {', '.join(fewest) or 'the order of hooks'}"
+
+
+def _differences(one: Training, other: Training, key: str) -> list[str]:
+    """Return the keys in which two trainings differ, except for `key`."""
+    path = key.split(".")
+    outer = outer_of(path)
+    cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
+    keys = dict.fromkeys([*one.leaves, *other.leaves])
+    return [
+        name
+        for name in keys
+        if one.leaves.get(name) != other.leaves.get(name) and name != cut and not name.startswith(f"{cut}.")
+    ]
+
+
+def run_name(run: RunTables, index: int) -> str:
+    """Return the path of a run relative to the opened folder."""
+    return str(run.folders[index].relative_to(run.path))

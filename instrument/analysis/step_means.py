@@ -1,0 +1,140 @@
+"""Means over the steps of a run, one per location and statistic, computed in batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from ..capture.tables import IDENTITY, TABLES
+from .finite import FINITE_STATISTICS, not_finite_in
+from .run_tables import RunTables
+
+Steps = tuple[int | None, int | None]
+LOCATION_COLUMNS = tuple(c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name != "module_type")
+MEASURED_TABLES = ("metrics", "stats", "effects")  # the tables with numbers that can be averaged
+NUMERIC_COLUMNS: dict[str, tuple[str, ...]] = {
+    table: tuple(
+        column.name
+        for column in TABLES[table].columns
+        if column not in IDENTITY and not pa.types.is_dictionary(column.type)
+    )
+    for table in MEASURED_TABLES
+}
+"""Names of the columns that are averaged, by table."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means of one table of one run.
+
+    Attributes:
+        locations: The locations, as tuples of those columns in LOCATION_COLUMNS that the table has.
+        values: float64, shape [locations, columns]; not finite if any of the numbers is not finite, 0 if there are none.
+        counts: Number of averaged numbers, shape [locations, columns].
+    """
+
+    locations: list[tuple[str, ...]]
+    values: np.ndarray
+    counts: np.ndarray
+
+
+def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
+    """Return the mean of every numeric column at every location; for evaluation metrics, the last value.
+
+    Rows of recomputed forward passes are ignored.
+
+    Args:
+        run: One run.
+        table: `metrics`, `stats` or `effects`.
+        steps: Half-open range of steps (first, end); None leaves a side open.
+    """
+    keys = keys_of(table)
+    condition = _step_condition(steps)
+    if table != "metrics":
+        return _means_of_batches(_batches(run, table, keys, [condition, ~ds.field("recompute")]), table)
+    training = _batches(run, table, keys, [condition, ds.field("phase") == "train"])
+    last = _last_evaluation(run, condition)
+    if last is None:
+        return _means_of_batches(training, table)
+    evaluated = _batches(run, table, keys, [ds.field("phase") == "eval", ds.field("step") == last])
+    return _means_of_batches((batch for part in (training, evaluated) for batch in part), table)
+
+
+def keys_of(table: str) -> list[str]:
+    """Return the columns of a table that identify a location."""
+    return [name for name in LOCATION_COLUMNS if name in TABLES[table].names]
+
+
+def _step_condition(steps: Steps) -> ds.Expression:
+    start, stop = steps
+    bounds = [ds.field("step") >= (0 if start is None else start)]
+    return _all(bounds if stop is None else [*bounds, ds.field("step") < stop])
+
+
+def _all(conditions: Sequence[ds.Expression]) -> ds.Expression:
+    return functools.reduce(operator.and_, conditions)
+
+
+def _last_evaluation(run: RunTables, condition: ds.Expression) -> int | None:
+    """Return the step of the last evaluation; None if there was no evaluation."""
+    batches = run.scan("metrics", ["step"], condition & (ds.field("phase") == "eval"))
+    return max((pc.max(batch["step"]).as_py() for batch in batches if len(batch)), default=None)
+
+
+def _batches(
+    run: RunTables, table: str, keys: Sequence[str], conditions: Sequence[ds.Expression]
+) -> Iterator[pa.RecordBatch]:
+    for batch in run.scan(table, [*keys, *NUMERIC_COLUMNS[table]], _all(conditions)):
+        yield _with_nan(batch) if table == "stats" else batch
+
+
+def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Replace statistics of non-finite rows by NaN."""
+    lost = pa.array(not_finite_in(batch))
+    if not pc.any(lost).as_py():
+        return batch
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    columns |= {name: pc.if_else(lost, math.nan, batch[name]) for name in FINITE_STATISTICS}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _means_of_batches(batches: Iterable[pa.RecordBatch], table: str) -> Means:
+    """Return the means of all rows; memory holds one batch and one row per location."""
+    keys, names = keys_of(table), NUMERIC_COLUMNS[table]
+    sums: pa.Table | None = None
+    for batch in batches:
+        part = _sums(batch, keys, names)
+        sums = part if sums is None else _add_sums(sums, part, keys)
+    if sums is None:
+        return Means([], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
+    counts = np.stack([sums[f"{name}_count"].to_numpy() for name in names], axis=1)
+    totals = np.stack([sums[f"{name}_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
+    locations = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
+    return Means(locations, totals / np.maximum(counts, 1), counts)
+
+
+def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> pa.Table:
+    """Return the sum and the count of each column with one row per location; labels are converted to plain strings."""
+    numbers = [batch[name].cast(pa.float64()) for name in names]
+    rows = pa.table([*(batch[key] for key in keys), *numbers], names=[*keys, *names])
+    ways = [(name, way) for name in names for way in ("sum", "count")]
+    grouped = rows.group_by(list(keys), use_threads=False).aggregate(ways)
+    columns = [grouped[key].cast(pa.string()) for key in keys] + [grouped[f"{name}_{way}"] for name, way in ways]
+    return pa.table(columns, names=[*keys, *(f"{name}_{way}" for name, way in ways)])
+
+
+def _add_sums(sums: pa.Table, part: pa.Table, keys: Sequence[str]) -> pa.Table:
+    """Add two tables of sums."""
+    names = sums.schema.names
+    totals = [name for name in names if name not in keys]
+    grouped = pa.concat_tables([sums, part]).group_by(list(keys), use_threads=False)
+    summed = grouped.aggregate([(name, "sum") for name in totals])
+    return pa.table([summed[name if name in keys else f"{name}_sum"] for name in names], names=names)

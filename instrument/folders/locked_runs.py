@@ -1,0 +1,89 @@
+"""Maintenance of finished runs, for `python -m instrument.compact` and `python -m instrument.recover`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..analysis.folders import NoRunError, find_runs
+from ..errors import ConfigError, InstrumentError
+from ..sinks.lock import FolderLock, is_written
+from ..sinks.remote_folder import check_is_local
+
+Operation = Callable[[Path], tuple[str, Sequence[str]]]
+"""An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
+
+    Args:
+        folder: The folder of the run.
+
+    Raises:
+        InstrumentError: A process of the run still writes to the folder.
+        OSError: The folder is not writable.
+    """
+    lock = FolderLock(folder)
+    if is_written(folder) or not lock.acquire():
+        raise InstrumentError("the run is in progress; nothing was changed")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def for_each_run(
+    arguments: Sequence[str] | None, operation: Operation, *, name: str, description: str, metavar: str, reason: str
+) -> int:
+    """Apply an operation to each run that the command line names.
+
+    Args:
+        arguments: The command-line arguments; None uses those of the process.
+        operation: The operation. Called with the folder of each run.
+        name: The name of the module, for `--help`.
+        description: The description of the command, for `--help`.
+        metavar: The name of the folder argument, for `--help`.
+        reason: Why the command requires a local folder, for error messages.
+
+    Returns:
+        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m instrument.{name}", description=description)
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar=metavar,
+        type=Path,
+        help="the folder of a run, or a folder that contains several runs",
+    )
+    code = 0
+    for path in parser.parse_args(arguments).runs:
+        try:
+            check_is_local(path, metavar, reason, fix="pass a local folder")
+            _, folders = find_runs(path)
+        except (NoRunError, ConfigError) as error:
+            print(error, file=sys.stderr)
+            code = 2
+            continue
+        for folder in folders:
+            code = max(code, _apply(folder, operation))
+    return code
+
+
+def _apply(folder: Path, operation: Operation) -> int:
+    """Apply the operation to one run, print the result, and return the exit code."""
+    try:
+        with locked(folder):
+            summary, problems = operation(folder)
+    except (OSError, InstrumentError) as error:
+        print(f"{folder}: {error}", file=sys.stderr)
+        return 1
+    print(f"{folder}: {summary}")
+    for problem in problems:
+        print(f"{folder}: {problem}", file=sys.stderr)
+    return 1 if problems else 0

@@ -1,0 +1,96 @@
+"""Attachment of sites: each hook group gets the sites at its location."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch.optim import Optimizer
+
+from .attached_hook import AttachedHook
+from .clock import Clock
+from .family import HookGroup
+from .loss import LossHooks
+from .module import ModuleHooks
+from .module_backward import ModuleBackwardHooks
+from .optimizer import StepHooks
+from .optimizer_owners import Owners
+from .parameter import BoundaryHooks, GradientHooks
+from .state_dict import OptimizerStateDictHooks, StateDictHooks
+
+Location = tuple[type[HookGroup], int, bool, bool]
+
+
+def attach_sites(
+    attached_hooks: Sequence[AttachedHook],
+    optimizers: Sequence[Optimizer],
+    clock: Clock,
+    *,
+    steps_by_loop: bool = False,
+) -> Iterator[HookGroup]:
+    """Attach all sites. Each group is yielded as soon as it is attached, so that it can be detached after an error.
+
+    Args:
+        attached_hooks: The sites.
+        optimizers: The optimizers; empty if no site requires one.
+        clock: The clock of the probe.
+        steps_by_loop: Whether the loop announces optimizer steps itself, because a hook on the optimizer would run too
+            early.
+    """
+    groups: dict[Location, list[AttachedHook]] = {}
+    for attached in attached_hooks:
+        groups.setdefault(_location(attached), []).append(attached)
+    for (group_type, _, prepend, always_call), sites in groups.items():
+        module = sites[0].site.layer.module
+        if group_type is ModuleHooks:
+            yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call)
+        elif group_type is ModuleBackwardHooks:
+            yield ModuleBackwardHooks(module, sites, clock, prepend=prepend)
+        elif group_type is StateDictHooks:
+            yield StateDictHooks(module, sites, clock)
+        elif group_type is GradientHooks:
+            yield GradientHooks(sites, clock)
+        elif group_type is LossHooks:
+            yield LossHooks(sites, clock)
+        else:
+            owners = Owners(optimizers)
+            for optimizer in optimizers:
+                yield _optimizer_hooks(group_type, optimizer, owners, sites, clock, steps_by_loop)
+
+
+def _optimizer_hooks(
+    group_type: type[HookGroup],
+    optimizer: Optimizer,
+    owners: Owners,
+    sites: Sequence[AttachedHook],
+    clock: Clock,
+    steps_by_loop: bool,
+) -> HookGroup:
+    """Create a group of hooks on an optimizer."""
+    if group_type is BoundaryHooks:
+        return BoundaryHooks(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
+    if group_type is StepHooks:
+        return StepHooks(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
+    return OptimizerStateDictHooks(optimizer, owners, sites, clock)
+
+
+def _location(attached: AttachedHook) -> Location:
+    """Return the type of the hook group for a site, and the properties that its sites have in common."""
+    spec, site = attached.site.spec, attached.site
+    module = id(site.layer.module)
+    match spec.definition.family:
+        case "module" if spec.via == "module":
+            return ModuleBackwardHooks, module, spec.prepend, False
+        case "module":
+            return ModuleHooks, module, spec.prepend, spec.always_call
+        case "parameter" if spec.kind == "parameter_grad":
+            return BoundaryHooks, 0, False, False
+        case "parameter":
+            return GradientHooks, id(site.parameter), False, False
+        case "optimizer":
+            return StepHooks, 0, False, False
+        case "state_dict" if spec.tensor_role == "entry":
+            return StateDictHooks, module, False, False
+        case "state_dict":
+            return OptimizerStateDictHooks, 0, False, False
+        case _:
+            return LossHooks, 0, False, False

@@ -1,0 +1,353 @@
+"""Attached sites: the action of a site, its schedule state, and its coverage counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.utils.checkpoint import _StopRecomputationError
+
+from ..actions.base import Action, Context
+from ..actions.builtin_functions import straight_through
+from ..actions.intervention import describe
+from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
+from ..errors import HookError, InstrumentError, user_code_location
+from ..plan.dimension_checks import check_shape
+from ..plan.hook_plan import Site
+from ..spec.globs import matches
+from ..spec.modify import FunctionSpec, PenaltySpec
+from ..spec.record import RecordSpec
+from ..stats.flatten import unreadable
+from .calls import Calls
+from .clock import FIRST_CALL, Clock, Firing
+from .rank_scope import scope_of
+from .reasons import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, default_reason
+
+
+class AttachedHook:
+    """An attached site: its action, and its coverage: expected and actual firings, and reasons for missing ones."""
+
+    __slots__ = (
+        "_exempt",
+        "_fired",
+        "_misses",
+        "_opportunities",
+        "_scheduled_step_and_phase",
+        "action",
+        "checked_paths",
+        "clock",
+        "copied",
+        "default_reason",
+        "exemptions",
+        "expected",
+        "fired",
+        "frequency",
+        "is_paused",
+        "is_record_hook",
+        "is_scheduled",
+        "module_calls",
+        "other_phases",
+        "reasons",
+        "requires_grad_at_start",
+        "scheduled_count",
+        "scope",
+        "site",
+        "subsampling",
+        "was_ever_scheduled",
+    )
+
+    def __init__(self, site: Site, action: Action, clock: Clock, *, shapes_checked: bool = False) -> None:
+        self.site = site
+        # Paths whose shapes were checked; None if shape inference has checked all.
+        self.checked_paths: set[str] | None = None if shapes_checked else set()
+        self.action = action
+        self.clock = clock
+        self.is_record_hook = isinstance(site.spec, RecordSpec)
+        self.frequency = site.spec.definition.frequency
+        self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
+        self.default_reason = default_reason(site.spec.definition)
+        self.is_scheduled = False
+        self.was_ever_scheduled = False
+        # Whether a record hook is paused in training steps, to measure them without it.
+        self.is_paused = False
+        self.subsampling = 1  # with a budget, it runs at every n-th scheduled step
+        self.scheduled_count = 0  # steps at which its schedule is active
+        self._scheduled_step_and_phase: tuple[int, str] | None = None
+        self.expected = 0
+        self.fired = 0
+        self.reasons: Counter[str] = Counter()  # of expected firings
+        self.exemptions: Counter[str] = Counter()  # of opportunities that do not count as expected
+        self.other_phases: set[str] = set()  # phases in which it had an opportunity but was not scheduled
+        self.copied = False  # whether its module was copied together with its hooks
+        self.module_calls: Calls | None = None  # of its module, if that has a forward hook
+        self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
+        self._opportunities = self._fired = 0  # in the current micro-step
+        self._misses: list[str] = []
+        self._exempt: list[str] = []
+
+    def update_schedule(self, scheduled: bool) -> bool:
+        """Update whether the hook runs at the new time of the clock. Return whether that changed."""
+        moment = (self.clock.moment.step, self.clock.moment.phase)
+        if scheduled and moment != self._scheduled_step_and_phase:
+            self._scheduled_step_and_phase = moment
+            self.scheduled_count += 1
+        scheduled = scheduled and (self.scheduled_count - 1) % self.subsampling == 0
+        self.was_ever_scheduled |= scheduled
+        if scheduled and self.is_paused and self.clock.moment.phase == "train":
+            scheduled = False
+        changed = scheduled != self.is_scheduled
+        self.is_scheduled = scheduled
+        return changed
+
+    def count_opportunity(self) -> None:
+        """Count an opportunity: its module was called, or its optimizer made a step."""
+        self._opportunities += 1
+
+    @property
+    def opportunity_index(self) -> int:
+        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
+        return self._opportunities - 1
+
+    def count_firing(self) -> None:
+        """Count a firing."""
+        self._fired += 1
+
+    def count_and_check_readable(self, tensor: Tensor) -> bool:
+        """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
+        self.count_opportunity()
+        reason = unreadable(tensor)
+        if reason is None:
+            self.count_firing()
+        else:
+            self.count_miss(reason)
+        return reason is None
+
+    def count_miss(self, reason: str) -> None:
+        """Note why it could not fire at an opportunity."""
+        self._misses.append(reason)
+
+    def count_exempt(self, reason: str) -> None:
+        """Note an opportunity at which it is not expected to fire, for example because its parameter is frozen."""
+        self._exempt.append(reason)
+
+    def count_unscheduled(self) -> None:
+        """Note an opportunity while the hook is not scheduled."""
+        self.other_phases.add(self.clock.moment.phase)
+
+    def update_coverage(self, reason: str | None = None) -> None:
+        """End a micro-step in which the hook was scheduled, and update its coverage.
+
+        Args:
+            reason: The reason if there was no opportunity; the default reason of the kind if None.
+        """
+        if not self.has_opportunities and self.frequency == "micro_step" and self.is_frozen:
+            self.count_exempt(FROZEN)
+        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
+        self.expected += opportunities if opportunities or exemptions else 1
+        self.fired += fired
+        self.exemptions.update(exemptions)
+        if not opportunities and not fired and not exemptions:
+            self.reasons[self._refine_reason(reason or self.default_reason)] += 1
+        elif fired < opportunities:
+            # A recomputed forward pass may fire where the original one could not.
+            misses = self._misses[: opportunities - fired]
+            self.reasons.update(misses)
+            if more := opportunities - fired - len(misses):
+                self.reasons[self._refine_reason(NO_GRADIENT)] += more
+        self._opportunities = self._fired = 0
+        self._misses.clear()
+        self._exempt.clear()
+
+    def _refine_reason(self, reason: str) -> str:
+        """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""
+        if self.site.parameter is not None and self.current_parameter() is None:
+            return REMOVED
+        return RAISED if self.module_calls is not None and self.module_calls.has_unfinished else reason
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its parameter requires no gradient, or required none when the step began."""
+        parameter = None if self.site.parameter is None else self.current_parameter()
+        return parameter is not None and not (self.requires_grad_at_start and parameter.requires_grad)
+
+    @property
+    def has_opportunities(self) -> bool:
+        """Whether it had any opportunity in the current micro-step."""
+        return bool(self._opportunities or self._fired or self._exempt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coverage counts between two micro-steps."""
+        return {
+            "expected": self.expected,
+            "fired": self.fired,
+            "causes": dict(self.reasons),
+            "excuses": dict(self.exemptions),
+            "elsewhere": sorted(self.other_phases),
+            "copied": self.copied,
+            "ever_due": self.was_ever_scheduled,
+            "absent": self.default_reason,
+            "thin": self.subsampling,
+            "dues": self.scheduled_count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore coverage counts."""
+        self.expected, self.fired = state["expected"], state["fired"]
+        self.reasons, self.exemptions = Counter(state["causes"]), Counter(state["excuses"])
+        self.other_phases, self.copied = set(state["elsewhere"]), state["copied"]
+        self.was_ever_scheduled, self.default_reason = state["ever_due"], state["absent"]
+        self.subsampling, self.scheduled_count = state["thin"], state["dues"]
+
+    def matches_path(self, path: str) -> bool:
+        """Return whether the spec selects the tensor at this path."""
+        pattern = self.site.spec.path
+        return pattern is None or matches(pattern, path)
+
+    def accepts(self, tensor: Tensor, path: str) -> bool:
+        """Return whether the hook acts on this tensor.
+
+        Record hooks accept any dtype, interventions floating-point ones.
+        """
+        return self.matches_path(path) and (self.is_record_hook or tensor.is_floating_point())
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether each firing writes a row of statistics."""
+        return isinstance(self.site.spec, RecordSpec) and bool(self.site.spec.statistics)
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether the action requires the tensor that a gradient belongs to."""
+        return isinstance(self.site.spec, PenaltySpec | FunctionSpec)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it sees gradients that a gradient scaler has multiplied, if there is one."""
+        definition = self.site.spec.definition
+        return definition.gradient and definition.frequency == "micro_step"
+
+    def current_parameter(self) -> Parameter | None:
+        """Return the parameter that is at the site now; None if it was removed from the module."""
+        return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
+
+    def fire(
+        self,
+        tensor: Tensor,
+        path: str,
+        firing: Firing = FIRST_CALL,
+        *,
+        value: Tensor | Parameter | None = None,
+        amp_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Run the action on one tensor.
+
+        For a sharded tensor, record hooks see the shard. Interventions act on the full tensor: a norm is that of all
+        shards, and all processes draw the same random numbers.
+
+        Args:
+            tensor: The tensor.
+            path: Its path in a nested value, or the name of the parameter.
+            firing: Which of several firings this is.
+            value: The tensor that a gradient belongs to.
+            amp_scale: The factor of a gradient scaler in the tensor.
+
+        Returns:
+            The tensor that replaces it; the same object if it is unchanged.
+
+        Raises:
+            HookError: The action failed or returned an invalid result. The message contains hook, kind, layer and step.
+            ConfigError: The spec does not fit the shape of the site's first tensor.
+        """
+        spec, layer = self.site.spec, self.site.layer
+        shard = is_sharded(tensor)
+        if self.checked_paths is not None and path not in self.checked_paths and not shard:
+            self.checked_paths.add(path)
+            check_shape(self.site, path, tensor)
+        if shard and value is not None:
+            value = (local_shard if self.is_record_hook else full_tensor)(value)
+        context = Context(
+            hook=spec.name,
+            kind=spec.kind,
+            role=spec.tensor_role,
+            layer=layer.name,
+            module=layer.module,
+            path=path,
+            moment=self.clock.boundary if self.frequency == "step" else self.clock.moment,
+            call=firing.call,
+            backward=firing.backward,
+            recompute=firing.recompute,
+            value=value,
+            parameters=self.site.parameters,
+            seed=self.clock.seed,
+            scope=self.scope if not shard else "shard" if self.is_record_hook else "averaged",
+            rank=self.clock.rank,
+        )
+        if self.is_scaled and self.clock.amp_scale is not None:
+            amp_scale = self.clock.amp_scale()
+        part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
+        new = self._run_timed(part, context) if amp_scale is None else self._fire_scaled(part, context, amp_scale)
+        if new is part:
+            return tensor
+        return sharded_like(new, tensor) if is_sharded(tensor) else new
+
+    def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
+        """Run the action on a gradient without the factor of a gradient scaler.
+
+        Elements that the action does not change stay bit-identical for any factor.
+        """
+        unscaled_gradient = unscaled(tensor, scale)
+        new = self._run_timed(unscaled_gradient, context)
+        if new is unscaled_gradient:
+            return tensor
+        scaled = (new * scale.to(tensor.device)).to(tensor.dtype)
+        if tensor.is_sparse:
+            return scaled
+        is_unchanged = (new == unscaled_gradient) | (new.isnan() & unscaled_gradient.isnan())
+        return straight_through(scaled, torch.where(is_unchanged, tensor, scaled))
+
+    def _run_timed(self, tensor: Tensor, context: Context) -> Tensor:
+        if (timer := self.clock.timer) is None:
+            return self._run(tensor, context)
+        with timer.measure_action(self):
+            return self._run(tensor, context)
+
+    def _run(self, tensor: Tensor, context: Context) -> Tensor:
+        try:
+            new = self.action(tensor, context)
+        # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
+        except (InstrumentError, _StopRecomputationError):
+            raise
+        except Exception as error:
+            message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
+            raise HookError(message) from error
+        return tensor if new is None else new
+
+
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.to(wide) / scale.to(gradient.device)
+
+
+def fire_all(
+    attached_hooks: Iterable[AttachedHook],
+    tensor: Tensor,
+    path: str,
+    firing: Firing = FIRST_CALL,
+    value: Tensor | Parameter | None = None,
+) -> Tensor:
+    """Run several hooks on one tensor in the order of the configuration. Each sees the result of the previous one."""
+    for attached in attached_hooks:
+        tensor = attached.fire(tensor, path, firing, value=value)
+    return tensor
+
+
+def no_gradient_reason() -> str:
+    """Return why a tensor requires no gradient, as far as that is known here."""
+    if torch.is_inference_mode_enabled():
+        return INFERENCE
+    return NO_GRAPH if torch.is_grad_enabled() else NO_GRAD

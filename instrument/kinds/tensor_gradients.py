@@ -1,0 +1,282 @@
+"""Gradients of a module's inputs and outputs, by hooks on the tensors.
+
+The values are bit-identical to those of PyTorch's module hooks. Unlike these, they also work with in-place operations
+on the module's input or output (`instrument.kinds.gradient_hooks`).
+
+A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
+one module. To record it, it is computed from the graph (`instrument.kinds.gradient_contribution`); to change it, the module
+receives an alias of the input.
+
+If a module returns its input (`nn.Identity`, disabled dropout) or a parameter, input and output are the same tensor, and
+its gradient sums all uses. Record hooks record this gradient: an alias would separate the contributions, and would change the order
+of the sum and thereby the rounding of the weights. To change the gradient, the caller receives an alias.
+
+The same holds if `full_backward_pre` changes a gradient. In a double backward pass, operations that save their output
+(tanh, softmax) depend on it a second time inside the module. That gradient must not reach the hook, as with PyTorch's
+hooks.
+
+No hook refers to a tensor of the graph: the graph refers to the hook, and neither would ever be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..nested import iter_tensors, map_tensors
+from ..stats.flatten import unreadable
+from .attached_hook import AttachedHook, fire_all, no_gradient_reason
+from .calls import Call
+from .clock import Clock, Firing
+from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
+from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
+from .reasons import NO_INPUT_GRAPH, NO_TENSOR
+
+
+class CallGradients:
+    """The expected gradients of one call of a module, of its inputs or of its outputs."""
+
+    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock) -> None:
+        self.attached_hooks = (
+            [attached for attached in attached_hooks if not attached.is_record_hook]
+            if call.graph_is_discarded
+            else attached_hooks
+        )
+        self.call = call
+        self.clock = clock
+        self.has_tensors = False
+        # By path, why a tensor that gets a gradient cannot be read.
+        self.unreadable: dict[str, str] = {}
+        self.expected_paths: set[str] = set()
+        self.registered: set[tuple[AttachedHook, int]] = set()
+        self.aliases: dict[int, Tensor] = {}
+        self.fired: set[AttachedHook] = set()
+
+    def tensors_with_gradient(self, value: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a value that can get a gradient, with their paths."""
+        for path, tensor in iter_tensors(value) if self.attached_hooks else ():
+            self.has_tensors = True
+            if tensor.requires_grad and torch.is_grad_enabled():
+                if (reason := unreadable(tensor)) is not None:
+                    self.unreadable[path] = reason
+                    continue
+                self.expected_paths.add(path)
+                yield path, tensor
+
+    def hook(self, path: str, value: Tensor) -> Hook | None:
+        """Return the hook to register on a tensor; None if no site selects it.
+
+        A tensor at several paths has one gradient. A site gets it once, with the first path.
+
+        Args:
+            path: The path of the tensor.
+            value: The tensor that the gradient belongs to.
+        """
+        attached_hooks = [
+            attached
+            for attached in self.attached_hooks
+            if attached.matches_path(path) and (attached, id(value)) not in self.registered
+        ]
+        if not attached_hooks:
+            return None
+        self.registered.update((attached, id(value)) for attached in attached_hooks)
+        value_copy = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
+        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
+        passes = count()
+
+        def on_gradient(gradient: Tensor | None) -> Tensor | None:
+            # The gradient is None if an operation has several outputs and this one is unused.
+            if clock.closed or gradient is None:
+                return None
+            for attached in attached_hooks:
+                if attached not in fired:
+                    fired.add(attached)
+                    attached.count_firing()
+            new = fire_all(attached_hooks, gradient, path, Firing(index, next(passes), is_recomputed), value_copy)
+            return None if new is gradient else new
+
+        return on_gradient
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return the alias of a tensor in this call."""
+        return self.aliases.setdefault(id(tensor), tensor.view_as(tensor))
+
+    def with_aliases(self, value: Any) -> Any:
+        """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias."""
+        if not self.aliases:
+            return value
+        return map_tensors(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
+
+    def count_opportunities(self, *, missing_is_expected: bool) -> None:
+        """Count the opportunities of all sites after the hooks of the call were registered.
+
+        Args:
+            missing_is_expected: Whether tensors without a gradient are expected, because they are data.
+        """
+        for attached in self.attached_hooks:
+            if self.call.is_recomputed:
+                continue
+            if any(attached.matches_path(path) for path in self.expected_paths):
+                attached.count_opportunity()
+            elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
+                attached.count_opportunity()
+                attached.count_miss(reasons[0])
+            elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
+                attached.count_exempt(NO_INPUT_GRAPH)
+            else:
+                attached.count_opportunity()
+                attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+
+
+class PendingInputGradients:
+    """The inputs of one call whose gradients are expected, until the module has run."""
+
+    def __init__(self) -> None:
+        self.since = next_sequence_number()
+        self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
+        self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
+        self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
+
+    def add_contribution(self, contribution: ModuleContribution, tensor: Tensor) -> None:
+        """Register the module's contribution to an input's gradient."""
+        self.contributions[edge_of(tensor)] = contribution, tensor
+        if (base := ViewBase.of(tensor)) is not None:
+            self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
+
+    def complete(self, output: Any) -> None:
+        """Complete the registration after the module has run.
+
+        Find its contributions. If it modified or returned an alias, also register a hook on the base.
+        """
+        if self.contributions:
+            self._find_contributions(output)
+        returned = {
+            id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
+        }
+        for alias, gradient_hook in self.aliases:
+            gradient_hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
+
+    def _find_contributions(self, output: Any) -> None:
+        outputs = [tensor for _, tensor in iter_tensors(output)]
+        find_contributions(
+            outputs,
+            {edge: contribution for edge, (contribution, _) in self.contributions.items()},
+            self.views,
+            self.since,
+        )
+        bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
+        for contribution, tensor in self.contributions.values():
+            if not bases.isdisjoint((id(tensor), id(tensor._base))):
+                contribution.note_returned_view(tensor)
+        for tensor in outputs:
+            if tensor.requires_grad and (entry := self.contributions.get(edge_of(tensor))) is not None:
+                entry[0].is_returned = True
+
+
+class InputGradients:
+    """The gradients of a module's inputs: its own contribution (`full_backward`), or the total (`tensor`)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.contribution_hooks: list[AttachedHook] = []
+        self.total_hooks: list[AttachedHook] = []
+        self.leaf_hooks = LeafHooks(clock)
+        self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether any site expects such a gradient."""
+        return bool(self.contribution_hooks or self.total_hooks)
+
+    def register(self, module: nn.Module, value: Any, call: Call) -> Any:
+        """Register hooks for all input tensors. Return the input with which to call the module."""
+        contributions = CallGradients(self.contribution_hooks, call, self.clock)
+        totals = CallGradients(self.total_hooks, call, self.clock)
+        in_place = _writes_to_its_input(module)
+        read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
+        pending = PendingInputGradients()
+        call.on_output = pending.complete
+        for path, tensor in totals.tensors_with_gradient(value):
+            if call.is_recomputed and tensor in self.hooked:  # checkpointing passes the same tensor object again
+                continue
+            if (hook := totals.hook(path, tensor)) is not None:
+                self.hooked[tensor] = True
+                if tensor.is_leaf:
+                    self.leaf_hooks.register(tensor, hook)
+                else:
+                    TensorGradientHook(tensor, hook).finish_registration()
+        for path, tensor in contributions.tensors_with_gradient(value):
+            if (hook := contributions.hook(path, tensor)) is None:
+                continue
+            if in_place and not tensor._is_view():  # only the module uses this version of the tensor
+                tensor.register_hook(hook)
+            elif read_only and not in_place:  # an in-place module uses its input once
+                pending.add_contribution(self._contribution(tensor, hook), tensor)
+            else:
+                alias = contributions.alias(tensor)
+                pending.aliases.append((alias, TensorGradientHook(alias, hook)))
+        contributions.count_opportunities(missing_is_expected=True)
+        totals.count_opportunities(missing_is_expected=True)
+        return contributions.with_aliases(value)
+
+    def _contribution(self, tensor: Tensor, hook: Hook) -> ModuleContribution:
+        """Register for the module's contribution without changing the graph.
+
+        It is complete when the tensor's gradient is.
+        """
+        contribution = ModuleContribution(hook)
+        if tensor.is_leaf:
+            self.leaf_hooks.register(tensor, contribution.complete)
+        else:
+            TensorGradientHook(tensor, contribution.complete).finish_registration()
+        return contribution
+
+
+class OutputGradients:
+    """The gradients of a module's outputs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.attached_hooks: list[AttachedHook] = []
+        self.leaf_hooks = LeafHooks(clock)
+
+    def store_inputs(self, value: Any, call: Call) -> None:
+        """Store the input tensors and their versions, to detect outputs that are inputs."""
+        inputs = [tensor for _, tensor in iter_tensors(value)]
+        call.versions = {id(tensor): tensor._version for tensor in inputs if not tensor.is_inference()}
+        call.inputs_are_data = not any(tensor.requires_grad for tensor in inputs)
+
+    def register(self, module: nn.Module, output: Any, call: Call) -> Any:
+        """Register hooks for all output tensors. Return the output for the caller."""
+        gradients = CallGradients(self.attached_hooks, call, self.clock)
+        read_only = all(attached.is_record_hook for attached in gradients.attached_hooks)
+        needs_alias = any(
+            not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
+            for attached in gradients.attached_hooks
+        )
+        for path, tensor in gradients.tensors_with_gradient(output):
+            if (hook := gradients.hook(path, tensor)) is not None:
+                is_new = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
+                if (is_new and not needs_alias) or (read_only and not tensor.is_leaf):
+                    TensorGradientHook(tensor, hook).finish_registration()
+                elif read_only:
+                    self.leaf_hooks.register(tensor, hook)
+                else:
+                    TensorGradientHook(gradients.alias(tensor), hook).finish_registration()
+        missing_is_expected = (
+            call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+        )
+        gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        return gradients.with_aliases(output)
+
+
+def _writes_to_its_input(module: nn.Module) -> bool:
+    """Return whether a module works in place. Disabled dropout returns its input unchanged."""
+    is_disabled = isinstance(module, _DropoutNd) and not (module.training and module.p)
+    return getattr(module, "inplace", False) is True and not is_disabled

@@ -1,0 +1,131 @@
+"""Field types that specs share, and their base models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from .globs import compile_glob
+
+
+class Spec(BaseModel):
+    """A frozen model that does not allow undeclared fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, defer_build=True)
+
+
+class Target(BaseModel):
+    """A class or function to import and its arguments, in the notation of Hydra: `{_target_: package.name, argument: value}`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, defer_build=True)
+
+    target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function to import.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_callable(cls, value: Any) -> Any:
+        """Accept a function or class instead of a target without arguments, for specs in Python."""
+        return {"_target_": _dotted_path(value)} if callable(value) else value
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the mapping that `hydra.utils.instantiate` accepts."""
+        return {"_target_": self.target, **(self.model_extra or {})}
+
+
+def _dotted_path(function: Any) -> str:
+    """Return the import path of a function or class, so that the recorded spec identifies it."""
+    path = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
+    if "<" in path or "None" in path.split("."):
+        raise ValueError("must be a function or class at the top level of a module, not a lambda or a nested function")
+    return path
+
+
+def _glob(pattern: str) -> str:
+    compile_glob(pattern)
+    return pattern
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | int | float) else value
+
+
+def number_to_text(value: Any) -> Any:
+    """Convert a name that YAML reads as a number to text: the item `0` of a list, or the function `nan`.
+
+    Finite floats are ambiguous (`1.10`) and stay numbers.
+    """
+    is_name = isinstance(value, int) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_name and not isinstance(value, bool) else value
+
+
+def _reject_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Name = Annotated[str, BeforeValidator(number_to_text, json_schema_input_type=str | int)]
+Glob = Annotated[Name, AfterValidator(_glob)]
+Globs = Annotated[tuple[Glob, ...], BeforeValidator(_as_list, json_schema_input_type=str | int | list[str | int])]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+# Bounds are next to the type, where the JSON Schema reads them. `Spec` forbids NaN and infinity.
+Number = Annotated[float, BeforeValidator(_reject_bool)]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_reject_bool)]
+LARGEST = 10**12  # an upper bound for steps, samples and elements
+
+Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_reject_bool)]
+Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_reject_bool)]
+Dimension = Annotated[int, BeforeValidator(_reject_bool)]
+Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_reject_bool)]
+
+
+class Selection(Spec):
+    """Which modules, and which of their parameters."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [{"required": ["layers"]}, {"required": ["types"]}, {"properties": {"kind": {"const": "loss"}}}]
+        }
+    )
+
+    layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root module.")
+    exclude: Globs = Field((), description="Globs on module names to exclude.")
+    types: Names = Field((), description="Class names of modules, short or full. Subclasses match.")
+    params: Globs = Field((), description="Globs on parameter names within the module: weight, bias.")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        is_loss = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss per model
+        if not isinstance(value, Mapping) or value.get("layers") is not None or value.get("types") or is_loss:
+            return validate(value)
+        error_type = PydanticCustomError(
+            "no_selection", "requires 'layers' (globs on module names), 'types' (class names), or both"
+        )
+        errors: list[InitErrorDetails] = [{"type": error_type, "loc": (), "input": value}]
+        try:
+            validate({**value, "layers": "**"})
+        except ValidationError as error:  # an unknown field may be a misspelled 'layers'
+            errors += [
+                {"type": item["type"], "loc": item["loc"], "input": item["input"], "ctx": item.get("ctx", {})}
+                for item in error.errors()
+            ]
+        raise ValidationError.from_exception_data(cls.__name__, errors)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The selecting globs; all modules if only `types` is given."""
+        return self.layers if self.layers is not None else ("**",)

@@ -1,0 +1,84 @@
+"""Conversion of any tensor to a vector of real numbers, and detection of tensors without readable values."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter, is_lazy
+
+from ..dtensor import local_shard
+
+
+def as_vector(tensor: Tensor) -> Tensor:
+    """Return the elements of any tensor as one real vector, in unspecified order.
+
+    Args:
+        tensor: Any shape, layout, dtype and device. Complex values are replaced by their magnitude, in float64.
+
+    Returns:
+        Shape [elements], contiguous, detached; a view if the layout allows it.
+    """
+    tensor = tensor.detach().resolve_neg()
+    if tensor.is_nested:
+        return torch.cat([as_vector(part) for part in tensor.unbind()])
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        # In double precision, since a magnitude may overflow the dtype of its parts.
+        tensor = tensor.to(torch.complex128).abs()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    # channels_last or transposed: statistics do not depend on the order, and the order in memory is the fastest.
+    if tensor.dim() > 1:
+        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(by_stride)
+    return tensor.reshape(-1).contiguous()
+
+
+def unreadable(tensor: Tensor) -> str | None:
+    """Return why the values of a tensor cannot be read, as a cause for coverage; None if they can.
+
+    Args:
+        tensor: Any tensor. Of a sharded tensor, the shard of this process is tested.
+    """
+    part = local_shard(tensor)
+    if is_lazy(part):
+        return "the tensor has no values yet: it is a parameter or a buffer of a lazy module that has not run a forward pass"
+    if part.is_meta:
+        return "the tensor is on the meta device, which stores shapes but no values"
+    if part.is_quantized:
+        return (
+            f"the tensor is quantized (torch.{_name(part.dtype)}): hook the layer before quantize or after dequantize"
+        )
+    if not _is_numeric(part.dtype):
+        return f"PyTorch cannot convert elements of type torch.{_name(part.dtype)} to numbers"
+    if type(part) not in (Tensor, Parameter) and not _has_memory(part):
+        return (
+            f"the tensor is a {type(part).__name__}, whose values are not stored in memory like those of a plain tensor"
+        )
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _is_numeric(dtype: torch.dtype) -> bool:
+    """Return whether PyTorch converts elements of a dtype to float64, or to complex128."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128 if dtype.is_complex else torch.float64)
+    except RuntimeError:  # includes NotImplementedError
+        return False
+    return True
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor subclass converts to a vector with a memory address. A fake tensor does not."""
+    try:
+        vector = as_vector(tensor)
+        return not vector.numel() or vector.data_ptr() != 0
+    except Exception:  # code of the subclass, which can raise anything
+        return False

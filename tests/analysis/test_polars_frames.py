@@ -1,0 +1,286 @@
+"""Polars on the files: only the files and rows that the condition selects are read."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from buckets import connected
+from test_sql import damage_inside, make_run, part
+from tiers import tiered
+
+import instrument
+from instrument import InstrumentError, InstrumentWarning
+from instrument.analysis import polars_frames
+from instrument.analysis.query_inputs import RunsToQuery, TableFiles
+from instrument.analysis.run_files import RunFiles
+from instrument.sinks.parts import Part
+from instrument.sinks.recovery import recover
+from instrument.sinks.remote_folder import RemoteFolder
+from instrument.sinks.remote_transfer import send_all
+
+RUN, LAYER, STEP, ODD, LR, NAME = (pl.col(name) for name in ("run", "layer", "step", "odd", "lr", "name"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five runs with overrides; the rows of one are still in its journal."""
+    path = tmp_path_factory.mktemp("runs") / "s"
+    for job in range(5):
+        overrides = {
+            "lr": None if job == 2 else 0.1 * job,
+            "odd": job % 2,
+            "name": "x" if job < 3 else None,
+        }
+        make_run(path / str(job), overrides=overrides, mean=100 * job, close=job != 3)
+    return path
+
+
+@pytest.fixture
+def listed_runs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Record the folders of the runs whose files were listed."""
+    table_files: set[str] = set()
+    original = RunFiles.table_files
+
+    def record_listing(self: RunFiles, name: str) -> object:
+        table_files.add(self.folder.name)
+        return original(self, name)
+
+    monkeypatch.setattr(RunFiles, "table_files", record_listing)
+    return table_files
+
+
+def test_lazy_errors_name_the_extra_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"unknown table 'stat'; the tables are stats, .*events"):
+        run.lazy("stat")
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(instrument.InstrumentError, match="pip install 'polars"):
+        run.lazy("stats")
+
+
+def test_lazy_rows_are_in_file_and_run_order(tmp_path: Path) -> None:
+    for job in range(3):
+        make_run(tmp_path / "s" / str(job), close=job != 1)
+    rows = instrument.load(tmp_path / "s").lazy("stats").filter(pl.col("layer") == "a").select("run", "step").collect()
+    in_files = [("0", 6), ("1", 4), ("2", 6)]
+    assert rows.rows() == [(run, step) for run, steps in in_files for step in range(steps)] + [("1", 4), ("1", 5)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "left"),
+    [
+        (RUN == "2", "2"),
+        ((RUN == "2") & (LAYER == "a") & (STEP > 1), "2"),
+        ((ODD == 1) & (STEP == 3), "13"),
+        (LR > 0.15, "34"),
+        (RUN.is_in(["1", "4"]) | (LR == 0.0), "014"),
+        (RUN.str.contains("[13]") & ~(pl.col("mean") > 102), "13"),
+        (NAME.is_null(), "34"),
+        ((RUN == "nope") & (STEP == 1), ""),
+    ],
+)
+def test_files_of_excluded_runs_are_not_listed(
+    folder: Path, listed_runs: set[str], condition: pl.Expr, left: str
+) -> None:
+    rows = instrument.load(folder).lazy("stats")
+    everything = rows.collect()
+    listed_runs.clear()
+    assert rows.filter(condition).collect().equals(everything.filter(condition))
+    assert "".join(sorted(listed_runs)) == left
+
+
+@pytest.mark.parametrize("engine", tiered(["streaming", "in-memory"], ["streaming"]))  # in-memory is the usual engine
+@pytest.mark.parametrize(
+    "condition",
+    [
+        (RUN == "2") | (STEP == 1),
+        NAME.is_null() & pl.col("hook").is_null(),
+        LR.fill_null(9.0) > 1,
+        (RUN + LAYER.cast(str)) == "1a",
+        (STEP + ODD) == 2,
+        (STEP == ODD) & (ODD == 1),
+        LR.is_nan() | LR.is_null(),
+        pl.lit(False),
+        pl.lit(True),
+        pl.col("rank").is_null(),
+        pl.any_horizontal(ODD == 1, STEP == 0),
+        pl.all_horizontal(ODD == 1, STEP == 0),
+        RUN.max() == RUN,
+        RUN.is_first_distinct(),
+        RUN.rank() > 3,
+        pl.int_range(pl.len()) < 5,
+        STEP.shift(1) == 3,
+        RUN.map_batches(lambda runs: runs == "3", return_dtype=pl.Boolean),
+    ],
+)
+def test_filtered_rows_equal_those_of_the_full_frame(folder: Path, condition: pl.Expr, engine: str) -> None:
+    rows = instrument.load(folder).lazy("stats")
+    everything = rows.collect()
+    queries: list[Callable[[pl.LazyFrame], pl.LazyFrame]] = [
+        lambda frame: frame.filter(condition),
+        lambda frame: frame.filter(condition).filter(ODD == 1).select("mean", "run"),
+        lambda frame: frame.filter(ODD == 1).filter(condition).select(pl.len()),
+        lambda frame: frame.filter(condition).head(3),
+    ]
+    for query in queries:
+        expected = query(everything.lazy()).collect()
+        assert query(rows).collect(engine=engine).equals(expected)  # type: ignore[call-overload]
+
+
+def test_head_slice_and_tail_equal_those_of_the_full_frame(folder: Path) -> None:
+    rows = instrument.load(folder).lazy("stats")
+    everything = rows.collect()
+    assert everything.schema == rows.collect_schema()
+    for subset in (rows.head(3), rows.slice(7, 30), rows.tail(3)):
+        assert subset.collect().height in (3, 30)
+    assert rows.slice(7, 30).collect().equals(everything.slice(7, 30))
+    assert rows.select(pl.len()).collect().item() == everything.height == 60
+    assert rows.select("layer").collect().height == rows.select("run").collect().height == 60
+    twice = rows.filter(RUN == "1").join(rows.filter(RUN == "3"), on=["step", "layer"])
+    assert twice.collect().height == 12
+    assert rows.join(instrument.load(folder).lazy("effects"), on="run", how="anti").collect().height == 60
+
+
+def test_new_rows_are_seen_by_an_existing_lazy_frame(tmp_path: Path) -> None:
+    make_run(tmp_path / "s" / "0")
+    make_run(tmp_path / "s" / "1", close=False)
+    rows = instrument.load(tmp_path / "s").lazy("stats").select(pl.len())
+    assert rows.collect().item() == 24
+    Part(0, 2).file(tmp_path / "s" / "0", "stats").unlink()
+    assert rows.collect().item() == 20
+
+
+def test_invalid_condition_is_reported_without_reading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunFiles, "check_contents", lambda *_: pytest.fail("all files were read"))
+    rows = instrument.load(folder).lazy("stats")
+    for condition in (LAYER > 3, RUN > 3, (STEP > 1) & (LAYER > 3)):
+        with pytest.raises(pl.exceptions.PolarsError, match="cannot compare"):
+            rows.filter(condition).collect()
+    with pytest.raises(pl.exceptions.ColumnNotFoundError, match="nope"):
+        rows.filter(pl.col("nope") == 1).collect()
+
+
+def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    damage_inside(part(tmp_path / "run", 1))
+    with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
+        assert run.lazy("stats").collect().height == 8
+    assert run.lazy("stats").collect().height == 8
+
+
+def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    original = polars_frames._Collection._local_frames
+
+    def fail_midway(self: Any, table_files: TableFiles) -> Iterator[pl.DataFrame]:
+        yield next(original(self, table_files))
+        damage_inside(part(tmp_path / "run", 1))
+        raise pl.exceptions.ComputeError("a page cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(polars_frames._Collection, "_local_frames", fail_midway)
+        with (
+            pytest.warns(InstrumentWarning, match="cannot be read"),
+            pytest.raises(InstrumentError, match=r"call collect\(\) again"),
+        ):
+            run.lazy("stats").collect()
+    assert run.lazy("stats").collect().height == 8
+
+
+def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run")
+    run = instrument.load(folder)
+    original = RunsToQuery.table_files
+
+    def merged(queried: RunsToQuery, table: str, runs: Iterable[int] | None = None) -> TableFiles:
+        found = original(queried, table, runs)
+        if part(folder, 1).exists():
+            pq.write_table(
+                pa.concat_tables(pq.read_table(part(folder, n)) for n in (0, 1)), Part(0, 0, 1).file(folder, "stats")
+            )
+            part(folder, 0).unlink()
+            part(folder, 1).unlink()
+        return found
+
+    monkeypatch.setattr(RunsToQuery, "table_files", merged)
+    assert run.lazy("stats").select(pl.len(), STEP.max()).collect().rows() == [(12, 5)]
+    assert run.problems == []
+
+
+@pytest.fixture(scope="module")
+def closed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same runs with all files closed."""
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("closed") / "s")
+    recover(path / "3")
+    return path
+
+
+@pytest.fixture(scope="module", params=tiered(["memory", "s3"], ["s3"]))
+def uploaded(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
+    """Return the remote address of the same runs."""
+    address = request.getfixturevalue("kept_bucket") if request.param == "s3" else "memory:/"
+    with connected(s3_server):
+        for run in sorted(closed.iterdir()):
+            assert send_all(run, RemoteFolder(f"{address}{closed}/{run.name}", "")).failed == {}
+    return f"{address}{closed}"
+
+
+@pytest.fixture
+def remote_path(uploaded: str, s3: None) -> str:
+    return uploaded
+
+
+def test_remote_rows_equal_local_rows(remote_path: str, closed: Path) -> None:
+    local, remote = (instrument.load(path).lazy("stats") for path in (closed, remote_path))
+    assert remote.collect().equals(local.collect())
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        RUN == "2",
+        (ODD == 1) & (STEP == 3) & (LAYER == "a"),
+        pl.col("mean") > 202,
+        (RUN == "1") | (STEP == 5),
+        LR.is_null(),
+    ],
+)
+def test_remote_filter_equals_local_filter(remote_path: str, closed: Path, condition: pl.Expr) -> None:
+    local, remote = (instrument.load(path).lazy("stats") for path in (closed, remote_path))
+    assert remote.filter(condition).collect().equals(local.filter(condition).collect())
+    assert (
+        remote.filter(condition)
+        .select("run", "mean")
+        .collect()
+        .equals(local.filter(condition).select("run", "mean").collect())
+    )
+
+
+def test_only_matching_remote_runs_are_listed(remote_path: str, listed_runs: set[str]) -> None:
+    rows = instrument.load(remote_path).lazy("stats")
+    assert rows.filter((ODD == 1) & (STEP < 3)).collect().height == 12
+    assert listed_runs == {"1", "3"}
+
+
+def test_nan_is_the_largest_number_in_remote_files_too(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", mean=float("nan"))
+    send_all(folder, RemoteFolder(f"memory://{tmp_path}/there", ""))
+    for path in (folder, f"memory://{tmp_path}/there"):
+        assert instrument.load(path).lazy("stats").filter(pl.col("mean") > 1e300).collect().height == 12
+
+
+def test_damaged_remote_file_is_reported_and_the_rest_is_read(remote_path: str, closed: Path, tmp_path: Path) -> None:
+    remote = RemoteFolder(f"{remote_path}-damaged", "")
+    send_all(closed / "1", remote)
+    (tmp_path / "bad").write_bytes(b"no parquet")
+    remote.put(tmp_path / "bad", "stats/part-0000-000001.parquet")
+    with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
+        assert instrument.load(remote.address).lazy("stats").collect().height == 8

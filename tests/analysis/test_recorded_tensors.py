@@ -1,0 +1,80 @@
+"""Activation patching: tensors recorded in one run replace those of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import ConfigError, HookError
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def run(model: nn.Module, hooks: dict[str, Any], out: Path | None = None, steps: int = 2) -> list[Tensor]:
+    batch = torch.ones(5, 3)
+    with instrument.attach(model, hooks, out=out) as probe:
+        outputs = []
+        for _ in range(steps):
+            outputs.append(model(batch).detach())
+            probe.end_step()
+    return outputs
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Path:
+    keep = {"layers": "*", "kind": "forward", "action": "record", "tensors": True}
+    run(model_of(0), {"kept": keep}, tmp_path / "clean")
+    return tmp_path / "clean"
+
+
+def patch_hook(run_folder: Path, **more: Any) -> dict[str, Any]:
+    return {"p": {"layers": "0", "kind": "forward", "action": "modify", "run": str(run_folder), **more}}
+
+
+def test_replaced_activation_determines_later_layers(clean: Path) -> None:
+    other = model_of(1)
+    other[2].load_state_dict(model_of(0)[2].state_dict())
+    assert torch.equal(run(other, patch_hook(clean, fn="replace"))[1], run(model_of(0), {})[1])
+
+
+def test_slice_of_an_activation_is_patched(clean: Path) -> None:
+    seen: dict[str, Any] = patch_hook(clean, fn="patch", slice=":, 0:1")
+    seen["after"] = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    other, original = model_of(1), model_of(0)
+    batch = torch.ones(5, 3)
+    with instrument.attach(other, seen) as probe:
+        other(batch)
+        probe.end_step()
+    (row,) = probe.sink.records("tensors")
+    assert torch.equal(row["values"][:, 0], original[0](batch)[:, 0])
+    assert torch.equal(row["values"][:, 1:], other[0](batch)[:, 1:])
+
+
+def test_unrecorded_step_is_reported(clean: Path) -> None:
+    with pytest.raises(HookError, match=r"hook 'p' .*has no tensor of step 9"):
+        run(model_of(1), patch_hook(clean, fn="replace", step=9))
+
+
+def test_several_recording_hooks_require_a_choice(tmp_path: Path) -> None:
+    keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    run(model_of(0), {"one": keep, "two": keep}, tmp_path / "both")
+    with pytest.raises(HookError, match=r"ambiguous: .*2 tensors \(hooks one, two\) of step 0 .*; set 'hook'"):
+        run(model_of(1), patch_hook(tmp_path / "both", fn="replace"))
+    run(model_of(1), patch_hook(tmp_path / "both", fn="replace", hook="two"))
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "empty"])
+def test_missing_run_or_run_without_tensors_is_an_error(tmp_path: Path, kind: str) -> None:
+    if kind == "empty":
+        run(model_of(0), {"s": {"layers": "0", "kind": "forward", "action": "record"}}, tmp_path / "empty")
+    with pytest.raises(ConfigError) as caught:
+        run(model_of(1), patch_hook(tmp_path / kind, fn="replace"))
+    assert caught.value.problems[0].where == "hooks.p.run"

@@ -1,0 +1,248 @@
+"""Pairing of the runs of a sweep, and the reasons of unpaired runs."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import CLIP, RECORD, write_run
+
+import instrument
+from instrument.analysis.run_matching import match_runs
+
+
+def clip_config(norm: Any, **more: Any) -> dict[str, Any]:
+    return {"hooks": {"tame": {**CLIP, "norm": norm}}, **more}
+
+
+def sweep(folder: Path, *configs: tuple[int, dict[str, Any]], **more: Any) -> instrument.Run:
+    """Load a sweep with a job for each seed and configuration."""
+    for i, (seed, config) in enumerate(configs):
+        write_run(folder / str(i), config=config, seed=seed, **more)
+    return instrument.load(folder)
+
+
+def match_indices(run: instrument.Run, key: str, baseline: Any = None) -> list[tuple[Any, int, int]]:
+    return [(found.value, found.index, found.baseline) for found in match_runs(run, key, baseline).matches]
+
+
+def test_runs_are_matched_by_seed_and_all_other_keys(tmp_path: Path) -> None:
+    rates = [(rate, norm, seed) for rate, norm, seed in product((0.1, 0.2), (10, 0.1, 1.0), (1, 2))]
+    run = sweep(tmp_path, *[(seed, clip_config(norm, optimizer={"lr": rate})) for rate, norm, seed in rates])
+    found = match_runs(run, "hooks.tame.norm")
+    assert (found.baseline, found.left_out) == (0.1, {})
+    assert [one.value for one in found.matches] == [1.0] * 4 + [10] * 4  # in numeric order
+    for one in found.matches:
+        (rate, norm, seed), (its_rate, its_norm, its_seed) = rates[one.index], rates[one.baseline]
+        assert (rate, seed, norm, its_norm) == (its_rate, its_seed, one.value, 0.1)
+    assert len(match_runs(run, "optimizer.lr").matches) == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "baseline"),
+    [
+        ([1.0, 0.1, 10], None, 0.1),
+        ([1.0, None, 0.1], None, None),
+        ([True, False], None, False),
+        (["sgd", "adam"], None, "sgd"),
+        ([0.1, "auto", 0.01], None, 0.01),
+        ([1.0, 0.1, 10], 1, 1.0),
+        (["sgd", "adam"], "adam", "adam"),
+        ([None, 0.1], 0.1, 0.1),
+        ([[1, 2], [3]], [3], "[3]"),
+        ([[1, 2], [3]], "[3]", "[3]"),
+        ([{"a": 1}, None], None, None),
+    ],
+)
+def test_baseline_is_the_default_or_given_value(tmp_path: Path, values: list[Any], asked: Any, baseline: Any) -> None:
+    run = sweep(tmp_path, *[(0, {"some": {"key": value}}) for value in values])
+    found = match_runs(run, "some.key", asked)
+    assert (found.baseline, type(found.baseline)) == (baseline, type(baseline))
+    assert len(found.matches) == len(values) - 1
+
+
+def test_key_missing_in_some_runs_is_null_there(tmp_path: Path) -> None:
+    run = sweep(tmp_path, (0, {"optimizer": {"lr": 0.1}}), (0, {"optimizer": {"lr": 0.1, "nesterov": True}}))
+    assert match_indices(run, "optimizer.nesterov") == [(True, 1, 0)]
+    assert match_runs(run, "optimizer.nesterov").baseline is None
+
+
+def test_hook_and_hook_field_match_runs_without_the_hook(tmp_path: Path) -> None:
+    seen = {"hooks": {"seen": RECORD}}
+    run = sweep(
+        tmp_path,
+        (1, clip_config(0.1)),
+        (1, clip_config(1)),
+        (1, {"hooks": {"tame": None}}),
+        (2, clip_config(1)),
+        (2, seen),
+    )
+    assert match_indices(run, "hooks.tame.norm") == [(0.1, 0, 2), (1.0, 1, 2), (1.0, 3, 4)]
+    assert match_indices(run, "hooks.tame.norm", 1) == [(0.1, 0, 1), (None, 2, 1), (None, 4, 3)]
+    text = "{{layers: [a], kind: parameter_grad, action: clip, norm: {}}}"
+    assert match_indices(run, "hooks.tame") == [
+        (text.format(0.1), 0, 2),
+        (text.format(1.0), 1, 2),
+        (text.format(1.0), 3, 4),
+    ]
+
+
+def test_recording_hooks_may_differ(tmp_path: Path) -> None:
+    config = clip_config(1.0)
+    run = sweep(
+        tmp_path, (1, clip_config(0.1)), (1, {"hooks": {**config["hooks"], "seen": RECORD}, "sink": {"wandb": True}})
+    )
+    assert match_indices(run, "hooks.tame.norm") == [(1.0, 1, 0)]
+
+
+def test_key_of_a_recording_hook_can_be_compared(tmp_path: Path) -> None:
+    run = sweep(tmp_path, *[(1, {"hooks": {"seen": {**RECORD, "every": every}}}) for every in (5, 1)])
+    assert match_indices(run, "hooks.seen.every") == [(5, 0, 1)]
+
+
+def test_config_group_options_are_compared_by_name(tmp_path: Path) -> None:
+    models = {"mlp": {"_target_": "MLP", "sizes": [64, 10]}, "cnn": {"_target_": "CNN"}}
+    for i, (seed, name) in enumerate(product((1, 2), models)):
+        write_run(tmp_path / str(i), config={"model": models[name]}, seed=seed, overrides={"model": name, "seed": seed})
+    run = instrument.load(tmp_path)
+    assert match_indices(run, "model") == [("cnn", 1, 0), ("cnn", 3, 2)]
+    assert match_runs(run, "model", "cnn").baseline == "cnn"
+    other = {"_target_": "MLP", "sizes": [64, 32, 10]}
+    for seed in (1, 2):
+        overrides = {"model": "mlp", "model.sizes": [64, 32, 10], "seed": seed}
+        write_run(tmp_path / f"deep{seed}", config={"model": other}, seed=seed, overrides=overrides)
+    values = {value for value, *_ in match_indices(instrument.load(tmp_path), "model", "cnn")}
+    assert values == {"{_target_: MLP, sizes: [64, 10]}", "{_target_: MLP, sizes: [64, 32, 10]}"}
+
+
+def test_last_of_repeated_runs_counts(tmp_path: Path) -> None:
+    run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)), (1, clip_config(1)), (1, clip_config(0.1)))
+    assert match_indices(run, "hooks.tame.norm") == [(1.0, 2, 3)]
+    assert match_runs(run, "hooks.tame.norm").left_out == {0: "it was repeated as 3", 1: "it was repeated as 2"}
+
+
+def test_unpaired_runs_have_a_reason(tmp_path: Path) -> None:
+    write_run(tmp_path / "failed", config=clip_config(1), seed=1, status="failed")
+    write_run(tmp_path / "lonely", config=clip_config(1), seed=7)
+    write_run(tmp_path / "more", config=clip_config(1, optimizer={"lr": 0.5}, train={"steps": 9}), seed=1)
+    write_run(tmp_path / "ok", config=clip_config(1, optimizer={"lr": 0.1}, train={"steps": 9}), seed=1)
+    write_run(tmp_path / "base", config=clip_config(0.1, optimizer={"lr": 0.1}, train={"steps": 9}), seed=1)
+    write_run(tmp_path / "unused", config=clip_config(0.1), seed=8)
+    run = instrument.load(tmp_path)
+    found = match_runs(run, "hooks.tame.norm")
+    names = [folder.name for folder in run.folders]
+    assert [(names[one.index], names[one.baseline]) for one in found.matches] == [("ok", "base")]
+    assert {names[index]: why for index, why in found.left_out.items()} == {
+        "failed": "its status is failed",
+        "lonely": "no run with hooks.tame.norm=0.1 has seed 7",
+        "more": "it also differs from the runs with hooks.tame.norm=0.1 in optimizer.lr",
+        "unused": "no run with another value has the same seed and the same other settings",
+    }
+
+
+def test_hook_order_is_part_of_the_training(tmp_path: Path) -> None:
+    quiet = {"layers": "b", "kind": "full_backward", "action": "scale", "factor": 0.5}
+    tame = {**CLIP, "norm": 1.0}
+    calm = {**CLIP, "norm": 0.5}
+    orders: list[dict[str, Any]] = [
+        {"tame": tame, "calm": calm, "quiet": quiet},
+        {"quiet": quiet, "calm": calm, "tame": CLIP},
+    ]
+    run = sweep(
+        tmp_path,
+        (1, {"hooks": orders[0], "lr": 1}),
+        (1, {"hooks": orders[1], "lr": 2}),
+        (1, {"hooks": orders[0], "lr": 3}),
+    )
+    assert match_indices(run, "lr") == [(3, 2, 0)]
+    assert match_runs(run, "lr").left_out == {1: "it also differs from the runs with lr=1 in the order of hooks"}
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (
+            "hooks.tame.nrom",
+            ["no run has this key", "allowed  hooks.tame.norm, train.steps", "similar  hooks.tame.norm"],
+        ),
+        ("train.step", ["no run has this key", "similar  train.steps"]),
+        ("seed", ["paired by their seed"]),
+        ("name", ["this key does not affect training"]),
+    ],
+)
+def test_key_without_differences_is_reported(tmp_path: Path, key: str, words: list[str]) -> None:
+    for i, (norm, steps) in enumerate([(0.1, 9), (1, 9), (1, 8)]):
+        config = clip_config(norm, train={"steps": steps}, optimizer={"lr": 0.1}, name=f"n{i}")
+        overrides = {"exp": "some", "hooks.tame.norm": norm, "train.steps": steps, "optimizer.lr": 0.1}
+        write_run(tmp_path / str(i), config=config, overrides=overrides)
+    with pytest.raises(instrument.InstrumentError) as error:
+        match_runs(instrument.load(tmp_path), key)
+    assert str(error.value).startswith(f"effects_of: {words[0]}" if key != "seed" else "effects_of: runs are paired")
+    assert all(word in str(error.value) for word in words)
+    assert f"given    {key}" in str(error.value)
+
+
+def test_key_whose_other_values_failed_is_reported(tmp_path: Path) -> None:
+    for i, (fail, norm) in enumerate(product((False, True), (0.1, 1))):
+        overrides = {"model.fail": fail, "hooks.tame.norm": norm}
+        status = "failed" if fail else "done"
+        write_run(tmp_path / str(i), config=clip_config(norm, model={"fail": fail}), overrides=overrides, status=status)
+    with pytest.raises(instrument.InstrumentError) as error:
+        match_runs(instrument.load(tmp_path), "model.fail")
+    assert str(error.value).splitlines() == [
+        "effects_of: all 2 finished runs have model.fail=false",
+        "    not finished: 2 failed, model.fail=true",
+        "    they differ in: hooks.tame.norm",
+    ]
+
+
+def test_constant_key_lists_the_varying_ones(tmp_path: Path) -> None:
+    run = sweep(tmp_path, *[(1, clip_config(norm, model={"width": 16})) for norm in (0.1, 1)])
+    with pytest.raises(instrument.InstrumentError) as error:
+        match_runs(run, "model.width")
+    assert str(error.value).splitlines() == [
+        "effects_of: all 2 finished runs have model.width=16",
+        "    they differ in: hooks.tame.norm",
+    ]
+
+
+def test_varying_keys_are_listed_without_overrides(tmp_path: Path) -> None:
+    run = sweep(tmp_path, (1, clip_config(0.1, optimizer={"lr": 1})), (1, clip_config(1.0, optimizer={"lr": 2})))
+    with pytest.raises(instrument.InstrumentError, match=r"allowed  optimizer\.lr, hooks\.tame\.norm"):
+        match_runs(run, "no.such.key")
+
+
+def test_single_run_cannot_be_compared(tmp_path: Path) -> None:
+    run = sweep(tmp_path, (1, clip_config(0.1)))
+    with pytest.raises(instrument.InstrumentError, match="they differ in: none: the runs differ only in their seed"):
+        match_runs(run, "hooks.tame.norm")
+
+
+def test_sweep_without_completed_runs_is_reported(tmp_path: Path) -> None:
+    run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)), status="failed")
+    with pytest.raises(instrument.InstrumentError, match="none of the 2 runs is finished"):
+        match_runs(run, "hooks.tame.norm")
+
+
+def test_unknown_baseline_is_reported(tmp_path: Path) -> None:
+    run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)))
+    with pytest.raises(instrument.InstrumentError) as error:
+        match_runs(run, "hooks.tame.norm", 0.2)
+    assert str(error.value).splitlines() == [
+        "baseline: no run has this value of hooks.tame.norm",
+        "    given    0.2",
+        "    allowed  0.1, 1.0",
+        "    similar  0.1",
+    ]
+
+
+def test_unmatched_sweep_lists_reasons_by_run(tmp_path: Path) -> None:
+    run = sweep(tmp_path, *[(seed, clip_config(norm)) for seed, norm in enumerate([0.1, 1, 10] * 6)])
+    with pytest.raises(instrument.InstrumentError) as error:
+        match_runs(run, "hooks.tame.norm")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "hooks.tame.norm: no two runs can be compared"
+    assert lines[2] == "    1: no run with hooks.tame.norm=0.1 has seed 1"
+    assert (len(lines), lines[-1]) == (14, "    ... (18 in all)")

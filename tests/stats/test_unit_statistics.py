@@ -1,0 +1,296 @@
+"""Statistics that need more than a tensor's values: dead units, saturation, update ratio."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from torch import nn
+
+import instrument
+from instrument.actions.record import Record
+from instrument.errors import ConfigError
+from instrument.spec.parse import parse_hooks
+from instrument.spec.statistics import ALL, DEFAULT, VALUE_STATISTICS
+from instrument.stats.unit_statistics import (
+    dead_fraction,
+    dead_fraction_on_device,
+    ratio_of_norms,
+    saturated_fraction,
+    saturated_fraction_on_device,
+    saturation_limits,
+    unit_dim,
+)
+
+RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+
+
+def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str, Any]:
+    with instrument.attach(module, {"h": {**RECORD, "layers": ".", **fields}}) as probe:
+        module(value)
+        probe.end_step()
+    (row,) = probe.sink.records("stats")
+    return row
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "dim"),
+    [
+        (nn.Conv1d(3, 5, 1), (8, 5, 7), 1),
+        (nn.BatchNorm1d(5), (8, 5, 7), 1),
+        (nn.Linear(3, 5), (8, 4, 4, 5), 3),
+        (nn.ReLU(), (8, 7, 5), 2),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_unit_dim_follows_the_module_type(module: nn.Module, shape: tuple[int, ...], dim: int) -> None:
+    assert unit_dim(torch.zeros(shape), module, of_parameter=False) == dim
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_parameter", "dim"),
+    [
+        ((8, 5), False, 1),
+        ((8, 7, 5), False, 2),
+        ((8, 5, 4, 4), False, 1),
+        ((8, 5, 2, 4, 4), False, 1),
+        ((8,), False, None),
+        ((), False, None),
+        ((5, 3), True, 0),
+        ((5,), True, 0),
+        ((), True, None),
+    ],
+)
+def test_unit_dim_default_depends_on_the_shape(shape: tuple[int, ...], of_parameter: bool, dim: int | None) -> None:
+    assert unit_dim(torch.zeros(shape), nn.ReLU(), of_parameter=of_parameter) == dim
+
+
+@given(
+    npst.arrays(
+        np.float32,
+        npst.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5),
+        elements=st.sampled_from([0.0, -0.0, 0.0, 0.0, 1e-30, -2.0, math.nan, math.inf]),
+    ),
+    st.data(),
+)
+def test_unit_is_dead_if_all_its_values_are_zero(array: np.ndarray[Any, Any], data: Any) -> None:
+    dim = data.draw(st.integers(0, array.ndim - 1))
+    rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
+    wanted = np.mean([all(x == 0 for x in row) for row in rows])
+    tensor = torch.from_numpy(array)
+    assert dead_fraction(tensor, dim) == wanted
+    assert dead_fraction(tensor, dim - array.ndim) == wanted
+    on_device = dead_fraction(tensor.to("meta"), dim)
+    assert isinstance(on_device, torch.Tensor)
+    assert (on_device.shape, on_device.dtype) == ((), torch.float64)
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FLOAT8)
+INTEGERS = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+OTHER_STATISTICS = {"dead_fraction", "saturated_fraction", "update_ratio"}  # each has a test for every dtype below
+
+
+def test_every_statistic_is_tested_for_every_dtype() -> None:
+    assert set(ALL) == {*VALUE_STATISTICS, *OTHER_STATISTICS}, (
+        "test_measure.py tests VALUE_STATISTICS, this file the other statistics"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
+def test_dead_fraction_of_every_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
+    assert dead_fraction(tensor, 1) == pytest.approx(1 / 3)
+    assert dead_fraction_on_device(tensor, 1).item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_smallest_number_of_a_dtype_is_not_zero(dtype: torch.dtype) -> None:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    tensor = torch.tensor([[0, 1], [0, 0]], dtype=bits).view(dtype)
+    assert dead_fraction(tensor, 1) == dead_fraction_on_device(tensor, 1).item() == 0.5
+
+
+def numbers_near(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.Tensor:
+    """Return every number of a narrow type, or the numbers nearest to the saturation thresholds of a wider one."""
+    if dtype.itemsize == 1:
+        return torch.arange(256, dtype=torch.uint8).view(dtype)
+    if dtype.itemsize == 2:
+        return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    low, high = ends
+    margin = 0.015 * (high - (low or 0.0))
+    middle = torch.tensor([high - margin, (low or 0.0) + margin, 0.0], dtype=dtype)
+    numbers = [middle, *(torch.nextafter(middle, torch.full_like(middle, end)) for end in (-9.0, 9.0))]
+    return torch.cat([*numbers, torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("ends", [(-1.0, 1.0), (0.0, 1.0), (None, 6.0), (-0.3, 7.7)], ids=str)
+def test_saturated_fraction_equals_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
+    tensor = numbers_near(dtype, ends)
+    x = tensor.to(torch.float32 if dtype.itemsize == 1 else dtype).double().numpy()
+    x = x[np.isfinite(x)]
+    low, high = ends
+    margin = 0.015 * (high - (low or 0.0))
+    near = (x >= high - margin) | (low is not None and x <= (low or 0.0) + margin)
+    assert saturated_fraction(tensor, ends) == near.mean()
+    assert saturated_fraction_on_device(tensor, ends).item() == near.mean()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ratio_of_norms_equals_float64(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    update, weight = (torch.randn(300, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    wide = torch.float32 if dtype.itemsize == 1 else dtype
+    norms = [np.sqrt((tensor.to(wide).double().numpy() ** 2).sum()) for tensor in (update, weight)]
+    assert ratio_of_norms(update, weight) == pytest.approx(norms[0] / norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_update_is_measured_in_float64(dtype: torch.dtype) -> None:
+    """The difference of two half-precision numbers is in general not representable in half precision."""
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 101, dtype=torch.float64).to(dtype))
+    model = nn.ParameterList([weight])
+    before = weight.detach().clone().double()
+    optimizer = torch.optim.SGD([weight], lr=0.7)
+    hook = {"layers": ".", "kind": "step_post", "role": "update", "action": "record", "stats": ["l2", "update_ratio"]}
+    with instrument.attach(model, {"u": hook}, optimizer=optimizer) as probe:
+        weight.grad = torch.full_like(weight, 0.321)
+        optimizer.step()
+        probe.end_step()
+    (row,) = probe.sink.records("stats")
+    after = weight.detach().double()
+    assert row["l2"] == pytest.approx((after - before).norm().item(), rel=1e-5)
+    assert row["update_ratio"] == pytest.approx(((after - before).norm() / after.norm()).item(), rel=1e-5)
+
+
+def test_dead_fraction_of_an_empty_tensor_is_none() -> None:
+    assert dead_fraction(torch.zeros(0, 5), 1) is None
+
+
+def test_recorded_dead_fraction_is_that_of_the_activation() -> None:
+    layer = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+    with torch.no_grad():
+        layer[0].weight.fill_(0.1)
+        layer[0].bias[:] = torch.tensor([-100.0, 1.0, -100.0, -100.0])
+    row = recorded(layer, torch.rand(6, 1, 8, 8), stats=["dead_fraction", "zero_fraction"])
+    assert (row["dead_fraction"], row["zero_fraction"]) == (0.75, 0.75)
+
+
+def test_unit_dim_field_selects_the_dimension() -> None:
+    value = torch.zeros(2, 3, 4)
+    value[:, 0, 0] = 1.0
+    assert recorded(nn.Identity(), value, stats="dead_fraction")["dead_fraction"] == 0.75
+    assert recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=1)["dead_fraction"] == pytest.approx(2 / 3)
+    with pytest.raises(ConfigError, match=r"hooks.h.unit_dim: dim 3 is out of range for .*\[2, 3, 4\]"):
+        recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=3)
+    with pytest.raises(ConfigError, match="'unit_dim' requires dead_fraction"):
+        parse_hooks({"h": {**RECORD, "unit_dim": 1}})
+
+
+def test_units_of_a_gradient_are_rows_of_the_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias[:] = torch.tensor([-100.0, -100.0, 0.0, 0.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"g": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "all"}}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        model(torch.rand(5, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    assert probe.sink.frame("stats").set_index("path").dead_fraction.to_dict() == {"weight": 0.5, "bias": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("module", "values", "saturated"),
+    [
+        (nn.Tanh(), [-9.0, -1.0, 0.0, 9.0], 0.5),
+        (nn.Sigmoid(), [-9.0, -1.0, 0.0, 9.0], 0.5),
+        (nn.Hardtanh(-2.0, 2.0), [-9.0, -1.0, 0.0, 1.9], 0.25),
+        (nn.ReLU6(), [-9.0, 0.0, 5.0, 9.0], 0.25),
+        (nn.Hardsigmoid(), [-9.0, 0.0, 0.0, 9.0], 0.5),
+        (nn.Softsign(), [-1e9, 0.0, 1.0, 1e9], 0.5),
+        (nn.Tanh(), [9.0, math.nan, 0.0, math.nan], 0.5),
+        (nn.Tanh(), [math.nan, math.nan], None),
+        (nn.ReLU(), [-9.0, 0.0, 5.0, 9.0], None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_saturated_values_are_at_the_ends_of_the_range(
+    module: nn.Module, values: list[float], saturated: float | None
+) -> None:
+    assert recorded(module, torch.tensor(values), stats="saturated_fraction")["saturated_fraction"] == saturated
+    ends = saturation_limits(module)
+    if ends is not None:
+        on_device = saturated_fraction(module(torch.tensor(values)).to("meta"), ends)
+        assert isinstance(on_device, torch.Tensor)
+        assert on_device.dtype == torch.float64
+
+
+def test_tanh_is_saturated_beyond_097() -> None:
+    ends = saturation_limits(nn.Tanh())
+    assert ends is not None
+    assert saturated_fraction(torch.tensor([0.969, -0.969, 0.971, -0.971]), ends) == 0.5
+
+
+def test_update_ratio_is_relative_to_the_updated_parameter() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": ["update_ratio", "l2"]}}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        model(torch.rand(4, 3)).square().sum().backward()
+        optimizer.step()
+        probe.end_step()
+    for row in probe.sink.records("stats"):
+        after = dict(model.named_parameters())[row["path"]].detach()
+        wanted = (after - before[row["path"]]).norm() / after.norm()
+        assert row["update_ratio"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_update_ratio_of_zeros_is_none() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": "update_ratio"}}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    assert [row["update_ratio"] for row in probe.sink.records("stats")] == [None]
+
+
+def test_statistic_of_another_role_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="statistic update_ratio requires kind step_post, role update; this hook has kind forward"
+    ):
+        parse_hooks({"h": {**RECORD, "stats": ["update_ratio"]}})
+    with pytest.raises(ConfigError, match="statistic saturated_fraction requires kind forward, role output"):
+        parse_hooks({"h": {**RECORD, "kind": "forward_pre", "stats": "saturated_fraction"}})
+
+
+def test_default_is_allowed_in_a_list() -> None:
+    spec = parse_hooks({"h": {**RECORD, "stats": ["default", "dead_fraction", "l2"]}})["h"]
+    assert spec.statistics == tuple(name for name in ALL if name in (*DEFAULT, "dead_fraction"))
+
+
+def test_budget_never_drops_the_last_output() -> None:
+    class NoRecorder:
+        add_stats = add_distribution = add_tensor = add_effect = None
+
+    alone = Record(parse_hooks({"h": {**RECORD, "stats": "dead_fraction"}})["h"], NoRecorder())  # type: ignore[arg-type]
+    assert alone.without_most_expensive() is None
+    both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], NoRecorder())  # type: ignore[arg-type]
+    lighter = both.without_most_expensive()
+    assert lighter is not None
+    assert (lighter[0].derived, lighter[1]) == ((), "dead_fraction")
+    assert lighter[0].statistics == ("numel", "l2", "nan_count", "inf_count")
