@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folders.locked_runs import for_each_run
+from .folders.maintenance import for_each_run
 from .folders.run_record import mark_killed
 from .sinks.recovery import recover
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rerun(written: str) -> None:
-    from .cli.rerun import WHERE, rerun
+    from .cli.rerun_sweep import WHERE, rerun
 
     check_is_local(written, WHERE, "jobs can only be rerun in a local folder", fix="pass a local folder")
     folder = Path(written)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from .cli.command import command
-from .cli.fast_imports import importing
+from .cli.import_without_gc import importing
 from .cli.job import report_errors
-from .cli.read_config import read_config
+from .cli.validated_config import read_config
 from .distributed.torchrun import process_group
 from .errors import ConfigError, Problem
 

@@ -29,7 +29,7 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     # An action
-    "instrument/spec/interventions.py": (
+    "instrument/spec/clip_and_scale.py": (
         (
             "class ScaleSpec(Intervention):",
             'class NegateSpec(Intervention):\n    """Change the sign."""\n\n    action: Literal["negate"]\n\n\n'
@@ -41,7 +41,7 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("    | ScaleSpec\n", "    | ScaleSpec\n    | NegateSpec\n"),
         ('"scale": ScaleSpec, ', '"scale": ScaleSpec, "negate": NegateSpec, '),
     ),
-    "instrument/actions/registry.py": (
+    "instrument/actions/make_action.py": (
         ("import ClipSpec, ScaleSpec", "import ClipSpec, NegateSpec, ScaleSpec"),
         ("from .modify import Modify\n", "from .modify import Modify\nfrom .negate import Negate\n"),
         (

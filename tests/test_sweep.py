@@ -354,7 +354,7 @@ def test_interrupted_rerun_lists_the_remaining_jobs(
     def interrupted(sweep: Sweep) -> int:
         raise stop
 
-    monkeypatch.setattr("instrument.cli.rerun.rerun", interrupted)
+    monkeypatch.setattr("instrument.cli.rerun_sweep.rerun", interrupted)
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["out", "--rerun"])

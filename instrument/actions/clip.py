@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..dtensor import full_tensor
-from ..spec.interventions import ClipSpec
+from ..spec.clip_and_scale import ClipSpec
 from ..stats.rounding import round_down, round_up, toward_zero
 from .base import Context
 

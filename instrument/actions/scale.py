@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.interventions import ScaleSpec
+from ..spec.clip_and_scale import ScaleSpec
 from .base import Context
 
 

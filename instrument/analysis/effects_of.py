@@ -13,9 +13,9 @@ import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from .confidence_interval import half_width
+from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, NUMERIC_COLUMNS, Means, Steps, keys_of, means_of
 from .run_matching import RunMatches, match_runs, run_name
 from .run_tables import RunTables
-from .step_means import LOCATION_COLUMNS, MEASURED_TABLES, NUMERIC_COLUMNS, Means, Steps, keys_of, means_of
 
 MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 

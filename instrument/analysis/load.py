@@ -10,7 +10,7 @@ import pandas as pd
 
 from .folders import find_runs
 from .polars_frames import scan
-from .query_inputs import RunsToQuery
+from .query_sources import RunsToQuery
 from .run_tables import RunTables, check_table
 from .sql import run_query
 

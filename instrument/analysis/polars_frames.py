@@ -15,7 +15,7 @@ from ..capture.tables import TABLES
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..sinks.remote_folder import is_address
-from .query_inputs import RunsToQuery, TableFiles
+from .query_sources import RunsToQuery, TableFiles
 
 if TYPE_CHECKING:
     import polars as pl

@@ -14,9 +14,9 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
 from ..sinks.remote_folder import is_address
+from .config_columns import typed_frame
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
-from .typed_columns import typed_frame
 
 OBJECTIVE_KEY = (
     "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table

@@ -21,7 +21,7 @@ from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..extras import pip_command
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
-from .query_inputs import RunsToQuery, columns_of_runs
+from .query_sources import RunsToQuery, columns_of_runs
 from .run_files import RunFiles
 
 if TYPE_CHECKING:

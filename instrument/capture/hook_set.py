@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 from ..kinds.attach_sites import attach_sites
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..kinds.family import HookGroup
+from ..kinds.hook_group import HookGroup
 from ..kinds.loss import LossHooks
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
 from ..plan.hook_plan import HookPlan
-from .change_detection import LoadWatch, ModuleWatch, ScalerWatch, StepWatch
 from .optimizer_checks import optimizers_of
+from .optimizer_watch import ScalerWatch, StepWatch
+from .replacement_watch import LoadWatch, ModuleWatch
 
 
 class _WriteEvent(Protocol):

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..kinds.clock import Clock
-from .change_detection import StepWatch
 from .collectives import Ranks
 from .device_copy import PendingMetrics, Transfer
 from .non_finite_alerts import Alerts
+from .optimizer_watch import StepWatch
 from .recorder import Recorder
 from .sink import Row
 

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..actions.base import Archive, NoArchive, StepContext
-from ..actions.registry import make_action
+from ..actions.make_action import make_action
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
@@ -24,14 +24,14 @@ from ..spec.budget import BudgetConfig
 from .budget import Budget
 from .collectives import Ranks, own_rank
 from .coverage import coverage_rows, coverage_warnings, drop_warnings
+from .deferred_interrupts import deferred_signals
 from .hook_set import HookSet
 from .metrics import Metrics, check_metric_names
 from .non_finite_alerts import Alerts
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .recorder import Recorder
-from .rows import has_lazy_parameters, layer_rows
-from .signals import deferred_signals
+from .row_cells import has_lazy_parameters, layer_rows
 from .sink import Sink
 
 

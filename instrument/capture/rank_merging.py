@@ -26,7 +26,7 @@ from ..stats.merge import (
     sums,
 )
 from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
-from .rows import changes, fetched_statistics, identity_columns
+from .row_cells import changes, fetched_statistics, identity_columns
 from .sink import Row
 
 _RANK_AT = 4  # the index of the rank among the identity columns

@@ -28,7 +28,7 @@ from .rank_merging import (
     effect_piece,
     statistics_piece,
 )
-from .rows import effect_cells, fetched_statistics, statistics
+from .row_cells import effect_cells, fetched_statistics, statistics
 from .sink import Row, Sink
 
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk

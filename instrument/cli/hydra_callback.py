@@ -27,9 +27,9 @@ from ..sweeps.objective import read_objective
 from ..sweeps.optuna_search import check_search, is_search
 from ..sweeps.summary import outcome
 from .job import as_instrument_error, print_error, show_plan
-from .read_config import read_config
 from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
 from .sweep_folder import remove_uploaded_record, reserve_folder, set_sweep_folder, upload_record
+from .validated_config import read_config
 
 
 class HydraCallback(Callback):

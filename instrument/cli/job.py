@@ -28,9 +28,9 @@ from ..folders.run_record import read_record
 from ..spec.config import RunConfig
 from ..sweeps.jobs import BASIC_SWEEPER, Sweep
 from ..sweeps.objective import read_objective
-from .fast_imports import importing
 from .hydra_errors import composition_problem
-from .read_config import read_config, read_overrides, swept_overrides
+from .import_without_gc import importing
+from .validated_config import read_config, read_overrides, swept_overrides
 
 
 class JobFailedError(Exception):
@@ -220,8 +220,8 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
         folder: Folder that the run would use; None to leave it out.
     """
     with importing():
-        from ..dry_run.dry_run import dry_run
-        from ..training.device import process_state
+        from ..dry_run.cost_of_run import dry_run
+        from ..training.device_and_seed import process_state
         from ..training.experiment import prepare
         from ..training.terminal import Terminal
 

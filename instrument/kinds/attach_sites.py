@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .family import HookGroup
+from .hook_group import HookGroup
 from .loss import LossHooks
 from .module import ModuleHooks
 from .module_backward import ModuleBackwardHooks

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..compiler import exclude_from_graphs
+from ..lazy_compiler import exclude_from_graphs
 from ..nested import map_tensors
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
 from .calls import Call, Calls
 from .clock import Clock, Firing
-from .family import InertWhenCopied
+from .hook_group import InertWhenCopied
 from .reasons import NO_TENSOR, TRANSFORMED
 from .tensor_gradients import InputGradients, OutputGradients
 

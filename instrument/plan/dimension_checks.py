@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
+from ..spec.clip_and_scale import ScaleSpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.interventions import ScaleSpec
 from ..spec.modify import MeanSpec, RecordedSpec
 from ..spec.record import RecordSpec
 from .hook_plan import HookPlan, Site

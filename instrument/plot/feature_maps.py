@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.images import Maps, image_of, maps_in
 from ..analysis.load import Run
 from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
+from ..analysis.tensor_images import Maps, image_of, maps_in
 from ..errors import InstrumentError
-from .canvas import new_figure, plain
+from .axes import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps
 from .source import check_columns, check_single_run
 

@@ -11,7 +11,7 @@ from ..analysis.load import Run
 from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import select_series
 from ..spec.statistics import STATISTICS
-from .canvas import (
+from .axes import (
     add_hatch,
     add_legend,
     colour_bar,

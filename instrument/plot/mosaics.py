@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.images import COLOURED, limits, mosaic, smaller
-from .canvas import SMALL
+from ..analysis.tensor_images import COLOURED, limits, mosaic, smaller
+from .axes import SMALL
 from .style import MAGNITUDE, SIGNED
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.images import Maps, image_of, limits, maps_in, mosaic, smaller
 from ..analysis.load import Run
 from ..analysis.series_selection import evenly_spaced
+from ..analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
 
 ROOM = 260_000  # maximum number of values in all mosaics together

@@ -1,4 +1,4 @@
-"""Texts and tables of the page of several runs; `instrument.report.sweeps` prepares the charts."""
+"""Texts and tables of the page of several runs; `instrument.report.sweep_charts` prepares the charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..analysis.intervention_pairs import Pair, pairs
 from ..analysis.load import Run
 from .command import FILE
 from .numbers import format_number
-from .sweeps import RunData, charts, name_of, overrides_of, read_runs
+from .sweep_charts import RunData, charts, name_of, overrides_of, read_runs
 
 METRICS = ("loss", "accuracy")
 MOST_ALERTS = 8

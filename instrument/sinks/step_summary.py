@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from .pictures import PendingTiles
+    from .tensor_tiles import PendingTiles
 
 _KIND = TABLES["tensors"].names.index("kind")
 
@@ -59,7 +59,7 @@ class SummaryCollector:
     def add_tensor(self, key: Row, tensor: Tensor, dtype: torch.dtype | None) -> None:
         """Copy the displayed part of a recorded tensor, if it can be drawn and is the first of its tag."""
         # PyTorch and Pillow are only imported if a tensor is drawn.
-        from .pictures import tiles_of
+        from .tensor_tiles import tiles_of
 
         tag = f"{tag_prefix(key)}/image"
         known = key[0] in self._steps and tag in self._steps[key[0]].pictures

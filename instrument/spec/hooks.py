@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import HookBase
-from .interventions import ClipSpec, ScaleSpec
+from .clip_and_scale import ClipSpec, ScaleSpec
 from .modify import (
     DropoutSpec,
     FunctionSpec,

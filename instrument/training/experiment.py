@@ -26,18 +26,18 @@ from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_paths
 from ..spec.config import RunConfig
-from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
+from ..spec.shared_fields import Target
 from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
 from ..tasks.forward import Forward
 from .apply import apply_specs, build_module
 from .batch_checks import PhaseBatches, check_batch_shapes
 from .data import Batches, Data, batch_sizes, first_batch, load_data
-from .device import choose_device
-from .function_checks import FunctionCheck
-from .optimizer_without_compiler import bypass_compiler_in_methods, bypass_compiler_in_step
-from .per_module import requires_closure
+from .device_and_seed import choose_device
+from .function_trials import FunctionCheck
+from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
+from .per_module_optimizers import requires_closure
 
 
 @dataclass(frozen=True)

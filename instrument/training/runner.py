@@ -28,7 +28,7 @@ from ..spec.config import TRACKERS, RunConfig
 from ..stats.single_pass import KERNEL
 from .checkpoint import Checkpoints, restore, restore_random
 from .compiled import describe_graph_breaks, graph_breaks
-from .device import process_state
+from .device_and_seed import process_state
 from .experiment import Experiment, prepare
 from .loop import train
 from .terminal import Terminal

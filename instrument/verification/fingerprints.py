@@ -19,7 +19,7 @@ from ..nested import iter_tensors
 from ..sinks.memory import MemorySink
 from ..spec.config import RunConfig
 from ..spec.hooks import HookSpec
-from ..training.device import process_state
+from ..training.device_and_seed import process_state
 from ..training.experiment import Experiment, prepare
 from ..training.loop import Progress, train
 

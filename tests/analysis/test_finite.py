@@ -15,8 +15,8 @@ import torch
 import instrument
 from instrument.analysis.findings import findings
 from instrument.analysis.finite import finite_only, is_not_finite
+from instrument.analysis.means_over_steps import NUMERIC_COLUMNS, means_of
 from instrument.analysis.plot_data import matrices
-from instrument.analysis.step_means import NUMERIC_COLUMNS, means_of
 from instrument.report.charts import heat_maps
 
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}

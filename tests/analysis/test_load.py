@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import instrument
-from instrument.analysis.images import maps_in
+from instrument.analysis.tensor_images import maps_in
 from instrument.sinks.parquet import ParquetSink
 
 

@@ -19,7 +19,7 @@ from tiers import tiered
 import instrument
 from instrument import InstrumentError, InstrumentWarning
 from instrument.analysis import polars_frames
-from instrument.analysis.query_inputs import RunsToQuery, TableFiles
+from instrument.analysis.query_sources import RunsToQuery, TableFiles
 from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover

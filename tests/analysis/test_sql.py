@@ -17,7 +17,7 @@ import pytest
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
-from instrument.analysis import query_inputs
+from instrument.analysis import query_sources
 from instrument.analysis.run_files import RunFiles
 from instrument.capture.tables import TABLES
 from instrument.sinks.parquet import ParquetSink
@@ -181,13 +181,13 @@ def test_conditions_on_run_columns_equal_those_on_rows(tmp_path: Path, condition
 def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     table_files: list[str] = []
-    original = query_inputs.RunsToQuery.table_files
+    original = query_sources.RunsToQuery.table_files
 
-    def noted(queried: query_inputs.RunsToQuery, table: str) -> query_inputs.TableFiles:
+    def noted(queried: query_sources.RunsToQuery, table: str) -> query_sources.TableFiles:
         table_files.append(table)
         return original(queried, table)
 
-    monkeypatch.setattr(query_inputs.RunsToQuery, "table_files", noted)
+    monkeypatch.setattr(query_sources.RunsToQuery, "table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
     assert table_files == ["stats"]
     run.sql(
@@ -248,9 +248,9 @@ def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[
 def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = query_inputs.RunsToQuery.table_files
+    original = query_sources.RunsToQuery.table_files
 
-    def merged(queried: query_inputs.RunsToQuery, table: str) -> query_inputs.TableFiles:
+    def merged(queried: query_sources.RunsToQuery, table: str) -> query_sources.TableFiles:
         found = original(queried, table)
         if part(folder, 1).exists():
             pq.write_table(
@@ -260,7 +260,7 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(query_inputs.RunsToQuery, "table_files", merged)
+    monkeypatch.setattr(query_sources.RunsToQuery, "table_files", merged)
     assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
     assert run.problems == []
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 import instrument
 from instrument import InstrumentError
-from instrument.analysis.images import mosaic
+from instrument.analysis.tensor_images import mosaic
 from instrument.plot import feature_maps
 from instrument.plot.mosaics import cut
 

@@ -27,8 +27,8 @@ from torch import nn
 import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
-from instrument.analysis.images import maps_in
 from instrument.analysis.plot_data import location_name
+from instrument.analysis.tensor_images import maps_in
 from instrument.extras import pip_command
 from instrument.report import Report, make
 from instrument.report.__main__ import main

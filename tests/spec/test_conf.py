@@ -15,7 +15,7 @@ from tiers import tiered
 from torch import nn
 
 from instrument import ConfigError
-from instrument.cli.read_config import read_config
+from instrument.cli.validated_config import read_config
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.config import RunConfig
 from instrument.targets import build

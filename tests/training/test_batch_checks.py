@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from instrument import ConfigError, MemorySink
 from instrument.capture.probe import Probe
 from instrument.dry_run import profiling
-from instrument.dry_run.dry_run import dry_run
+from instrument.dry_run.cost_of_run import dry_run
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
 from instrument.training import batch_checks

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from instrument import ConfigError, MemorySink, Probe
-from instrument.dry_run.dry_run import dry_run
+from instrument.dry_run.cost_of_run import dry_run
 from instrument.spec.parse import parse_config
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train

@@ -264,7 +264,7 @@ def test_state_of_every_optimizer_is_compared() -> None:
     for optimizer in (
         {"_target_": "torch.optim.Adam"},
         {
-            "_target_": "instrument.training.per_module.PerModule",
+            "_target_": "instrument.training.per_module_optimizers.PerModule",
             "optimizers": {"layers.0": part, "layers.1": part},
         },
     ):

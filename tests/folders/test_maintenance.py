@@ -36,7 +36,7 @@ def test_command_waits_for_the_lock_of_the_folder(
 ) -> None:
     assert callable(main)
     monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
-    monkeypatch.setattr("instrument.folders.locked_runs.is_written", lambda _: False)  # the run started after the check
+    monkeypatch.setattr("instrument.folders.maintenance.is_written", lambda _: False)  # the run started after the check
     lock = FolderLock(killed)
     assert lock.acquire()
     assert main([str(killed)]) == 1

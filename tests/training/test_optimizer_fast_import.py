@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from instrument.training import optimizer_without_compiler
-from instrument.training.optimizer_without_compiler import bypass_compiler_in_methods, bypass_compiler_in_step
+from instrument.training import optimizer_fast_import
+from instrument.training.optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 
 IN_PLACE = "__dynamo_disable"
 METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -29,7 +29,7 @@ class CompilerImport:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
         self.imported = False
-        monkeypatch.setattr(optimizer_without_compiler, "compiler_imported", lambda: self.imported)
+        monkeypatch.setattr(optimizer_fast_import, "compiler_imported", lambda: self.imported)
         self.real = {name: getattr(torch._dynamo, name) for name in ("disable", "graph_break")}
         for name in self.real:
             monkeypatch.setattr(torch._dynamo, name, partial(pytest.fail, f"torch._dynamo.{name} was called"))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from instrument.cli.fast_imports import importing
+from instrument.cli.import_without_gc import importing
 
 
 def test_garbage_collection_is_paused_during_imports(monkeypatch: pytest.MonkeyPatch) -> None:

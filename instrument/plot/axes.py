@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..analysis.images import limits
 from ..analysis.layer_abbreviations import short_names
 from ..analysis.plot_data import Matrix
+from ..analysis.tensor_images import limits
 from ..errors import InstrumentError
 from ..extras import pip_command
 from ..spec.statistics import STATISTICS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-    from .picture import Picture
+    from .figure import Picture
 
 SMALL, NORMAL = 7.5, 9.0  # font sizes, in points
 LETTER = 0.065  # width of a character of a small label, in inches
@@ -46,7 +46,7 @@ def new_figure(width: float, height: float) -> Picture:
     try:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-        from .picture import Picture
+        from .figure import Picture
     except ModuleNotFoundError as error:
         raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
     layout = ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import instrument
 from instrument.analysis.load import load
 from instrument.distributed.batch_sharding import StepBatches
-from instrument.dry_run.dry_run import dry_run
+from instrument.dry_run.cost_of_run import dry_run
 from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
 from instrument.training.data import Batches
-from instrument.training.device import process_state
+from instrument.training.device_and_seed import process_state
 from instrument.training.experiment import prepare
 from instrument.training.loop import train_step
 from instrument.training.runner import run

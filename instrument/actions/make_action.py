@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..spec.clip_and_scale import ClipSpec, ScaleSpec
 from ..spec.hooks import HookSpec
-from ..spec.interventions import ClipSpec, ScaleSpec
 from ..spec.modify import ModifySpec
 from ..spec.record import RecordSpec
 from .base import Action, Archive, Rows

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiers import tiered
 
 import instrument
-from instrument.plot.canvas import LONGEST, add_legend, colours, label_steps, needs_log_scale, new_figure, plain, scale
+from instrument.plot.axes import LONGEST, add_legend, colours, label_steps, needs_log_scale, new_figure, plain, scale
 
 
 def test_matplotlib_is_imported_with_the_first_figure() -> None:
@@ -39,7 +39,7 @@ def test_pyplot_is_not_imported(tmp_path: Path) -> None:
 
 
 def test_missing_matplotlib_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["instrument.plot.picture"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["instrument.plot.figure"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(instrument.InstrumentError, match=r"matplotlib.*: pip install 'matplotlib"):

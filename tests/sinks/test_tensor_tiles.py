@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instrument.sinks.pictures import LONGEST, TILES, draw_tiles, tiles_of
+from instrument.sinks.tensor_tiles import LONGEST, TILES, draw_tiles, tiles_of
 
 RED, BLUE, GREY, BLACK, WHITE = (220, 40, 40), (40, 60, 110), (128, 128, 128), (0, 0, 0), (255, 255, 255)
 

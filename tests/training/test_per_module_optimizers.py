@@ -15,11 +15,14 @@ from instrument.capture.probe import Probe
 from instrument.spec.parse import parse_config
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
-from instrument.training.per_module import PerModule
+from instrument.training.per_module_optimizers import PerModule
 
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.01, "betas": [0.0, 0.9]}
 PART = {**ADAM, "_partial_": True}
-EACH = {"_target_": "instrument.training.per_module.PerModule", "optimizers": {"generator": PART, "critic": PART}}
+EACH = {
+    "_target_": "instrument.training.per_module_optimizers.PerModule",
+    "optimizers": {"generator": PART, "critic": PART},
+}
 
 
 def experiment_of(optimizer: dict[str, Any], **overrides: Any) -> Experiment:

@@ -15,7 +15,7 @@ from instrument import ConfigError, Context
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.spec.parse import parse_hooks
-from instrument.training.function_checks import FunctionCheck
+from instrument.training.function_trials import FunctionCheck
 
 CALLS: list[tuple[str, str, int, str]] = []
 

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 import instrument
-from instrument.analysis.images import Maps, image_of, limits, maps_in, mosaic, smaller
 from instrument.analysis.plot_data import RecordedSeries
+from instrument.analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
 
 sizes = st.integers(1, 6)
 finite = st.floats(-1e6, 1e6)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.capture.signals import deferred_signals
+from instrument.capture.deferred_interrupts import deferred_signals
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pandas as pd
 
-from .canvas import (
+from .axes import (
     LETTER,
     SMALL,
     add_legend,
@@ -23,14 +23,14 @@ from .canvas import (
     scale,
     width_of,
 )
-from .run_tables import LONG, is_missing, labels_of, overrides_text, value_text
+from .combined_runs import LONG, is_missing, labels_of, overrides_text, value_text
 from .style import CATEGORIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .picture import Picture
+    from .figure import Picture
 
 WIDTH, HEIGHT = 5.5, 3.6  # size of a chart, in inches
 LINE = 0.17  # height of a legend entry, in inches
