@@ -92,7 +92,7 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "instrument/plot/loss_chart.py": (
         (
             "",
-            "from .picture import Picture\n\n\ndef loss_chart(run):\n    figure = Picture(figsize=(4, 3))\n"
+            "from .figure import Picture\n\n\ndef loss_chart(run):\n    figure = Picture(figsize=(4, 3))\n"
             "    figure.add_subplot().plot(run.metrics.step, run.metrics.loss)\n    return figure\n",
         ),
     ),

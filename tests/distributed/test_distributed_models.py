@@ -37,7 +37,7 @@ def single_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     return folder, common
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("parallel", tiered(["ddp", "fsdp2"], ["ddp"]))
 def test_parameters_without_gradients_are_not_changed(single_process: tuple[Path, list[str]], parallel: str) -> None:
     folder, common = single_process
     more = (f"hydra.run.dir={parallel}", f"train.parallel={parallel}", "reduce=global")
@@ -51,7 +51,7 @@ def test_parameters_without_gradients_are_not_changed(single_process: tuple[Path
     assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"] + 1e-12).all()
 
 
-@pytest.mark.parametrize("rank", tiered(["null", "0", "1"], ["null", "1"]))
+@pytest.mark.parametrize("rank", tiered(["null", "0", "1"], ["1"]))
 def test_unused_parameters_are_reported_before_the_step(tmp_path: Path, rank: str) -> None:
     """With two passes of shape inference and two per step, a layer is unused in step 2, on all ranks or on one."""
     arguments = [

@@ -173,7 +173,7 @@ MANY_ROWS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-OFTEN = ("three statistics", "clipped gradients", "histograms", "together")
+OFTEN = ("three statistics", "together")
 
 
 @pytest.mark.parametrize("name", tiered(MANY_ROWS, OFTEN))

@@ -51,7 +51,7 @@ def ray_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return arguments
 
 
-@pytest.mark.parametrize("launcher", ["processes", "slurm_local", "ray_local"])
+@pytest.mark.parametrize("launcher", tiered(["processes", "slurm_local", "ray_local"], ["processes"]))
 def test_refused_job_does_not_stop_others_and_sets_the_exit_code(
     cli: Cli, ray_arguments: dict[str, Any], launcher: str
 ) -> None:
