@@ -39,7 +39,7 @@ bench-scale: $(DEV_STAMP)  ## run four queries on 100 million rows of 1,000 runs
 	$(BIN)/python -W ignore benchmarks/scale.py
 
 wheel: $(DEV_STAMP)  ## build the wheel, install it in an empty environment, and run it there
-	rm -rf dist .wheel
+	rm -rf build dist .wheel
 	$(BIN)/python -m build --wheel --outdir dist > /dev/null
 	$(PYTHON) -m venv .wheel
 	.wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl

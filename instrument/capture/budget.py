@@ -163,9 +163,9 @@ class Budget:
         if state["known"] is not None:
             self._baseline_seconds, self._factor = state["known"]
             self._calibration = None
-        for attached, firings, part in zip(self.record_hooks, state["firings"], state["left_out"], strict=True):
+        for attached, firings, dropped in zip(self.record_hooks, state["firings"], state["left_out"], strict=True):
             self._firings[attached] = firings
-            for _ in range(part):
+            for _ in range(dropped):
                 self._drop_most_expensive_part(attached)
 
     def _keep_time(self, allowed: float, elapsed: float) -> bool:

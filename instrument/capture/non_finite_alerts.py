@@ -18,7 +18,7 @@ from .tables import TABLES
 RULE = "non_finite"
 MAX_LOCATIONS = 20  # further locations to report after the first one
 
-_COLUMN = {name: location for location, name in enumerate(TABLES["stats"].names)}
+_COLUMN = {name: index for index, name in enumerate(TABLES["stats"].names)}
 _NAN, _INF = _COLUMN["nan_count"], _COLUMN["inf_count"]
 _LOCATION_COLUMNS = ("hook", "layer", "role", "path", "phase")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..kinds.reasons import NO_INPUT_GRAPH
+from ..kinds.reasons import NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH
 from ..spec.statistics import STATISTICS
 
 NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"  # a reason in the coverage table
@@ -402,4 +402,4 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     """
     if row["expected"]:
         return bool(row["fired"] < row["expected"])
-    return row["cause"] not in ("", NO_INPUT_GRAPH)
+    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH)

@@ -8,9 +8,9 @@ percent. Rows of a long run compress better than those of a few steps, so tables
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,23 +57,27 @@ def bytes_of_rows(
     total = sum(sample.rows for sample in samples.values())
     if not total:
         return dict.fromkeys(samples, 0.0)
-    # The measured steps are repetitions; in the run they are different steps.
+    # The measured steps are repetitions. They are numbered like different steps, as in the run.
     rows = sorted(
-        (
-            (step, *row[1:])
-            for sample in samples.values()
-            if sample.rows
-            for step, measured in zip(sample.scheduled_steps, sample.steps, strict=False)
-            for row in measured
-        ),
+        ((step, *row[1:]) for sample in samples.values() if sample.rows for step, row in _numbered(sample)),
         key=lambda row: row[0],
     )
+    if len(rows) == 1:
+        rows += [(rows[0][0] + 1, *rows[0][1:])]
     batch = as_batch(table, rows)
     per_row, fixed = _size_of_further_rows(temporary_folder, table, batch, range(len(rows) + 1))
     in_journal = batch.serialize().size / len(rows)
     parts = math.ceil(total / max(1.0, min(most_rows, ROWS_JOURNAL_BYTES / in_journal)))
     size = per_row * total + fixed * parts
     return {name: size * sample.rows / total for name, sample in samples.items()}
+
+
+def _numbered(sample: Sample) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of the measured steps, each with the number of a scheduled step or a later one."""
+    scheduled = list(islice(sample.scheduled_steps, len(sample.steps)))
+    for number, rows in enumerate(sample.steps):
+        step = scheduled[number] if number < len(scheduled) else scheduled[-1] + number
+        yield from ((step, row) for row in rows)
 
 
 def bytes_of_tensors(
@@ -130,7 +134,7 @@ def _size_of_further_rows(
     """
     half = batch.num_rows // 2
     less, full = (_size_of_part(temporary_folder, table, batch.slice(0, rows)) for rows in (half, batch.num_rows))
-    growth = (full - less) / (cumulative_bytes[-1] - cumulative_bytes[half])
+    growth = max(0.0, (full - less) / (cumulative_bytes[-1] - cumulative_bytes[half]))
     return growth, max(0.0, full - growth * cumulative_bytes[-1])
 
 

@@ -38,6 +38,7 @@ def create_free_folder(folder: Path, where: str) -> None:
                 where,
                 "the folder already contains a run, and runs are never overwritten",
                 given=str(folder),
+                fix="choose another folder, or delete this one",
             )
         )
     try:

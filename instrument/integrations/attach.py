@@ -95,7 +95,7 @@ def attach(
             `warning`.
 
     Raises:
-        ConfigError: At the start: a spec is invalid or matches no module, a required optimizer is missing, `out`
+        ConfigError: At the start: `model` is no module, a spec is invalid or matches no module, a required optimizer is missing, `out`
             contains a run already, or `remote` is not writable. At the first call of a module: a spec does not fit the
             shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
@@ -103,6 +103,8 @@ def attach(
         SinkError: Rows cannot be written.
         RankError: Another process ended, and a collective operation failed. The message contains its rank.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("model", "must be a torch.nn.Module", given=type(model).__name__))
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
     check_shapes(plan, {})

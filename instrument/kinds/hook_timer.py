@@ -52,10 +52,10 @@ def robust_variance(seconds: Collection[float]) -> float:
     return fmean((duration - mean) ** 2 for duration in regular)
 
 
-Site = TypeVar("Site", bound=Hashable)
+HookKey = TypeVar("HookKey", bound=Hashable)
 
 
-class HookTimer(Generic[Site]):
+class HookTimer(Generic[HookKey]):
     """A timer for hooks. Nested hooks are counted once.
 
     Attributes:
@@ -66,8 +66,8 @@ class HookTimer(Generic[Site]):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.action_seconds: Counter[Site] = Counter()
-        self.firings: Counter[Site] = Counter()
+        self.action_seconds: Counter[HookKey] = Counter()
+        self.firings: Counter[HookKey] = Counter()
         self._depth = 0
         self._started_at = 0.0
 
@@ -89,7 +89,7 @@ class HookTimer(Generic[Site]):
             self._started_at = now
 
     @contextmanager
-    def measure_action(self, attached: Site) -> Iterator[None]:
+    def measure_action(self, attached: HookKey) -> Iterator[None]:
         """Measure the action of a site."""
         started_at = time.perf_counter()
         with self:

@@ -29,6 +29,9 @@ NO_GRAPH = "the tensor requires no gradient: it is data, is detached, or depends
 NO_GRAD = "the module was called under torch.no_grad()"
 INFERENCE = "the module was called under torch.inference_mode()"
 NO_INPUT_GRAPH = "its input requires no gradient: it is data, or the output of frozen layers"
+OLD_NO_INPUT_GRAPH = (
+    "its input needs no gradient: it is data, or comes out of frozen layers"  # in runs of earlier versions
+)
 TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors hooks cannot use"
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (

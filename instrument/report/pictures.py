@@ -31,7 +31,7 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
-        index; `locations` and `pictures`, the total numbers of both.
+        index; `places` and `pictures`, the total numbers of both.
     """
     all_maps = maps_in(run)
     locations = _places(all_maps, order)

@@ -41,7 +41,7 @@ class RunData:
 
     Attributes:
         curves: The metrics.
-        ends: The last, largest and smallest number by location, for each series and statistic.
+        summaries: The last, largest and smallest number by location, for each series and statistic.
         problems: Problems with the files of the run.
         warnings: Number of warnings.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
 from .base import Intervention
 from .shared_fields import Dimension, NonNegative, Number
@@ -91,7 +91,10 @@ _FACTOR_SCHEMA = {
     ]
 }
 Factor = Annotated[
-    float | tuple[float, ...] | dict[int, float], PlainValidator(_factor), WithJsonSchema(_FACTOR_SCHEMA)
+    float | tuple[float, ...] | dict[int, float],
+    PlainValidator(_factor),
+    PlainSerializer(lambda value: value, return_type=object),
+    WithJsonSchema(_FACTOR_SCHEMA),
 ]
 
 

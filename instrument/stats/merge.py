@@ -51,13 +51,13 @@ def partial_statistics(
     """Combine the numbers of one part.
 
     Args:
-        values: The statistics `MEASURED`, and `l1` if requested: the result columns `instrument.stats.measure.measure`.
+        values: The statistics `MEASURED`, and `l1` if requested: the result of `instrument.stats.measure.measure`.
         saturated: The fraction of saturated elements; None if not defined or not requested.
         weight: The norm of the parameter of an update; None if not defined or not requested.
         dead: Which units are dead, bool [units], if no other part has them; None otherwise.
 
     Returns:
-        len(PART) numbers, NaN for missing ones; a float64 tensor if the values are on a device.
+        len(PARTIAL_STATISTICS) numbers, NaN for missing ones; a float64 tensor if the values are on a device.
     """
     if not isinstance(values, Tensor):
         units = (None, None) if dead is None else (int(dead.sum()), len(dead))

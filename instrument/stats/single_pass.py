@@ -36,10 +36,9 @@ Row = tuple[float | None, ...]
 """All statistics of values, in the order of `instrument.spec.statistics.VALUE_STATISTICS`."""
 
 # The order of the values that are computed without `FORMULAS`, since this function runs at every firing of a hook.
-_ORDER = (
-    *("numel", "mean", "std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction", "nan_count", "inf_count"),
-)
-_OTHERS = tuple(name for name in VALUE_STATISTICS if name not in _ORDER)
+_ORDER = ("numel", "mean", "std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction", "nan_count", "inf_count")
+assert VALUE_STATISTICS[: len(_ORDER)] == _ORDER, "new statistics come after those of the native kernel"
+_OTHERS = VALUE_STATISTICS[len(_ORDER) :]
 _NOTHING = (None,) * (len(_ORDER) - 3)  # no value is finite
 
 _FLOAT64 = 2

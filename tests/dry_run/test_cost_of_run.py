@@ -187,6 +187,14 @@ def test_predicted_bytes_are_at_most_45_percent_too_high(tmp_path: Path, name: s
     assert 0.9 <= ratio <= 1.45, "a few steps compress less than a long run"
 
 
+def test_predicted_bytes_of_a_hook_scheduled_at_one_step(tmp_path: Path) -> None:
+    hooks = {"a": {"layers": "encoder.0", "kind": "forward", "action": "record", "phase": "eval"}}
+    cost, folder = run_of(tmp_path, hooks, {"steps": 3, "batch_size": 16, "eval_batch_size": 4}, model=CNN)
+    (file,) = folder.glob("stats/*.parquet")
+    assert pq.read_metadata(file).num_rows == cost["a"].rows > 10
+    assert 0.5 <= cost["a"].bytes / file.stat().st_size <= 2.0
+
+
 def forecast_of(hooks: dict[str, Any], train: dict[str, Any] | None = None, **more: Any) -> Forecast:
     raw = {**CONFIG, "model": CNN, **more, "hooks": hooks, "train": train or {"steps": 20, "batch_size": 16}}
     config = parse_config(raw)

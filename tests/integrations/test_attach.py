@@ -243,3 +243,9 @@ def test_folder_with_a_run_is_reported_for_out(tmp_path: Path) -> None:
             model(torch.zeros(1, 2))
             probe.end_step()
     assert len(instrument.load(tmp_path).stats) == 1
+
+
+@pytest.mark.parametrize("model", ["m", None])
+def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model: must be a torch.nn.Module[\s\S]*given +" + type(model).__name__):
+        instrument.attach(model, {}).__enter__()

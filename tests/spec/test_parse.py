@@ -688,3 +688,9 @@ def test_eval_slice_defaults_to_the_test_split() -> None:
     assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "test"
     data = {**CONFIG["data"], "eval_slice": {"split": "train"}}
     assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "train"
+
+
+@pytest.mark.parametrize("factor", [0.5, [1.0, 2.0], {0: 1.0, 20: 0.5}])
+def test_every_form_of_a_factor_is_dumped_without_a_warning(factor: Any) -> None:
+    (spec,) = parse_hooks({"h": {"layers": "*", "kind": "forward", "action": "scale", "factor": factor}}).values()
+    assert json.loads(spec.model_dump_json())["factor"] == json.loads(json.dumps(factor))
