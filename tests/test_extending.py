@@ -32,7 +32,7 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "instrument/spec/clip_and_scale.py": (
         (
             "class ScaleSpec(Intervention):",
-            'class NegateSpec(Intervention):\n    """Change the sign."""\n\n    action: Literal["negate"]\n\n\n'
+            'class NegateSpec(InterventionSpec):\n    """Change the sign."""\n\n    action: Literal["negate"]\n\n\n'
             "class ScaleSpec(Intervention):",
         ),
     ),

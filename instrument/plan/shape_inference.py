@@ -38,14 +38,14 @@ class TensorInfo(NamedTuple):
 
 
 @dataclass
-class Calls:
+class ModuleTensors:
     """The inputs and outputs of a module, per call."""
 
     inputs: list[list[TensorInfo]] = field(default_factory=list)
     outputs: list[list[TensorInfo]] = field(default_factory=list)
 
 
-InferredCalls = dict[int, Calls]
+InferredCalls = dict[int, ModuleTensors]
 """The calls of every module that ran, by the `id` of the module."""
 Observer = Callable[[nn.Module, str, Any], None]
 
@@ -75,7 +75,7 @@ def infer_shapes(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         running.append((layers.by_module[id(module)], inputs))
-        inferred.setdefault(id(module), Calls()).inputs.append(_infos(inputs))
+        inferred.setdefault(id(module), ModuleTensors()).inputs.append(_infos(inputs))
         if observe is not None:
             observe(module, "input", inputs)
 

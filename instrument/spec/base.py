@@ -92,11 +92,11 @@ class HookBase(Selection):
         return self
 
 
-class Intervention(HookBase):
+class InterventionSpec(HookBase):
     """A hook that changes the tensor it sees."""
 
     @model_validator(mode="after")
-    def _validate_role(self) -> Intervention:
+    def _validate_role(self) -> InterventionSpec:
         kind = self.definition
         if not kind.can_change(self.tensor_role):
             supporting = [name for name, other in KINDS.items() if other.can_change(self.tensor_role)]

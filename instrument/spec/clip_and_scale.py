@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
-from .base import Intervention
+from .base import InterventionSpec
 from .shared_fields import Dimension, NonNegative, Number
 
 Fraction = Annotated[Number, Field(gt=0, le=1)]
 
 
-class ClipSpec(Intervention):
+class ClipSpec(InterventionSpec):
     """Clip values or norms to a bound: exactly one of min/max, value, norm, quantile, ratio."""
 
     action: Literal["clip"]
@@ -98,7 +98,7 @@ Factor = Annotated[
 ]
 
 
-class ScaleSpec(Intervention):
+class ScaleSpec(InterventionSpec):
     """Multiply by a factor (constant, per channel, or changing over the steps), or reverse the gradient."""
 
     action: Literal["scale"]

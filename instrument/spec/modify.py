@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .base import Intervention, SliceText
+from .base import InterventionSpec, SliceText
 from .shared_fields import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
 
 Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 
 
-class ModifySpec(Intervention):
+class ModifySpec(InterventionSpec):
     """Replace the tensor by the result of `fn`."""
 
     action: Literal["modify"]

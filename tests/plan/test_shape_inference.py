@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instrument.errors import ConfigError, Problem
-from instrument.plan.shape_inference import Calls, TensorInfo, infer_shapes, materialize
+from instrument.plan.shape_inference import ModuleTensors, TensorInfo, infer_shapes, materialize
 
 
 class Noisy(nn.Module):
@@ -108,7 +108,7 @@ def test_shape_inference_records_every_tensor_of_every_call() -> None:
     inferred = infer_shapes(model, lambda: model(x, mask=mask), training=True)
     seen = TensorInfo("0", (3, 4), torch.float32, False)
     assert inferred == {
-        id(model): Calls(
+        id(model): ModuleTensors(
             inputs=[[seen, TensorInfo("mask", (3,), torch.bool, False)]],
             outputs=[
                 [
@@ -118,7 +118,7 @@ def test_shape_inference_records_every_tensor_of_every_call() -> None:
                 ]
             ],
         ),
-        id(model.fc): Calls(
+        id(model.fc): ModuleTensors(
             inputs=[[seen], [TensorInfo("0", (2, 4), torch.float32, False)]],
             outputs=[
                 [TensorInfo("", (3, 4), torch.float32, True)],

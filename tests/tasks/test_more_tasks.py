@@ -1,4 +1,4 @@
-"""Autoencoder, next-token and Wasserstein GAN tasks: losses against formulas, and their experiments."""
+"""Reconstruction, next-token and Wasserstein GAN tasks: losses against formulas, and their experiments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import instrument
 from instrument import ConfigError
 from instrument.plan.shape_inference import infer_shapes
-from instrument.tasks import Autoencoder, NextToken, Supervised, Task, WassersteinGAN
+from instrument.tasks import NextToken, Reconstruction, Supervised, Task, WassersteinGAN
 from instrument.tasks.gan import frozen_parameters, gradient_penalty
 from instrument.training.datasets import english
 from instrument.training.models import DenseGAN, TinyGPT
@@ -24,11 +24,11 @@ TOKENS, CLASS = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([0, 1])
 def test_autoencoder_loss_compares_output_and_input() -> None:
     model, batch = nn.Linear(4, 4), torch.randn(3, 4)
     for given in (batch, [batch, torch.zeros(3)]):
-        outcome = Autoencoder(nn.MSELoss())(model, given)
+        outcome = Reconstruction(nn.MSELoss())(model, given)
         assert torch.equal(outcome.loss, F.mse_loss(model(batch), batch))
         assert outcome.correct is None
     with pytest.raises(ValueError, match=r"the output has shape \[3, 2\], but the input has shape \[3, 4\]"):
-        Autoencoder(nn.MSELoss())(nn.Linear(4, 2), batch)
+        Reconstruction(nn.MSELoss())(nn.Linear(4, 2), batch)
 
 
 def test_next_token_is_predicted_from_the_position_before() -> None:
@@ -71,7 +71,9 @@ def test_next_token_refuses_invalid_shapes(batch: object) -> None:
         infer_shapes(model, lambda: task(model, batch), training=True)
 
 
-@pytest.mark.parametrize("task", [Autoencoder(nn.MSELoss()), Supervised(nn.MSELoss()), NextToken(), WassersteinGAN()])
+@pytest.mark.parametrize(
+    "task", [Reconstruction(nn.MSELoss()), Supervised(nn.MSELoss()), NextToken(), WassersteinGAN()]
+)
 def test_batch_for_another_task_is_refused(task: Task) -> None:
     with pytest.raises(TypeError, match="write a custom task for this batch"):
         task(nn.Identity(), {"a": torch.zeros(2, 3), "b": torch.zeros(2)})

@@ -11,7 +11,7 @@ from .base import Outcome, inputs_of
 from .supervised import main_output
 
 
-class Autoencoder:
+class Reconstruction:
     """A loss of the model output and the input.
 
     A batch is a tensor, or a tuple or list whose first element is a tensor. Further elements, such as targets, are
