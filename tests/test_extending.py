@@ -31,9 +31,9 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
     # An action
     "instrument/spec/clip_and_scale.py": (
         (
-            "class ScaleSpec(Intervention):",
+            "class ScaleSpec(InterventionSpec):",
             'class NegateSpec(InterventionSpec):\n    """Change the sign."""\n\n    action: Literal["negate"]\n\n\n'
-            "class ScaleSpec(Intervention):",
+            "class ScaleSpec(InterventionSpec):",
         ),
     ),
     "instrument/spec/hooks.py": (
