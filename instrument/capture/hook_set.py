@@ -19,8 +19,8 @@ from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
 from ..plan.hook_plan import HookPlan
 from .optimizer_checks import optimizers_of
-from .optimizer_watch import ScalerWatch, StepWatch
 from .replacement_watch import LoadWatch, ModuleWatch
+from .step_watch import ScalerWatch, StepWatch
 
 
 class _WriteEvent(Protocol):

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..configuration.search_path import conf_folder
 from ..distributed.torchrun import is_rank_zero
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.rollback import REFUSED
+from ..folders.folder_snapshot import REFUSED
 from ..folders.run_record import read_record
 from ..spec.config import RunConfig
 from ..sweeps.jobs import BASIC_SWEEPER, Sweep

@@ -11,7 +11,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from .loader import FieldLoader
+from .override_loader import FieldLoader
 
 
 def conf_folder() -> Path:

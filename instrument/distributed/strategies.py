@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.collectives import Ranks
 from ..errors import ConfigError, InstrumentError, Problem
-from ..kinds.rank_scope import Parallel
+from ..kinds.row_scope import Parallel
 from ..spec.config import RunConfig
-from ..tasks.forward import Forward
+from ..tasks.forward_and_loss import Forward
 from .batch_sharding import FULL_BATCH, BatchShard
 from .torchrun import check_processes
 from .unsupported import budget_problems, shard_problems

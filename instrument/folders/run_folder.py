@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, Problem, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote_folder import check_is_local
-from .rollback import Snapshot
+from .folder_snapshot import Snapshot
 from .run_record import PACKAGES, Status, final_entries, git_revision, installed_version, read_record, write_json
 
 RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.

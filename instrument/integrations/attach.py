@@ -25,7 +25,7 @@ from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.remote_copy import RemoteCopy
 from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
-from ..kinds.rank_scope import Parallel
+from ..kinds.row_scope import Parallel
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import make_plan
 from ..sinks.memory import MemorySink

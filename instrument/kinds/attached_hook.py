@@ -24,8 +24,8 @@ from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
 from .calls import Calls
 from .clock import FIRST_CALL, Clock, Firing
-from .rank_scope import scope_of
 from .reasons import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, default_reason
+from .row_scope import scope_of
 
 
 class AttachedHook:

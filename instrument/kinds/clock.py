@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..actions.base import StepContext
 from .hook_timer import HookTimer
-from .rank_scope import Parallel
+from .row_scope import Parallel
 
 
 @dataclass

@@ -4,7 +4,7 @@ The values are bit-identical to those of PyTorch's module hooks. Unlike these, t
 on the module's input or output (`instrument.kinds.gradient_hooks`).
 
 A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
-one module. To record it, it is computed from the graph (`instrument.kinds.module_contribution`); to change it, the module
+one module. To record it, it is computed from the graph (`instrument.kinds.gradient_contribution`); to change it, the module
 receives an alias of the input.
 
 If a module returns its input (`nn.Identity`, disabled dropout) or a parameter, input and output are the same tensor, and
@@ -34,8 +34,8 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
 from .calls import Call
 from .clock import Clock, Firing
+from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
-from .module_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
 
 

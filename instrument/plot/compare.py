@@ -14,8 +14,8 @@ from ..analysis.series_selection import check_choice, select_location, select_se
 from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
-from .combined_runs import combine_runs, overrides_of
 from .compare_drawing import Curves, draw_over_locations, draw_over_override, draw_over_steps
+from .run_labels import combine_runs, overrides_of
 from .source import REQUIRED_COLUMNS, check_columns, series_with
 from .style import axis_name
 

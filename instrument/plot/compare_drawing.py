@@ -23,7 +23,7 @@ from .axes import (
     scale,
     width_of,
 )
-from .combined_runs import LONG, is_missing, labels_of, overrides_text, value_text
+from .run_labels import LONG, is_missing, labels_of, overrides_text, value_text
 from .style import CATEGORIES
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .command import FILE, command_for
 
 if TYPE_CHECKING:
-    from .page import Report, check_packages, make
+    from .make_report import Report, check_packages, make
 
 __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]
 
@@ -19,5 +19,5 @@ __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]
 def __getattr__(name: str) -> Any:
     # Imported on first access: most runs only print the command that makes a report.
     if name in __all__:
-        return getattr(import_module(".page", __name__), name)
+        return getattr(import_module(".make_report", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

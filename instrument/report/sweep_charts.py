@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import differing_overrides, to_yaml
-from ..analysis.intervention_pairs import Pair, pairs
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
+from ..analysis.runs_with_and_without import Pair, pairs
 from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded

@@ -13,8 +13,8 @@ import pandas as pd
 
 from ..analysis.confidence_interval import half_width
 from ..analysis.config_comparison import to_yaml
-from ..analysis.intervention_pairs import Pair, pairs
 from ..analysis.load import Run
+from ..analysis.runs_with_and_without import Pair, pairs
 from .command import FILE
 from .numbers import format_number
 from .sweep_charts import RunData, charts, name_of, overrides_of, read_runs

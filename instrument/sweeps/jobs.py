@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
-from ..folders.rollback import REFUSED
+from ..folders.folder_snapshot import REFUSED
 from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")

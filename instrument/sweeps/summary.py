@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
-from ..folders.rollback import SUBMITTED
+from ..folders.folder_snapshot import SUBMITTED
 from .jobs import DONE, Sweep, SweepJob, count_by_status
-from .optuna_search import best_trial
+from .optuna_checks import best_trial
 
 MAX_LISTED = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
 MAX_RANGES = 8  # maximum number of ranges of job numbers in a line

@@ -30,7 +30,7 @@ from ..spec.schedule import Evaluations
 from ..spec.shared_fields import Target
 from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
-from ..tasks.forward import Forward
+from ..tasks.forward_and_loss import Forward
 from .apply import apply_specs, build_module
 from .batch_checks import PhaseBatches, check_batch_shapes
 from .data import Batches, Data, batch_sizes, first_batch, load_data

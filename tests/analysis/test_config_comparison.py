@@ -17,7 +17,7 @@ from instrument.analysis.config_comparison import (
     to_yaml,
     trainings,
 )
-from instrument.analysis.intervention_pairs import pairs
+from instrument.analysis.runs_with_and_without import pairs
 
 QUIET = {"layers": "b", "kind": "full_backward", "action": "scale", "factor": 0.5}
 

@@ -407,7 +407,7 @@ def test_command_reports_errors(
 def test_command_without_plotly_names_the_package(
     reported_run: instrument.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from instrument.report import page
+    from instrument.report import make_report
 
     original_import = builtins.__import__
 
@@ -416,14 +416,14 @@ def test_command_without_plotly_names_the_package(
             raise ImportError(name)
         return original_import(name, *args, **kwargs)
 
-    page._plotly.cache_clear()
+    make_report._plotly.cache_clear()
     monkeypatch.setattr(builtins, "__import__", import_without_plotly)
     assert main([str(reported_run.path)]) == 1
     assert pip_command("report") in capsys.readouterr().err
 
 
 def test_run_with_report_is_refused_without_plotly(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.report.page._plotly_script", missing_plotly)
+    monkeypatch.setattr("instrument.report.make_report._plotly_script", missing_plotly)
     answer = cli(
         "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, flag_override
 
 from ..errors import ConfigError, Problem
-from ..folders.rollback import Snapshot
+from ..folders.folder_snapshot import Snapshot
 from ..folders.unique_names import create_unique_folder
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder

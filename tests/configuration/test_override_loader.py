@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import instrument
 from instrument import verify
-from instrument.configuration.loader import FieldLoader
+from instrument.configuration.override_loader import FieldLoader
 from instrument.configuration.search_path import conf_folder
 from instrument.spec.config import RunConfig
 from instrument.spec.keys import fields_below

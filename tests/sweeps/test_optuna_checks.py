@@ -15,7 +15,7 @@ from run_folders import write_run
 import instrument
 from instrument.sweep import main
 from instrument.sweeps.jobs import SweepJob
-from instrument.sweeps.optuna_search import RESULTS, best_trial
+from instrument.sweeps.optuna_checks import RESULTS, best_trial
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.steps=1")
