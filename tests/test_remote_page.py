@@ -39,4 +39,4 @@ def test_commands_of_the_page_run(cli: Callable[..., Any], bucket: str) -> None:
 
 def test_page_has_the_retry_intervals() -> None:
     pauses = [f"{pause:.0f}" for pause in remote_transfer.PAUSES]
-    assert f"{', '.join(pauses[:-1])} and then every {pauses[-1]} seconds" in PAGE
+    assert f"{', '.join(pauses[:-1])} and then every {pauses[-1]} seconds" in " ".join(PAGE.split())
