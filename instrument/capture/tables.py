@@ -366,25 +366,26 @@ def _empty_batch(table: Table) -> pa.RecordBatch:
 
 
 def markdown() -> str:
-    """Return the documentation of all columns in Markdown."""
-    parts = []
+    """Return the documentation of all columns in Markdown. Columns that several tables share are described once."""
+    names = [f"`{table.name}`" for table in TABLES.values() if all(c in table.columns for c in IDENTITY)]
+    parts = [f"### Columns that {', '.join(names[:-1])} and {names[-1]} share\n\n{_rows(IDENTITY)}"]
     for table in TABLES.values():
-        rows = [
-            f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |"
-            for c in table.stored
-        ]
-        parts.append(
-            "\n".join(
-                [
-                    f"### `{table.name}/`: a row is {table.row}",
-                    "",
-                    "| column | type | unit | meaning |",
-                    "|---|---|---|---|",
-                    *rows,
-                ]
-            )
+        shared = [f"`{c.name}`" for c in table.columns if c in IDENTITY]
+        all_or_some = (
+            "all shared columns" if len(shared) == len(IDENTITY) else f"the shared columns {', '.join(shared)}"
         )
+        note = f"In addition, it has {all_or_some}.\n\n" if shared else ""
+        own = [c for c in table.stored if c not in IDENTITY]
+        parts.append(f"### `{table.name}/`: a row is {table.row}\n\n{note}{_rows(own)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _rows(columns: Sequence[Column]) -> str:
+    """Return a Markdown table that describes columns."""
+    rows = [
+        f"| `{c.name}` | {_type_name(c.type)} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |" for c in columns
+    ]
+    return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
 
 
 def _type_name(kind: pa.DataType) -> str:

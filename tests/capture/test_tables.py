@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import instrument
+from instrument.capture import tables
 from instrument.capture.tables import TABLES, Table, as_batch, as_table, markdown
 from instrument.spec.statistics import STATISTICS
 
@@ -107,16 +108,27 @@ def test_columns_have_unique_names_and_descriptions(table: Table) -> None:
         assert metadata == {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
 
 
-def test_docs_table_has_a_line_for_every_column() -> None:
+def described(section: str) -> dict[str, list[str]]:
+    """Return unit and meaning of each column that a section of the docs describes."""
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert all(len(row) == 4 for row in cells)
+    return {row[0].strip("`"): row[2:] for row in cells}
+
+
+def test_docs_describe_every_column_and_shared_ones_once() -> None:
     text = markdown()
+    shared = described(text.split("###")[1])
+    assert shared == {column.name: [column.unit, column.meaning] for column in tables.IDENTITY}
     for table in TABLES.values():
         section = text.split(f"### `{table.name}/`: a row is {table.row}\n", 1)[1].split("###")[0]
-        lines = [line for line in section.splitlines() if line.startswith("| `")]
-        assert [line.split("`")[1] for line in lines] == table.schema.names
-        for line, column in zip(lines, table.stored, strict=True):
-            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            assert len(cells) == 4
-            assert cells[2:] == [column.unit, column.meaning]
+        own = described(section)
+        assert [*own] == [column.name for column in table.stored if column not in tables.IDENTITY]
+        for column in table.stored:
+            if column in tables.IDENTITY:
+                assert "all shared columns" in section or f"`{column.name}`" in section.split("| column")[0]
+            else:
+                assert own[column.name] == [column.unit, column.meaning]
     assert "| `values` | list<float> |" in text
     assert "| `layer` | string (dictionary) |" in text
     assert "| `step` | int64 | step |" in text
