@@ -316,7 +316,7 @@ TABLES: dict[str, Table] = {
             (
                 Column("step", pa.int64(), "step", "optimizer step; null before the first one"),
                 Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
-                Column("layer", pa.string(), "", "the layer that the event is about; null if there is none"),
+                Column("layer", pa.string(), "", "the layer of the event; null if it concerns no layer"),
                 Column(
                     "rule",
                     _LABEL,

@@ -102,7 +102,7 @@ class Network(nn.Module):
 
 
 def train(network: Network, hooks: dict[str, Any]) -> tuple[list[Tensor], instrument.Probe]:
-    """Run a step; return the loss and all gradients, zeros where there is none."""
+    """Run a step; return the loss and all gradients, zeros where a gradient is missing."""
     batch = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(9))
     network.zero_grad()
     with instrument.attach(network, hooks) as probe:

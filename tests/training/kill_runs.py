@@ -67,7 +67,7 @@ def child(folder: Path, pipe: int, row_group_bytes: int) -> None:
 
 
 def start_and_kill(folder: Path, draw: random.Random) -> int:
-    """Start and kill a run; return the last reported step, or -1 if there is none."""
+    """Start and kill a run; return the last reported step, or -1 if it reported no step."""
     read, write = os.pipe()
     process = os.fork()
     if not process:
