@@ -21,10 +21,10 @@ from instrument.spec.base import HookBase
 from instrument.spec.budget import BudgetConfig
 from instrument.spec.clip_and_scale import ClipSpec, ScaleSpec
 from instrument.spec.config import CheckpointConfig, DataConfig, RunConfig, SinkConfig, SliceSpec, TrainConfig
+from instrument.spec.field_types import Selection
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
 from instrument.spec.record import RecordSpec
-from instrument.spec.shared_fields import Selection
 from instrument.spec.statistics import STATISTICS
 
 REPOSITORY = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import ConfigError
-from .folders.maintenance import for_each_run
+from .folders.locked_operations import for_each_run
 from .folders.run_record import CHECKPOINTS
 from .sinks.compaction import compact
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folders.maintenance import for_each_run
+from .folders.locked_operations import for_each_run
 from .folders.run_record import mark_killed
 from .sinks.recovery import recover
 

@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from .errors import ConfigError, Problem, similar_names
-from .spec.shared_fields import Target
+from .spec.field_types import Target
 
 
 def locate(path: str, where: str) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .analysis.folders import NoRunError, find_runs
 from .errors import ConfigError, InstrumentError, Problem
-from .folders.maintenance import locked
+from .folders.locked_operations import locked
 from .folders.run_record import mark_killed, read_record
 from .formatting import human_bytes
 from .sinks.lock import is_written

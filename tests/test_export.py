@@ -18,7 +18,7 @@ from instrument import export
 from instrument.analysis.replay import replay
 from instrument.analysis.run_files import RunFiles
 from instrument.capture.tables import TABLES, as_batch
-from instrument.extras import pip_command
+from instrument.pip_extras import pip_command
 from instrument.sinks.memory import MemorySink
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part

@@ -63,7 +63,7 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
             '_ALL = (\n    Kind("output", "module", "micro_step", ("output",), ("output",), False, "the output"),\n',
         ),
     ),
-    "instrument/kinds/module.py": (
+    "instrument/kinds/module_tensors.py": (
         ('if kind == "forward" and role == "output"', 'if kind in ("forward", "output") and role == "output"'),
     ),
     # A task and a dataset

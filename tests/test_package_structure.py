@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "extras", "spec", "nested", "formatting", "lazy_compiler"),
+    ("errors", "pip_extras", "spec", "nested", "formatting", "lazy_compiler"),
     ("dtensor",),
     ("targets", "plan", "stats"),
     ("actions",),

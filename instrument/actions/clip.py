@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from ..dtensor import full_tensor
 from ..spec.clip_and_scale import ClipSpec
-from ..stats.rounding import round_down, round_up, toward_zero
+from ..stats.directed_rounding import round_down, round_up, toward_zero
 from .base import Context
 
 EPSILON = 1e-6  # As in `torch.nn.utils.clip_grad_norm_`: added to the norm, which may be zero.

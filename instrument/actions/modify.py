@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
+from ..spec.field_types import Target
 from ..spec.modify import (
     DropoutSpec,
     FunctionSpec,
@@ -27,7 +28,6 @@ from ..spec.modify import (
     SignSpec,
     ZeroSpec,
 )
-from ..spec.shared_fields import Target
 from ..targets import locate
 from . import builtin_functions
 from .base import Archive, Context

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..capture.tables import TABLES
 from ..errors import InstrumentError
-from ..extras import pip_command
+from ..pip_extras import pip_command
 from ..sinks.remote_folder import is_address
 from .query_sources import RunsToQuery, TableFiles
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..capture.sink import Row, Sink
+from ..capture.sink_interface import Row, Sink
 from ..capture.tables import TABLES
 from ..sinks.parts import journals_of, part_files
 from .arrays import array_of

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
-from ..extras import pip_command
+from ..pip_extras import pip_command
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
 from .query_sources import RunsToQuery, columns_of_runs

@@ -152,18 +152,18 @@ class Budget:
         """Return the state that another budget for the same sites requires to continue: numbers and lists."""
         return {
             "measured": self.measured,
-            "known": None if self._calibration is not None else [self._baseline_seconds, self._factor],
+            "calibration": None if self._calibration is not None else [self._baseline_seconds, self._factor],
             "firings": [self._firings[attached] + self.timer.firings[attached] for attached in self.record_hooks],
-            "left_out": [self._dropped_parts[attached] for attached in self.record_hooks],
+            "dropped_parts": [self._dropped_parts[attached] for attached in self.record_hooks],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an earlier budget."""
         self.measured = state["measured"]
-        if state["known"] is not None:
-            self._baseline_seconds, self._factor = state["known"]
+        if state["calibration"] is not None:
+            self._baseline_seconds, self._factor = state["calibration"]
             self._calibration = None
-        for attached, firings, dropped in zip(self.record_hooks, state["firings"], state["left_out"], strict=True):
+        for attached, firings, dropped in zip(self.record_hooks, state["firings"], state["dropped_parts"], strict=True):
             self._firings[attached] = firings
             for _ in range(dropped):
                 self._drop_most_expensive_part(attached)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kinds.row_scope import Parallel
 from ..stats.merge import PartialStatistics
-from .sink import Row
+from .sink_interface import Row
 
 
 def own_rank() -> int:

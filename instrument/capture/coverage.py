@@ -11,7 +11,8 @@ from torch import nn
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.reasons import NOT_CALLED, NOT_CALLED_COPIED, fused_attention_reason, in_another_phase, phase_never_entered
 from ..plan.modules import Layer, Layers
-from .recorder import count_at_site
+from .non_finite_alerts import EventWriter
+from .recorder import Recorder, count_at_site
 from .tables import NEVER_DUE, is_incomplete
 
 
@@ -84,6 +85,15 @@ def _parents(layer: Layer, layers: Layers) -> list[nn.Module]:
     paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
     inside = [other for other in layers if not paths.isdisjoint(other.names)]
     return [other.module for other in sorted(inside, key=lambda other: -other.depth)]
+
+
+def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: EventWriter) -> None:
+    """Write the coverage table, and the events about hooks that fired too rarely and about dropped tensors."""
+    recorder.write("coverage", [(*row.values(),) for row in rows])
+    for message, layer in coverage_warnings(rows):
+        event("coverage", message, layer=layer)
+    for message in drop_warnings(rows):
+        event("dropped", message)
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..kinds.attach_sites import attach_sites
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..kinds.hook_group import HookGroup
+from ..kinds.hook_group_interface import HookGroup
 from ..kinds.loss import LossHooks
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
+from ..kinds.site_grouping import attach_sites
 from ..plan.hook_plan import HookPlan
+from .non_finite_alerts import EventWriter
 from .optimizer_checks import optimizers_of
 from .replacement_watch import LoadWatch, ModuleWatch
 from .step_watch import ScalerWatch, StepWatch
-
-
-class _WriteEvent(Protocol):
-    def __call__(self, rule: str, message: str, *, severity: str = ..., layer: str | None = ...) -> None: ...
 
 
 class HookSet:
@@ -50,7 +46,7 @@ class HookSet:
         optimizers: Sequence[Optimizer],
         scaler: GradScaler | None,
         clock: Clock,
-        event: _WriteEvent,
+        event: EventWriter,
         *,
         steps_by_loop: bool,
     ) -> None:

@@ -12,7 +12,7 @@ from .collectives import Ranks
 from .device_copy import PendingMetrics, Transfer
 from .non_finite_alerts import Alerts
 from .recorder import Recorder
-from .sink import Row
+from .sink_interface import Row
 from .step_watch import StepWatch
 
 USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ..actions.base import StepContext
 from ..spec.kinds import KINDS
-from .sink import Row
+from .sink_interface import Row
 from .tables import TABLES
 
 RULE = "non_finite"
@@ -26,7 +26,9 @@ _LOCATION_COLUMNS = ("hook", "layer", "role", "path", "phase")
 class EventWriter(Protocol):
     """Writes an event: `Probe.event`."""
 
-    def __call__(self, rule: str, message: str, *, severity: str, layer: str | None, step: int) -> None: ...
+    def __call__(
+        self, rule: str, message: str, *, severity: str = ..., layer: str | None = ..., step: int | None = ...
+    ) -> None: ...
 
 
 class Alerts:
@@ -86,16 +88,16 @@ class Alerts:
     def state_dict(self) -> dict[str, Any]:
         """Return what was reported so far, as strings and lists."""
         return {
-            "places": sorted(list(location) for location in self._locations),
+            "locations": sorted(list(location) for location in self._locations),
             "losses": sorted(self._losses),
-            "told_of_skipped": self._reported_skipped,
+            "reported_skipped": self._reported_skipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what was reported so far."""
-        self._locations = {tuple(location) for location in state["places"]}
+        self._locations = {tuple(location) for location in state["locations"]}
         self._losses = set(state["losses"])
-        self._reported_skipped = state["told_of_skipped"]
+        self._reported_skipped = state["reported_skipped"]
 
 
 def _counted(row: Row) -> str:

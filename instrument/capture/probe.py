@@ -23,7 +23,7 @@ from ..plan.remarks import remarks
 from ..spec.budget import BudgetConfig
 from .budget import Budget
 from .collectives import Ranks, own_rank
-from .coverage import coverage_rows, coverage_warnings, drop_warnings
+from .coverage import coverage_rows, write_coverage
 from .deferred_interrupts import deferred_signals
 from .hook_set import HookSet
 from .metrics import Metrics, check_metric_names
@@ -32,7 +32,8 @@ from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale
 from .overhead import Overhead
 from .recorder import Recorder
 from .row_cells import has_lazy_parameters, layer_rows
-from .sink import Sink
+from .scheduled_hooks import ScheduledHooks
+from .sink_interface import Sink
 
 
 class Probe:
@@ -109,8 +110,7 @@ class Probe:
             self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
-        # Names of the hooks that are scheduled in the current step.
-        self._scheduled: tuple[str, ...] = ()
+        self._scheduled = ScheduledHooks(self.attached_hooks, plan.specs, self.clock, self._on_schedule_change)
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
@@ -119,7 +119,6 @@ class Probe:
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
-        self._saved_train_micro_step = 0  # of the training step that an evaluation interrupts
         self._step_started_at = time.perf_counter()
         check_optimizers(plan, self.optimizers)
 
@@ -139,7 +138,7 @@ class Probe:
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
-            self._update_clock()
+            self._scheduled.advance()
         except BaseException:
             self._hooks.detach()
             self.sink.close()
@@ -187,13 +186,7 @@ class Probe:
     def phase(self, phase: str) -> None:
         if phase not in ("train", "eval", "sanity"):
             raise ValueError(f"phase must be 'train', 'eval' or 'sanity', not {phase!r}")
-        if phase == self.phase:
-            return
-        if self._has_opportunities or (self.phase == "eval" and not self.clock.moment.micro_step):
-            self.end_micro_step()
-        if self.phase == "train":
-            self._saved_train_micro_step = self.clock.moment.micro_step
-        self._update_clock(micro_step=self._saved_train_micro_step if phase == "train" else 0, phase=phase)
+        self._scheduled.set_phase(phase)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -203,7 +196,7 @@ class Probe:
         """
         started_at = time.perf_counter()
         self.phase = "eval"
-        any_scheduled = bool(self._scheduled)
+        any_scheduled = bool(self._scheduled.names)
         try:
             yield
         finally:
@@ -225,13 +218,7 @@ class Probe:
             yield
         finally:
             self.clock.in_checkpoint = False
-        scheduled = [
-            attached for attached in self.attached_hooks if attached.is_scheduled and attached.frequency == "occasion"
-        ]
-        for attached in scheduled:
-            if attached.has_opportunities:
-                attached.update_coverage()
-        if scheduled:
+        if self._scheduled.end_checkpoint():
             self.recorder.end_step()
 
     @property
@@ -260,7 +247,7 @@ class Probe:
         Args:
             step: The optimizer step, from 0.
         """
-        self._update_clock(step=step, micro_step=0)
+        self._scheduled.advance(step=step, micro_step=0)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.
@@ -293,16 +280,7 @@ class Probe:
 
         Required only in loops that accumulate gradients over several micro-batches.
         """
-        for attached in self.attached_hooks:
-            if attached.is_scheduled and attached.frequency == "micro_step":
-                attached.update_coverage()
-        self.clock.micro_step_index += 1
-        self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
-
-    @property
-    def _has_opportunities(self) -> bool:
-        """Whether any hook fired or could have fired in the current micro-step."""
-        return any(attached.has_opportunities for attached in self.attached_hooks if attached.frequency == "micro_step")
+        self._scheduled.end_micro_step()
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
@@ -333,15 +311,15 @@ class Probe:
                     self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
                 )
             now = time.perf_counter()
-            self._overhead.add(self._scheduled, now - self._step_started_at, has_pending_rows=has_pending_rows)
+            self._overhead.add(self._scheduled.names, now - self._step_started_at, has_pending_rows=has_pending_rows)
             self._step_started_at = now
-            self._update_clock(step=self.step + 1, micro_step=0)
+            self._scheduled.advance(step=self.step + 1, micro_step=0)
             return row
 
     def _end_step(
         self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
     ) -> Mapping[str, float | None]:
-        if self._has_opportunities or not self.clock.moment.micro_step:
+        if self._scheduled.has_opportunities or not self.clock.moment.micro_step:
             self.end_micro_step()
         skipped = self._hooks.pop_step_skipped()
         seconds = time.perf_counter() - self._step_started_at
@@ -349,7 +327,7 @@ class Probe:
         self._write_layers()
         self._hooks.update_step_coverage(row)
         self._hooks.report_replacements()
-        self.recorder.end_step(any_scheduled=bool(self._scheduled))
+        self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
         return row
 
     def write_metrics(
@@ -373,26 +351,10 @@ class Probe:
         check_metric_names(metrics, "skipped")
         return self._metrics.write(seconds=seconds, samples=samples, **metrics)
 
-    def _update_clock(self, **moment: Any) -> None:
-        """Set fields of the clock's moment, and notify the groups whose hooks start or stop being scheduled."""
-        previous_phase = self.phase
-        self.clock.moment = self.clock.moment._replace(**moment)
-        self.clock.phases.add(self.phase)
-        self.clock.micro_step_index += 1
-        changed = self.phase != previous_phase
-        is_scheduled = {name: spec.schedule.includes(self.step, self.phase) for name, spec in self.plan.specs.items()}
-        for attached in self.attached_hooks:
-            changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
-        if changed or self.clock.micro_step_index == 1:
-            scheduled = [
-                attached
-                for attached in self.attached_hooks
-                if attached.is_scheduled and attached.frequency != "occasion"
-            ]
-            self._scheduled = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
-            if self.budget is not None:
-                self.budget.set_scheduled(scheduled)
-            self._hooks.refresh()
+    def _on_schedule_change(self, scheduled: list[AttachedHook]) -> None:
+        if self.budget is not None:
+            self.budget.set_scheduled(scheduled)
+        self._hooks.refresh()
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
         """Write the `layers` table once.
@@ -441,12 +403,12 @@ class Probe:
             `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
         """
         return coverage_rows(
-            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=self._has_opportunities
+            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=self._scheduled.has_opportunities
         )
 
     def _finish(self, error: BaseException | None) -> None:
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
-        if self._has_opportunities and not self.step and error is None:
+        if self._scheduled.has_opportunities and not self.step and error is None:
             message = "end_step was never called: all rows have step 0, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         self.recorder.end_step(local_only=error is not None)
@@ -454,22 +416,12 @@ class Probe:
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
-        for attached in self.attached_hooks:
-            if (
-                attached.was_ever_scheduled
-                and attached.frequency == "occasion"
-                and (attached.has_opportunities or not (attached.expected or attached.exemptions))
-            ):
-                attached.update_coverage()
-        running = self._has_opportunities or error is not None
+        self._scheduled.end_training()
+        running = self._scheduled.has_opportunities or error is not None
         rows = coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running)
-        self.recorder.write("coverage", [(*row.values(),) for row in rows])
-        for message, layer in coverage_warnings(rows):
-            self.event("coverage", message, layer=layer)
+        write_coverage(rows, self.recorder, self.event)
         for message in [] if self.budget is None else self.budget.summary():
             self.event("budget", message)
-        for message in drop_warnings(rows):
-            self.event("dropped", message)
         if error is not None:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")
@@ -495,7 +447,7 @@ class Probe:
             "warnings": list(self.warnings),
             "recorder": self.recorder.state_dict(),
             "alerts": self.alerts.state_dict(),
-            "ledger": [attached.state_dict() for attached in self.attached_hooks],
+            "hooks": [attached.state_dict() for attached in self.attached_hooks],
             "budget": None if self.budget is None else self.budget.state_dict(),
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
@@ -512,8 +464,8 @@ class Probe:
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
         self.alerts.load_state_dict(state["alerts"])
-        for attached, ledger in zip(self.attached_hooks, state["ledger"], strict=True):
-            attached.load_state_dict(ledger)
+        for attached, hook_state in zip(self.attached_hooks, state["hooks"], strict=True):
+            attached.load_state_dict(hook_state)
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         if self.ranks is not None:

@@ -27,7 +27,7 @@ from ..stats.merge import (
 )
 from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
 from .row_cells import changes, fetched_statistics, identity_columns
-from .sink import Row
+from .sink_interface import Row
 
 _RANK_AT = 4  # the index of the rank among the identity columns
 _NOTHING = torch.empty(0, dtype=torch.float64)
@@ -62,7 +62,7 @@ class LocalRowMerger:
 
     def add(self, piece: Piece) -> None:
         """Add this process's part of a row. Only called if `merges` is true."""
-        raise NotImplementedError
+        raise AssertionError("rows of a single process have no parts")
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
         """Merge the pieces of the step; None if there are none, or if another process writes the rows."""

@@ -29,7 +29,7 @@ from .rank_merging import (
     statistics_piece,
 )
 from .row_cells import effect_cells, fetched_statistics, statistics
-from .sink import Row, Sink
+from .sink_interface import Row, Sink
 
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 

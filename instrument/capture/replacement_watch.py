@@ -8,7 +8,7 @@ from torch import nn
 
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..kinds.hook_group import InertWhenCopied
+from ..kinds.hook_group_interface import InertWhenCopied
 from ..kinds.reasons import REPLACED
 
 

@@ -13,7 +13,7 @@ from ..dtensor import module_type
 from ..plan.hook_plan import HookPlan
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.measure import positions
-from .sink import Row
+from .sink_interface import Row
 
 _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
 

@@ -22,8 +22,8 @@ from ..configuration.search_path import WorkingDirectoryConf, conf_folder
 from ..distributed.torchrun import process_group, synced_errors
 from ..errors import ConfigError, InstrumentError
 from ..sweeps.summary import print_summary
-from .hydra_callback import HydraCallback
 from .job import JobFailedError, as_instrument_error, print_error
+from .validation_callback import HydraCallback
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
 

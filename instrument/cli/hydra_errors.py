@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from ..errors import Problem, similar_names
-from ..extras import pip_command
-from ..spec.keys import fields_below
+from ..pip_extras import pip_command
+from ..spec.known_keys import fields_below
 from ..sweeps.objective import OBJECTIVE_KEY
 
 PACKAGE_LINE = "# @package _global_"  # first line of an experiment file

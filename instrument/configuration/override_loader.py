@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ..spec.keys import fields_below
+from ..spec.known_keys import fields_below
 
 
 class FieldLoader(ConfigLoaderImpl):

@@ -26,7 +26,7 @@ from .torchrun import check_processes
 from .unsupported import budget_problems, shard_problems
 
 if TYPE_CHECKING:
-    from .processes import Processes
+    from .process_group import Processes
 
 
 class Strategy:

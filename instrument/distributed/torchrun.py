@@ -14,7 +14,7 @@ from ..folders.run_folder import check_process_count
 from ..spec.config import RunConfig
 
 if TYPE_CHECKING:
-    from .processes import Processes
+    from .process_group import Processes
 
 
 @cache
@@ -26,7 +26,7 @@ def process_group() -> Processes | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
-    from .processes import Processes
+    from .process_group import Processes
 
     return Processes.open()
 

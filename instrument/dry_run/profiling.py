@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..capture.probe import Probe
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES
 from ..distributed.batch_sharding import StepBatches
 from ..kinds.hook_timer import HookTimer

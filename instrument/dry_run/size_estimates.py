@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES, Table, as_batch
 from ..sinks.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES
 from ..sinks.parts import part_files

@@ -14,11 +14,11 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from ..analysis.recorded_tensors import RunArchive
+from ..analysis.tensor_archive import RunArchive
 from ..capture.collectives import Ranks, own_rank
 from ..capture.optimizer_checks import Optimizers
 from ..capture.probe import Probe
-from ..distributed.processes import report_dead_ranks
+from ..distributed.process_group import report_dead_ranks
 from ..distributed.unsupported import budget_problems, shard_problems
 from ..dtensor import is_sharded
 from ..errors import ConfigError, InstrumentWarning, Problem

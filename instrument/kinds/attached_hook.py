@@ -184,23 +184,23 @@ class AttachedHook:
         return {
             "expected": self.expected,
             "fired": self.fired,
-            "causes": dict(self.reasons),
-            "excuses": dict(self.exemptions),
-            "elsewhere": sorted(self.other_phases),
+            "reasons": dict(self.reasons),
+            "exemptions": dict(self.exemptions),
+            "other_phases": sorted(self.other_phases),
             "copied": self.copied,
-            "ever_due": self.was_ever_scheduled,
-            "absent": self.default_reason,
-            "thin": self.subsampling,
-            "dues": self.scheduled_count,
+            "was_ever_scheduled": self.was_ever_scheduled,
+            "default_reason": self.default_reason,
+            "subsampling": self.subsampling,
+            "scheduled_count": self.scheduled_count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore coverage counts."""
         self.expected, self.fired = state["expected"], state["fired"]
-        self.reasons, self.exemptions = Counter(state["causes"]), Counter(state["excuses"])
-        self.other_phases, self.copied = set(state["elsewhere"]), state["copied"]
-        self.was_ever_scheduled, self.default_reason = state["ever_due"], state["absent"]
-        self.subsampling, self.scheduled_count = state["thin"], state["dues"]
+        self.reasons, self.exemptions = Counter(state["reasons"]), Counter(state["exemptions"])
+        self.other_phases, self.copied = set(state["other_phases"]), state["copied"]
+        self.was_ever_scheduled, self.default_reason = state["was_ever_scheduled"], state["default_reason"]
+        self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
 
     def matches_path(self, path: str) -> bool:
         """Return whether the spec selects the tensor at this path."""

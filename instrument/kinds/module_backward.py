@@ -22,7 +22,7 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
 from .calls import Call, Calls
 from .clock import Clock, Firing
-from .hook_group import InertWhenCopied
+from .hook_group_interface import InertWhenCopied
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .hook_group import InertWhenCopied
+from .hook_group_interface import InertWhenCopied
 from .optimizer_owners import Owners
 from .reasons import CHECKPOINT, NO_STATE
 

@@ -63,7 +63,7 @@ def plan_view(
         *output_tables(plan, colours, folder),
     ]
     if any(len(names) > 1 for layer in plan.layers for names in execution_order(plan, layer)):
-        parts.insert(1, Text("a → b: both hooks use the same tensor; b receives the result of a", style="dim"))
+        parts.insert(1, Text("a → b: both hooks act on the same tensor, a first", style="dim"))
     notes = list(plan_notes(plan, inferred_by_phase))
     if notes:
         parts += [

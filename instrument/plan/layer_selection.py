@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigError, Problem, similar_names
+from ..spec.field_types import Selection
 from ..spec.globs import matches
-from ..spec.shared_fields import Selection
 from .modules import Layer, Layers
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pandas as pd
 
-from .axes import (
+from .axes_and_scales import (
     LETTER,
     SMALL,
     add_legend,

@@ -13,7 +13,7 @@ from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
 from ..analysis.tensor_images import Maps, image_of, maps_in
 from ..errors import InstrumentError
-from .axes import new_figure, plain
+from .axes_and_scales import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps
 from .source import check_columns, check_single_run
 

@@ -13,7 +13,7 @@ from ..analysis.plot_data import RecordedSeries, forward_order, matrices, statis
 from ..analysis.series_selection import select_series
 from ..errors import InstrumentError
 from ..spec.statistics import USUAL_UPDATE_RATIOS
-from .axes import add_legend, height_of, label_locations, new_figure, plain, scale, width_of
+from .axes_and_scales import add_legend, height_of, label_locations, new_figure, plain, scale, width_of
 from .source import series_with, table_of
 from .style import CATEGORIES, axis_name
 

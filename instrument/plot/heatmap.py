@@ -11,7 +11,7 @@ from ..analysis.load import Run
 from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import select_series
 from ..spec.statistics import STATISTICS
-from .axes import (
+from .axes_and_scales import (
     add_hatch,
     add_legend,
     colour_bar,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..analysis.tensor_images import COLOURED, limits, mosaic, smaller
-from .axes import SMALL
+from .axes_and_scales import SMALL
 from .style import MAGNITUDE, SIGNED
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], 
     return {
         **_about(series),
         **_steps(axes),
-        "places": axes.locations,
+        "locations": axes.locations,
         "several": bool(rows.duplicated(["layer", "path", "step"]).any()),
         "types": dict(zip(row_locations(rows, order).astype(str), rows["module_type"], strict=True)),
         "statistics": {name: rounded(table.values) for name, table in tables.items()},
@@ -119,7 +119,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
         found.append(
             {
                 **_about(RecordedSeries(hook, kind, role, phase)),
-                "place": location_name(layer, path, kind),
+                "location": location_name(layer, path, kind),
                 "of": len(first),
                 "several": bool(rows["step"].duplicated().any()),
                 "steps": some["step"].tolist(),
@@ -211,4 +211,4 @@ def _effect(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], mo
     tables = matrices(rows, EFFECTS, order, most)
     axes = tables["norm_before"]
     values = {name: rounded(table.values) for name, table in tables.items()}
-    return {**_about(series), "places": axes.locations, **_steps(axes), **values}
+    return {**_about(series), "locations": axes.locations, **_steps(axes), **values}

@@ -12,7 +12,7 @@ from typing import Any
 from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
 from ..errors import InstrumentError
-from ..extras import pip_command
+from ..pip_extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
 from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS
 from . import run_page, sweep_page
@@ -106,7 +106,7 @@ def check_packages() -> None:
 def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
     """Return the axis labels of each location for wide and narrow pages."""
     locations = dict.fromkeys(
-        location for part in ("series", "effects") for one in numbers.get(part, []) for location in one["places"]
+        location for part in ("series", "effects") for one in numbers.get(part, []) for location in one["locations"]
     )
     wide, narrow = (short_names(list(locations), letters) for letters in LETTERS)
     return {location: [wide[location], narrow[location]] for location in locations}

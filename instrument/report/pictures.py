@@ -31,10 +31,10 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
-        index; `places` and `pictures`, the total numbers of both.
+        index; `locations` and `pictures`, the total numbers of both.
     """
     all_maps = maps_in(run)
-    locations = _places(all_maps, order)
+    locations = _locations(all_maps, order)
     turns = _rounds(locations)
     pixels = _pixels_for(turns[0] if turns else [])
     images = _Images(run, all_maps)
@@ -46,11 +46,11 @@ def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
             continue
         picture = shown[ranks[id(one)]] = _picture(run, one, pixels, images)
         room -= sum(len(row) for row in picture["mosaic"]["z"])
-    of = {"places": len(locations), "pictures": sum(len(found) for found in locations)}
+    of = {"locations": len(locations), "pictures": sum(len(found) for found in locations)}
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": images.drawn, **of}
 
 
-def _places(all_maps: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
+def _locations(all_maps: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
     """Return the maps of each location in forward order, one for each step; of several calls the first."""
     ranks = {layer: rank for rank, layer in enumerate(order)}
     locations: dict[tuple[str, str, str], LocationMaps] = {}
@@ -109,7 +109,7 @@ def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any
     return {
         "what": one.what,
         "label": one.series.label,
-        "place": one.location,
+        "location": one.location,
         "step": one.step,
         "shape": list(one.shape),
         "samples": one.shape[0] if len(one.shape) == 4 and not one.series.is_of_parameters else 1,

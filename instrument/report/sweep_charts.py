@@ -147,7 +147,7 @@ def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], roo
         tables = [run[name].reindex(locations) if name in run else none for run in runs]
         values[name] = {summary: rounded(np.array([table[summary] for table in tables])) for summary in SUMMARIES}
     about = {"label": series.label, "gradient": series.is_gradient}
-    return {**about, "places": locations, "statistics": values, "left_out": statistics[len(kept) :]}
+    return {**about, "locations": locations, "statistics": values, "left_out": statistics[len(kept) :]}
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

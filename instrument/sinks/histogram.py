@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES
 
 # Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.

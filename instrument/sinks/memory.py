@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..capture.collectives import own_rank
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
 from .journal_row_counts import RowCounts

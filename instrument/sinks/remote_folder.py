@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ConfigError, InstrumentError, Problem
-from ..extras import pip_command
+from ..pip_extras import pip_command
 from .remote_errors import CREDENTIALS, safe_message, without_secrets
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES
 from .histogram import Histogram, merge_histograms
 from .tags import SCALAR_TABLES, Fold, scalars, tag_prefix

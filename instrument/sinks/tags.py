@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import IDENTITY, TABLES
 from ..spec.kinds import KINDS
 from ..spec.statistics import STATISTICS

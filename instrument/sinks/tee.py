@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..capture.collectives import own_rank
-from ..capture.sink import Row, Sink
+from ..capture.sink_interface import Row, Sink
 from ..capture.tables import TABLES
 from ..errors import SinkError
 from .parquet import warn

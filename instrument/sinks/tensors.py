@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..capture.tables import TABLES, as_table
 from .buffer_pool import CHECK_SECONDS, Pool
 from .parts import ROW_GROUP_BYTES

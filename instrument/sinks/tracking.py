@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from ..capture.sink import Row
+from ..capture.sink_interface import Row
 from ..errors import ConfigError, Problem, SinkError
-from ..extras import pip_command
+from ..pip_extras import pip_command
 from .step_summary import StepSummary, SummaryCollector
 from .tags import SCALAR_TABLES
 

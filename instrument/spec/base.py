@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from .field_types import Count, Glob, Index, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
-from .shared_fields import Count, Glob, Index, Selection
 
 if TYPE_CHECKING:
     KindName = str

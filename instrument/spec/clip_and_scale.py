@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
 from .base import InterventionSpec
-from .shared_fields import Dimension, NonNegative, Number
+from .field_types import Dimension, NonNegative, Number
 
 Fraction = Annotated[Number, Field(gt=0, le=1)]
 

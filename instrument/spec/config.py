@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from .apply import ApplySpec
 from .budget import BudgetConfig
+from .field_types import Count, Index, Seed, Spec, Target, number_to_text
 from .hooks import HookSpec
-from .shared_fields import Count, Index, Seed, Spec, Target, number_to_text
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import InterventionSpec, SliceText
-from .shared_fields import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
+from .field_types import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
 
 Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 

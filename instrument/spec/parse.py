@@ -16,10 +16,10 @@ from .apply import ApplySpec
 from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
+from .field_types import number_to_text
 from .hooks import HookSpec
-from .keys import fields_of, fields_of_specs, model_at
+from .known_keys import fields_of, fields_of_specs, model_at
 from .modify import FUNCTIONS, FunctionSpec
-from .shared_fields import number_to_text
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from .base import HookBase, SliceText, UnknownNameError
-from .shared_fields import Count, Dimension
+from .field_types import Count, Dimension
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
 Statistics = Annotated[

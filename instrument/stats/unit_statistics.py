@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .directed_rounding import round_down, round_up
 from .measure import measure
-from .rounding import round_down, round_up
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
 NEAR = 0.015

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
-from ..extras import pip_command
+from ..pip_extras import pip_command
 
 OBJECTIVE_KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation

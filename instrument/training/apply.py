@@ -24,8 +24,8 @@ from ..spec.apply import (
     SetSpec,
     WrapSpec,
 )
+from ..spec.field_types import Target
 from ..spec.globs import matches
-from ..spec.shared_fields import Target
 from ..targets import build, locate
 
 

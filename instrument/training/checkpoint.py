@@ -36,9 +36,9 @@ from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 
 if TYPE_CHECKING:
-    from ..distributed.processes import Processes
+    from ..distributed.process_group import Processes
 
-VERSION = 3
+VERSION = 4
 TEMPORARY_SUFFIX = ".tmp"
 
 

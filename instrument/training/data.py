@@ -13,7 +13,7 @@ from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches, se
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import number_of_samples, shapes
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
-from ..spec.shared_fields import Target
+from ..spec.field_types import Target
 from ..targets import argument_names, build
 from .datasets import DatasetMissingError
 

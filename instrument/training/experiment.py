@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from ..analysis.recorded_tensors import RunArchive
+from ..analysis.tensor_archive import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
 from ..distributed.batch_sharding import check_batch_size, sequential_loader
 from ..distributed.strategies import Strategy
@@ -26,13 +26,13 @@ from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_paths
 from ..spec.config import RunConfig
+from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
-from ..spec.shared_fields import Target
 from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from .apply import apply_specs, build_module
-from .batch_checks import PhaseBatches, check_batch_shapes
+from .batch_shape_checks import PhaseBatches, check_batch_shapes
 from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck

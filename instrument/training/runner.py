@@ -13,7 +13,7 @@ from ..analysis.replay import replay
 from ..analysis.run_files import RunFiles
 from ..capture.collectives import own_rank
 from ..capture.probe import Probe
-from ..distributed.processes import Processes
+from ..distributed.process_group import Processes
 from ..distributed.strategies import choose_strategy
 from ..distributed.torchrun import process_group, stop_together, synced_errors
 from ..errors import ConfigError, InstrumentError, Problem

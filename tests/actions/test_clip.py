@@ -13,7 +13,7 @@ from torch import Tensor
 
 import instrument
 from instrument.actions.clip import clip_norm, clip_quantile, clip_ratio, clip_values, total_norm_factor
-from instrument.stats.rounding import round_down, round_up
+from instrument.stats.directed_rounding import round_down, round_up
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}

@@ -16,7 +16,7 @@ from instrument.capture import non_finite_alerts as module
 from instrument.capture.device_copy import Transfer
 from instrument.capture.non_finite_alerts import Alerts
 from instrument.capture.probe import Probe
-from instrument.capture.sink import Row
+from instrument.capture.sink_interface import Row
 from instrument.capture.tables import TABLES
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs

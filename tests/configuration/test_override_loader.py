@@ -19,7 +19,7 @@ from instrument import verify
 from instrument.configuration.override_loader import FieldLoader
 from instrument.configuration.search_path import conf_folder
 from instrument.spec.config import RunConfig
-from instrument.spec.keys import fields_below
+from instrument.spec.known_keys import fields_below
 from instrument.spec.parse import parse_config
 
 Cli = Callable[..., Any]
@@ -67,7 +67,7 @@ def test_every_field_of_every_section_is_known() -> None:
 
 
 def _model(path: tuple[str, ...]) -> Any:
-    from instrument.spec.keys import model_at
+    from instrument.spec.known_keys import model_at
 
     return model_at(RunConfig, path)
 

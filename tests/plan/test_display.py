@@ -83,7 +83,7 @@ def test_tree_line_shows_type_parameters_aliases_and_specs() -> None:
 
 
 def test_tree_shows_specs_in_execution_order() -> None:
-    legend = "a → b: both hooks use the same tensor; b receives the result of a"
+    legend = "a → b: both hooks act on the same tensor, a first"
     first = {"layers": "head", "kind": "forward", "action": "scale", "factor": 2.0}
     other = {"layers": "head", "kind": "full_backward", "action": "record"}
     lines = shown(double=first, other=other, seen={**LOOK, "layers": "head"})

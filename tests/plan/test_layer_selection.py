@@ -10,7 +10,7 @@ from torch import nn
 from instrument.errors import ConfigError, Problem
 from instrument.plan.layer_selection import select_layers, shorten
 from instrument.plan.modules import Layers
-from instrument.spec.shared_fields import Selection
+from instrument.spec.field_types import Selection
 
 
 class MyConv(nn.Conv2d):

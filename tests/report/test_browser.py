@@ -168,7 +168,7 @@ def test_click_on_the_heat_map_opens_the_layer(full_report: OpenReport, reported
     ]
     full_report.page.locator("#heatmap-chart .ytick", has_text="0").first.click()
     assert full_report.page.text_content("#layer-title") == "0, Conv2d"
-    full_report.choose("layer-place", "1")
+    full_report.choose("layer-location", "1")
     assert full_report.page.text_content("#layer-title") == "1, ReLU"
 
 
@@ -194,7 +194,7 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
     assert before["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
     assert after["y"] == pytest.approx(effects["norm_after"].tolist(), rel=1e-5)
     assert changed["y"] == pytest.approx(effects["changed_fraction"].tolist(), rel=1e-5)
-    full_report.choose("effects-place", "3.bias")
+    full_report.choose("effects-location", "3.bias")
     effects = reported_run.effects.query("layer == '3' and path == 'bias'").sort_values("step")
     assert full_report.plot("effects-chart")[0]["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
 
@@ -344,7 +344,7 @@ def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_
         (grid,) = report.plot("against-chart")
         assert sorted(cell for row in grid["customdata"] for cell in row) == pytest.approx(sorted(losses), rel=1e-5)
         report.choose("against-y", "l2 of acts: forward output")
-        report.choose("against-place", "layers.0")
+        report.choose("against-location", "layers.0")
         (grid,) = report.plot("against-chart")
         finished = reported_sweep.stats[reported_sweep.stats["run"].isin([str(i) for i in done])]
         stats = finished.query("layer == 'layers.0'").sort_values("step").groupby("run")["l2"].last()

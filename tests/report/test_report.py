@@ -29,7 +29,7 @@ from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
 from instrument.analysis.plot_data import location_name
 from instrument.analysis.tensor_images import maps_in
-from instrument.extras import pip_command
+from instrument.pip_extras import pip_command
 from instrument.report import Report, make
 from instrument.report.__main__ import main
 from instrument.report.charts import STATISTICS_ROOM
@@ -63,8 +63,8 @@ def test_heat_map_equals_the_table(reported_run: instrument.Run, data: dict[str,
     assert series["first"] == series["last"] == sorted(stats["step"].unique())
     seen = 0
     for row in stats.to_dict("records"):
-        place = location_name(row["layer"], row["path"], row["kind"])
-        at = (series["places"].index(place), series["first"].index(row["step"]))
+        location = location_name(row["layer"], row["path"], row["kind"])
+        at = (series["locations"].index(location), series["first"].index(row["step"]))
         for name, values in series["statistics"].items():
             shown = values[at[0]][at[1]]
             assert shown == (pytest.approx(row[name], rel=TOLERANCE) if not math.isnan(row[name]) else None), (
@@ -76,15 +76,15 @@ def test_heat_map_equals_the_table(reported_run: instrument.Run, data: dict[str,
 
 
 def test_layers_are_in_forward_order(data: dict[str, Any]) -> None:
-    assert series_of(data, "acts")["places"] == ["0", "1", "2", "3", "."]
-    assert series_of(data, "gradients")["places"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    assert series_of(data, "acts")["locations"] == ["0", "1", "2", "3", "."]
+    assert series_of(data, "gradients")["locations"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
 def test_histograms_and_quantiles_equal_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     rows = reported_run.distributions.set_index(["layer", "step"])
     assert len(data["distributions"]) == 5
     for shown in data["distributions"]:
-        layer = "" if shown["place"] == "." else shown["place"]
+        layer = "" if shown["location"] == "." else shown["location"]
         for i, step in enumerate(shown["steps"]):
             row = rows.loc[(layer, step)]
             assert shown["counts"][i] == row["counts"].tolist()
@@ -97,7 +97,7 @@ def test_histograms_without_statistics_are_shown(tmp_path: Path) -> None:
     opened = train(tmp_path / "r", convolutional(), {"spread": SPREAD}, shape=(3, 8, 8))
     (shown,) = data_of(make(opened).html)["series"]
     row = opened.distributions.query("layer == '1' and step == 4").iloc[0]
-    at = shown["places"].index("1")
+    at = shown["locations"].index("1")
     assert {name: values[at][4] for name, values in shown["statistics"].items()} == {
         "min": pytest.approx(row["low"], rel=TOLERANCE),
         "max": pytest.approx(row["high"], rel=TOLERANCE),
@@ -116,7 +116,7 @@ def test_effects_of_interventions_equal_the_table(reported_run: instrument.Run, 
     (shown,) = data["effects"]
     assert (shown["hook"], shown["settings"]) == ("tame", "clip norm 0.5")
     for row in reported_run.effects.to_dict("records"):
-        at = shown["places"].index(f"{row['layer']}.{row['path']}"), shown["first"].index(row["step"])
+        at = shown["locations"].index(f"{row['layer']}.{row['path']}"), shown["first"].index(row["step"])
         for name in ("norm_before", "norm_after", "changed_fraction"):
             assert shown[name][at[0]][at[1]] == pytest.approx(row[name], rel=TOLERANCE)
     assert data["acted"] == [{"hook": "tame", "steps": [[0, 5]], "count": 6}]
@@ -153,9 +153,9 @@ def test_numbers_have_six_digits_and_non_finite_values_are_null() -> None:
 
 
 def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
-    places, steps, statistics = 130, 1_000, ("mean", "std", "min", "max", "l2", "rms")
-    layers = [f"l{i}" for i in range(places)]
-    frame = pd.DataFrame({"layer": layers * steps, "step": np.arange(steps).repeat(places)})
+    locations, steps, statistics = 130, 1_000, ("mean", "std", "min", "max", "l2", "rms")
+    layers = [f"l{i}" for i in range(locations)]
+    frame = pd.DataFrame({"layer": layers * steps, "step": np.arange(steps).repeat(locations)})
     frame = frame.assign(path="", hook="h", kind="forward", role="output", phase="train")
     frame = frame.assign(
         recompute=False, module_type="Linear", **{name: frame["step"].astype(float) for name in statistics}
@@ -164,7 +164,7 @@ def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
 
     (shown,) = heat_maps(frame, [])
     groups = len(shown["first"])
-    assert groups * places * len(statistics) <= STATISTICS_ROOM < (groups + 1) * places * len(statistics)
+    assert groups * locations * len(statistics) <= STATISTICS_ROOM < (groups + 1) * locations * len(statistics)
     assert shown["first"][0] == 0
     assert shown["last"][-1] == 999
     assert shown["statistics"]["max"][0] == [float(last) for last in shown["last"]]
@@ -241,7 +241,7 @@ def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "a&amp;amp;b" in page
-    assert data_of(page)["series"][0]["places"] == ["<script>alert(1)</script>", "a&amp;b", "."]
+    assert data_of(page)["series"][0]["locations"] == ["<script>alert(1)</script>", "a&amp;b", "."]
 
 
 def test_header_has_model_data_and_status(reported_sweep: instrument.Run) -> None:
@@ -293,8 +293,8 @@ def test_sweep_report_equals_the_tables(reported_sweep: instrument.Run) -> None:
     for number, folder in enumerate(reported_sweep.folders):
         assert data["runs"][number]["status"] == reported_sweep.infos[number]["status"]
         stats = instrument.load(folder).stats
-        for i, place in enumerate(acts["places"]):
-            mine = stats[stats["layer"] == ("" if place == "." else place)].sort_values("step")
+        for i, location in enumerate(acts["locations"]):
+            mine = stats[stats["layer"] == ("" if location == "." else location)].sort_values("step")
             shown = [acts["statistics"]["l2"][end][number][i] for end in ("last", "largest", "smallest")]
             if mine.empty:
                 assert shown == [None] * 3

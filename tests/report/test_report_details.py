@@ -89,8 +89,8 @@ def test_every_layer_has_a_picture_and_images_are_stored_once(tmp_path: Path) ->
     run = train(tmp_path / "r", model, hooks, steps=6, shape=(3, 24, 24))
     maps = data_of(make(run).html)["maps"]
     shown = maps["shown"]
-    assert (maps["places"], maps["pictures"]) == (25, 150)
-    assert len({one["place"] for one in shown}) == 25
+    assert (maps["locations"], maps["pictures"]) == (25, 150)
+    assert len({one["location"] for one in shown}) == 25
     assert len(shown) < 150
     numbers = sum(len(row) for one in shown for row in one["mosaic"]["z"])
     assert numbers < 1.3 * ROOM
@@ -114,7 +114,7 @@ def test_layer_order_is_from_the_step_with_most_layers(tmp_path: Path) -> None:
     hooks["late"]["start"] = 3
     data = data_of(make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))).html)
     late = next(series for series in data["series"] if series["hook"] == "late")
-    assert late["places"] == ["0", "1", "2", "3"]
+    assert late["locations"] == ["0", "1", "2", "3"]
 
 
 def test_several_calls_in_a_step_are_marked(tmp_path: Path) -> None:

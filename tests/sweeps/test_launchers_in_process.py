@@ -16,7 +16,7 @@ from run_folders import write_run
 from tiers import tiered
 
 import instrument
-from instrument.extras import pip_command
+from instrument.pip_extras import pip_command
 from instrument.sweeps.jobs import Sweep
 
 Cli = Callable[..., Any]

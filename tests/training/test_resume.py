@@ -196,11 +196,11 @@ def test_invalid_checkpoint_is_refused_without_unpickling(cli: Cli, out: Path, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(version=2), "the checkpoint must have version 3, but has version 2"),
+        (lambda state: state.update(version=2), "the checkpoint must have version 4, but has version 2"),
         (lambda state: state["probe"].pop("phases"), "the checkpoint does not match this experiment"),
-        (lambda state: state["probe"]["ledger"].pop(), "the checkpoint does not match this experiment"),
+        (lambda state: state["probe"]["hooks"].pop(), "the checkpoint does not match this experiment"),
     ],
-    ids=["version", "phases", "ledger"],
+    ids=["version", "phases", "hooks"],
 )
 def test_checkpoint_of_another_version_is_refused(
     cli: Cli, out: Path, change: Callable[[dict[str, Any]], object], message: str

@@ -12,7 +12,7 @@ import pytest
 from tracker_files import history, make_older, read_tensorboard, read_wandb
 
 import instrument
-from instrument.extras import pip_command
+from instrument.pip_extras import pip_command
 from instrument.sinks.step_summary import StepSummary
 
 Cli = Callable[..., Any]

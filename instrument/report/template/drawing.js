@@ -51,8 +51,8 @@ function layout(more = {}) {
 }
 
 function plot(id, traces, more) {
-  const place = typeof id === "string" ? document.getElementById(id) : id;
-  return Plotly.react(place, traces, layout(more), CONFIG);
+  const element = typeof id === "string" ? document.getElementById(id) : id;
+  return Plotly.react(element, traces, layout(more), CONFIG);
 }
 
 /** Labels of groups of steps: `5`, or `0–9` if a group has several steps. */
@@ -66,29 +66,29 @@ function stepTitle(axis) {
 }
 
 /** The name of a location on an axis. */
-function axisLabel(place) {
-  return NAMES[place]?.[isNarrow() ? 1 : 0] ?? short(place);
+function axisLabel(location) {
+  return NAMES[location]?.[isNarrow() ? 1 : 0] ?? short(location);
 }
 
 /** An axis with one row per location, from top to bottom; as many names are shown as fit. */
-function locationsAxis(places, height) {
-  const every = Math.max(1, Math.ceil((places.length * 13) / Math.max(1, height - 80)));
-  const shown = places.filter((_, i) => i % every === 0);
+function locationsAxis(locations, height) {
+  const every = Math.max(1, Math.ceil((locations.length * 13) / Math.max(1, height - 80)));
+  const shown = locations.filter((_, i) => i % every === 0);
   return {
     type: "category",
     categoryorder: "array",
-    categoryarray: places.map(plain),
+    categoryarray: locations.map(plain),
     autorange: "reversed",
     tickmode: "array",
     tickvals: shown.map(plain),
-    ticktext: shown.map((place) => plain(axisLabel(place))),
+    ticktext: shown.map((location) => plain(axisLabel(location))),
     tickfont: { size: 11 },
     showgrid: false,
   };
 }
 
-function heightOf(places) {
-  return Math.min(1500, Math.max(230, places.length * 17 + 110));
+function heightOf(locations) {
+  return Math.min(1500, Math.max(230, locations.length * 17 + 110));
 }
 
 /** Format a number with four digits. */

@@ -44,8 +44,8 @@ function decades(low, high) {
 
 function dumbbells(id, report, series, statistic, title, healthy = null) {
   const [first, last] = firstAndLast(series, statistic);
-  const y = series.places.map(plain);
-  const height = heightOf(series.places);
+  const y = series.locations.map(plain);
+  const height = heightOf(series.locations);
   const sizes = [...first.values, ...last.values].filter((value) => value > 0);
   const least = sizes.reduce((low, value) => Math.min(low, value), healthy?.[0] ?? 1);
   const most = sizes.reduce((high, value) => Math.max(high, value), healthy?.[1] ?? least);
@@ -56,12 +56,12 @@ function dumbbells(id, report, series, statistic, title, healthy = null) {
     hovertemplate: `%{y}<br>step ${end.step}<br>${statistic} %{customdata:.5g}<extra></extra>`,
   });
   const lines = { x: [], y: [], mode: "lines", line: { color: colour("line"), width: 3 }, hoverinfo: "skip", showlegend: false };
-  y.forEach((place, i) => { if (first.values[i] > 0 && last.values[i] > 0) { lines.x.push(first.values[i], last.values[i], null); lines.y.push(place, place, null); } });
+  y.forEach((location, i) => { if (first.values[i] > 0 && last.values[i] > 0) { lines.x.push(first.values[i], last.values[i], null); lines.y.push(location, location, null); } });
   const shapes = healthy ? [{ type: "rect", xref: "x", yref: "paper", x0: healthy[0], x1: healthy[1], y0: 0, y1: 1, fillcolor: "#009E73", opacity: 0.13, line: { width: 0 }, layer: "below" }] : [];
   plot(id, [lines, dots(first, "first recorded", "circle-open", report.colours[1]), dots(last, "last", "circle", report.colours[0])], {
     height, shapes,
     annotations: hiddenValuesNotes(first, last).map((text, i) => ({ text, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1.02 + 0.001 * i, xanchor: "right", yanchor: "bottom", font: { size: 11, color: colour("muted") } })),
     xaxis: { type: "log", title: { text: title }, tickangle: 0, ...decades(edge, most) },
-    yaxis: { ...locationsAxis(series.places, height), showgrid: true },
+    yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
   });
 }

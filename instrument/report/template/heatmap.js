@@ -6,19 +6,19 @@ RUN.push((report) => {
   fillSelect("heatmap-series", report.series.map((series, i) => [i, series.label]), Math.max(0, preferred));
   const draw = () => drawHeatmap(report);
   onChange(["heatmap-series", "heatmap-statistic", "heatmap-scale"], draw);
-  onChange(["layer-place"], () => openLayer(report, document.getElementById("layer-place").value));
+  onChange(["layer-location"], () => openLayer(report, document.getElementById("layer-location").value));
   drawAndRedraw(draw);
   const chart = document.getElementById("heatmap-chart");
-  const open = (place) => {
-    openLayer(report, place);
+  const open = (location) => {
+    openLayer(report, location);
     document.getElementById("layer").scrollIntoView({ behavior: "smooth", block: "nearest" });
   };
-  const places = () => chosenSeries(report).places;
-  chart.on("plotly_click", (event) => open(places().find((place) => plain(place) === event.points[0].y)));
+  const locations = () => chosenSeries(report).locations;
+  chart.on("plotly_click", (event) => open(locations().find((location) => plain(location) === event.points[0].y)));
   chart.addEventListener("click", (event) => {
     const name = event.target.closest(".ytick")?.textContent;
-    const place = places().find((one) => axisLabel(one) === name);
-    if (place) open(place);
+    const location = locations().find((one) => axisLabel(one) === name);
+    if (location) open(location);
   });
 });
 
@@ -38,9 +38,9 @@ function drawHeatmap(report) {
   const statistic = fillSelect("heatmap-statistic", names, names.includes(before) ? before : usualStatistic(series));
   heatmap("heatmap-chart", report, series, statistic, document.getElementById("heatmap-scale").value);
   setText("heatmap-note", heatmapNote(report, series, statistic));
-  const open = document.getElementById("layer-place").value;
-  fillSelect("layer-place", series.places);
-  openLayer(report, series.places.includes(open) ? open : series.places[0]);
+  const open = document.getElementById("layer-location").value;
+  fillSelect("layer-location", series.locations);
+  openLayer(report, series.locations.includes(open) ? open : series.locations[0]);
 }
 
 function heatmapNote(report, series, statistic) {
@@ -56,10 +56,10 @@ function heatmapNote(report, series, statistic) {
 function heatmap(id, report, series, statistic, choice = "auto") {
   const values = series.statistics[statistic];
   const scale = scaleOf(values, choice, choice === "log" ? null : report.statistics[statistic].bounds);
-  const height = heightOf(series.places);
+  const height = heightOf(series.locations);
   const labels = stepLabels(series);
   const trace = {
-    type: "heatmap", x: labels, y: series.places.map(plain), customdata: values, colorscale: scale.colours,
+    type: "heatmap", x: labels, y: series.locations.map(plain), customdata: values, colorscale: scale.colours,
     z: values.map((row) => row.map((value) => (value === null ? null : scale.to(value)))),
     zmin: scale.low, zmax: scale.high, xgap: labels.length > 80 ? 0 : 1, ygap: 1, hoverongaps: false,
     hovertemplate: `%{y}<br>step %{x}<br>${statistic} %{customdata:.5g}<extra></extra>`,
@@ -68,7 +68,7 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   plot(id, [trace, ...notFinite(series, labels)], {
     height,
     xaxis: { type: "category", title: { text: stepTitle(series) }, nticks: isNarrow() ? 6 : 16, tickangle: 0, showgrid: false },
-    yaxis: locationsAxis(series.places, height),
+    yaxis: locationsAxis(series.locations, height),
   });
 }
 
@@ -76,9 +76,9 @@ function heatmap(id, report, series, statistic, choice = "auto") {
 function notFinite(series, labels) {
   const x = [];
   const y = [];
-  series.places.forEach((place, row) => labels.forEach((label, column) => {
+  series.locations.forEach((location, row) => labels.forEach((label, column) => {
     const bad = ["nan_count", "inf_count"].some((name) => series.statistics[name]?.[row][column] > 0);
-    if (bad) { x.push(label); y.push(plain(place)); }
+    if (bad) { x.push(label); y.push(plain(location)); }
   }));
   if (!x.length) return [];
   const marker = { symbol: "x-thin", size: 6, line: { color: "#D55E00", width: 1.6 } };

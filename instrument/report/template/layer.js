@@ -1,13 +1,13 @@
 // One layer: statistics over steps, range of values, and histogram over time.
 
-function openLayer(report, place) {
+function openLayer(report, location) {
   const series = chosenSeries(report);
-  const row = series.places.indexOf(place);
-  document.getElementById("layer-place").value = place;
-  const type = series.parameters ? `parameter of a ${series.types[place]}` : series.types[place];
-  setText("layer-title", `${place}, ${type}`);
+  const row = series.locations.indexOf(location);
+  document.getElementById("layer-location").value = location;
+  const type = series.parameters ? `parameter of a ${series.types[location]}` : series.types[location];
+  setText("layer-title", `${location}, ${type}`);
   drawCurves(report, series, row);
-  const same = report.distributions.filter((one) => one.place === place && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
+  const same = report.distributions.filter((one) => one.location === location && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
   const found = same.find((one) => one.hook === series.hook) ?? same[0];
   drawRange(report, series, row, found);
   drawHistograms(found);

@@ -4,19 +4,19 @@ RUN.push((report) => {
   if (!report.maps.shown.length) return hide("maps");
   const drawPlaces = () => {
     const what = document.getElementById("maps-what").value;
-    fillSelect("maps-place", [...new Set(report.maps.shown.filter((map) => map.what === what).map((map) => `${map.place} — ${map.label}`))]);
+    fillSelect("maps-location", [...new Set(report.maps.shown.filter((map) => map.what === what).map((map) => `${map.location} — ${map.label}`))]);
     drawMaps(report);
   };
   const kinds = [...new Set(report.maps.shown.map((map) => map.what))];
   fillSelect("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
   onChange(["maps-what"], drawPlaces);
-  onChange(["maps-place"], () => drawMaps(report));
+  onChange(["maps-location"], () => drawMaps(report));
   drawAndRedraw(drawPlaces);
 });
 
 function drawMaps(report) {
-  const [what, place] = ["maps-what", "maps-place"].map((id) => document.getElementById(id).value);
-  const shown = report.maps.shown.filter((map) => map.what === what && `${map.place} — ${map.label}` === place);
+  const [what, location] = ["maps-what", "maps-location"].map((id) => document.getElementById(id).value);
+  const shown = report.maps.shown.filter((map) => map.what === what && `${map.location} — ${map.label}` === location);
   const low = Math.min(...shown.map((map) => map.mosaic.low));
   const high = Math.max(...shown.map((map) => map.mosaic.high));
   const root = document.getElementById("maps-charts");
@@ -42,9 +42,9 @@ function drawMaps(report) {
 }
 
 /** A note with the number of maps omitted to limit the size of the page. */
-function omittedMapsNote({ shown, places, pictures }) {
-  const drawn = new Set(shown.map((map) => `${map.what} ${map.place} ${map.label}`)).size;
-  return shown.length < pictures ? ` To limit the size of this page, ${shown.length} of ${pictures} recorded pictures are shown, from ${drawn} of ${places} locations.` : "";
+function omittedMapsNote({ shown, locations, pictures }) {
+  const drawn = new Set(shown.map((map) => `${map.what} ${map.location} ${map.label}`)).size;
+  return shown.length < pictures ? ` To limit the size of this page, ${shown.length} of ${pictures} recorded pictures are shown, from ${drawn} of ${locations} locations.` : "";
 }
 
 /** Draw the input image, in gray from its smallest to its largest value, or in color. */

@@ -9,7 +9,7 @@ SWEEP.push((report) => {
   document.getElementById("against-colour").append(new Option(report.overrides.find((key) => ![first, "seed"].includes(key)) ?? ""));
   fillSelect("against-end", Object.entries(report.ends));
   const draw = () => drawAgainst(report);
-  onChange(["against-y", "against-place", "against-end", "against-x", "against-colour", "against-view"], draw);
+  onChange(["against-y", "against-location", "against-end", "against-x", "against-colour", "against-view"], draw);
   drawAndRedraw(draw);
 });
 
@@ -65,14 +65,14 @@ function statisticChoices(report) {
 function chosenNumbers(report) {
   const [from, name] = document.getElementById("against-y").value.split("|");
   const isMetric = from === "metric";
-  document.getElementById("against-place").closest("label").hidden = isMetric;
+  document.getElementById("against-location").closest("label").hidden = isMetric;
   document.getElementById("against-end").closest("label").hidden = isMetric;
   if (isMetric) return [report.runs.map((run) => run.metrics[name] ?? null), report.metricUnits[name]];
   const series = report.series[Number(from)];
-  const place = fillSelect("against-place", series.places);
+  const location = fillSelect("against-location", series.locations);
   const end = document.getElementById("against-end").value;
-  const at = series.places.indexOf(place);
-  return [series.statistics[name][end].map((row) => row[at]), plain(`${name} of ${place}, ${report.ends[end]}`)];
+  const at = series.locations.indexOf(location);
+  return [series.statistics[name][end].map((row) => row[at]), plain(`${name} of ${location}, ${report.ends[end]}`)];
 }
 
 function drawAgainst(report) {
@@ -204,14 +204,14 @@ function drawLayers(report) {
   const end = document.getElementById("layers-end").value;
   const values = series.statistics[statistic][end];
   const type = axisType(values);
-  const height = heightOf(series.places) + 40;
+  const height = heightOf(series.locations) + 40;
   const traces = runStyles(report, document.getElementById("layers-colour").value).map((look, i) => ({
-    x: values[i], y: series.places.map(plain), mode: "lines+markers", marker: { size: 5 }, ...look,
+    x: values[i], y: series.locations.map(plain), mode: "lines+markers", marker: { size: 5 }, ...look,
     hovertemplate: `${look.text}<br>%{y}<br>${statistic} %{x:.5g}<extra></extra>`,
   }));
   plot("layers-chart", traces, {
     height, xaxis: { title: { text: `${report.statistics[statistic].axis}, ${report.ends[end]}` }, type, exponentformat: "e" },
-    yaxis: { ...locationsAxis(series.places, height), showgrid: true },
+    yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
   });
   setText("layers-note", omittedValuesNote(values, type) + (series.left_out.length ? `Omitted to limit the size of this page: ${series.left_out.join(", ")}.` : ""));
 }
@@ -227,16 +227,16 @@ function drawPairs(report) {
   const series = report.series[Number(document.getElementById("effects-series").value)];
   const statistic = fillSelect("effects-statistic", sizesOf(series));
   const values = series.statistics[statistic].last;
-  const height = heightOf(series.places) + 40;
+  const height = heightOf(series.locations) + 40;
   const chosen = report.pairs.filter((pair) => `${pair.hook}: ${pair.settings}` === hook);
   const traces = chosen.map((pair, i) => ({
-    x: series.places.map((_, at) => (values[pair.control][at] && values[pair.treated][at] !== null ? values[pair.treated][at] / values[pair.control][at] : null)),
-    y: series.places.map(plain), mode: "lines+markers", name: `seed ${pair.seed}`, line: { color: report.colours[i % report.colours.length] },
+    x: series.locations.map((_, at) => (values[pair.control][at] && values[pair.treated][at] !== null ? values[pair.treated][at] / values[pair.control][at] : null)),
+    y: series.locations.map(plain), mode: "lines+markers", name: `seed ${pair.seed}`, line: { color: report.colours[i % report.colours.length] },
     hovertemplate: `seed ${pair.seed}<br>%{y}<br>%{x:.4g} times<extra></extra>`,
   }));
   const shapes = [{ type: "line", xref: "x", yref: "paper", x0: 1, x1: 1, y0: 0, y1: 1, line: { color: colour("muted"), dash: "dot", width: 1 } }];
   plot("effects-chart", traces, {
     height, shapes, xaxis: { title: { text: `${statistic} at the last step, with / without` }, type: "log", exponentformat: "e", nticks: 8 },
-    yaxis: { ...locationsAxis(series.places, height), showgrid: true },
+    yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
   });
 }

@@ -25,7 +25,7 @@ RUN.push((report) => {
 
 /** The series, restricted to the locations that have a statistic. */
 function withValues(series, statistic) {
-  const kept = series.places.map((_, i) => i).filter((i) => series.statistics[statistic][i].some((value) => value !== null));
+  const kept = series.locations.map((_, i) => i).filter((i) => series.statistics[statistic][i].some((value) => value !== null));
   const statistics = Object.fromEntries(Object.entries(series.statistics).map(([name, rows]) => [name, kept.map((i) => rows[i])]));
-  return { ...series, places: kept.map((i) => series.places[i]), statistics };
+  return { ...series, locations: kept.map((i) => series.locations[i]), statistics };
 }

@@ -11,7 +11,7 @@ from ..analysis.layer_abbreviations import short_names
 from ..analysis.plot_data import Matrix
 from ..analysis.tensor_images import limits
 from ..errors import InstrumentError
-from ..extras import pip_command
+from ..pip_extras import pip_command
 from ..spec.statistics import STATISTICS
 from .style import MAGNITUDE, SIGNED, WIDE
 

@@ -21,7 +21,7 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
 from .calls import Call, Calls
 from .clock import Clock, Firing
-from .hook_group import InertWhenCopied
+from .hook_group_interface import InertWhenCopied
 from .reasons import NO_TENSOR, TRANSFORMED
 from .tensor_gradients import InputGradients, OutputGradients
 

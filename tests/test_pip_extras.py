@@ -9,14 +9,14 @@ import pytest
 from conftest import REPOSITORY
 from packaging.requirements import Requirement
 
-from instrument import extras
+from instrument import pip_extras
 
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 @pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in ("bench", "dev")])
 def test_pip_command_installs_the_packages_of_the_extra(extra: str) -> None:
-    *start, packages = extras.pip_command(extra).split(maxsplit=2)
+    *start, packages = pip_extras.pip_command(extra).split(maxsplit=2)
     assert start == ["pip", "install"]
     names = {Requirement(each.strip("'")).name for each in packages.split("' '")}
     wanted = {Requirement(line).name for line in EXTRAS[extra]}
@@ -29,5 +29,5 @@ def test_pip_command_without_installed_metadata(monkeypatch: pytest.MonkeyPatch)
     def not_installed(name: str) -> list[str]:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "requires", not_installed)
-    assert extras.pip_command("sql") == "pip install -e '.[sql]'"
+    monkeypatch.setattr(pip_extras, "requires", not_installed)
+    assert pip_extras.pip_command("sql") == "pip install -e '.[sql]'"

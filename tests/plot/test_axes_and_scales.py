@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from tiers import tiered
 
 import instrument
-from instrument.plot.axes import LONGEST, add_legend, colours, label_steps, needs_log_scale, new_figure, plain, scale
+from instrument.plot.axes_and_scales import (
+    LONGEST,
+    add_legend,
+    colours,
+    label_steps,
+    needs_log_scale,
+    new_figure,
+    plain,
+    scale,
+)
 
 
 def test_matplotlib_is_imported_with_the_first_figure() -> None:

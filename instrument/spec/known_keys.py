@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from . import apply, hooks
 from .config import RunConfig
+from .field_types import Target
 from .modify import FUNCTIONS, FunctionSpec
-from .shared_fields import Target
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Maintenance of finished runs, for `python -m instrument.compact` and `python -m instrument.recover`."""
+"""Operations on the locked folders of finished runs, for `python -m instrument.compact` and `python -m instrument.recover`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attachment of sites: each hook group gets the sites at its location."""
+"""Grouping of sites: the sites at one location form one hook group, which is then attached."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .hook_group import HookGroup
+from .hook_group_interface import HookGroup
 from .loss import LossHooks
-from .module import ModuleHooks
 from .module_backward import ModuleBackwardHooks
+from .module_tensors import ModuleHooks
 from .optimizer import StepHooks
 from .optimizer_owners import Owners
 from .parameter import BoundaryHooks, GradientHooks

@@ -1,0 +1,102 @@
+"""The hooks that are scheduled at the current step and phase, and their coverage at the end of each micro-step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..kinds.attached_hook import AttachedHook
+from ..kinds.clock import Clock
+from ..spec.hooks import HookSpec
+
+
+class ScheduledHooks:
+    """Sets the clock of a probe, and with it the hooks that are scheduled.
+
+    Args:
+        attached_hooks: All sites of the plan.
+        specs: The specs of the plan by name.
+        clock: The current step and phase, which this object changes.
+        on_change: Called after scheduled hooks have changed, with those that are not of checkpoints.
+
+    Attributes:
+        names: The names of the scheduled hooks, without those of checkpoints.
+    """
+
+    def __init__(
+        self,
+        attached_hooks: Sequence[AttachedHook],
+        specs: Mapping[str, HookSpec],
+        clock: Clock,
+        on_change: Callable[[list[AttachedHook]], None],
+    ) -> None:
+        self.attached_hooks = attached_hooks
+        self.specs = specs
+        self.clock = clock
+        self.names: tuple[str, ...] = ()
+        self._on_change = on_change
+        self._interrupted_micro_step = 0  # of the training step that an evaluation interrupts
+
+    def advance(self, **moment: Any) -> None:
+        """Set fields of the clock's moment, and update which hooks are scheduled."""
+        previous_phase = self.clock.moment.phase
+        self.clock.moment = self.clock.moment._replace(**moment)
+        step, phase = self.clock.moment.step, self.clock.moment.phase
+        self.clock.phases.add(phase)
+        self.clock.micro_step_index += 1
+        changed = phase != previous_phase
+        is_scheduled = {name: spec.schedule.includes(step, phase) for name, spec in self.specs.items()}
+        for attached in self.attached_hooks:
+            changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
+        if changed or self.clock.micro_step_index == 1:
+            scheduled = [
+                attached
+                for attached in self.attached_hooks
+                if attached.is_scheduled and attached.frequency != "occasion"
+            ]
+            self.names = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
+            self._on_change(scheduled)
+
+    def set_phase(self, phase: str) -> None:
+        """End the current micro-step and set the phase; see `Probe.phase`."""
+        moment = self.clock.moment
+        if phase == moment.phase:
+            return
+        if self.has_opportunities or (moment.phase == "eval" and not moment.micro_step):
+            self.end_micro_step()
+        if moment.phase == "train":
+            self._interrupted_micro_step = self.clock.moment.micro_step
+        self.advance(micro_step=self._interrupted_micro_step if phase == "train" else 0, phase=phase)
+
+    @property
+    def has_opportunities(self) -> bool:
+        """Whether any hook fired or could have fired in the current micro-step."""
+        return any(attached.has_opportunities for attached in self.attached_hooks if attached.frequency == "micro_step")
+
+    def end_micro_step(self) -> None:
+        """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
+        for attached in self.attached_hooks:
+            if attached.is_scheduled and attached.frequency == "micro_step":
+                attached.update_coverage()
+        self.clock.micro_step_index += 1
+        self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
+
+    def end_checkpoint(self) -> bool:
+        """Update the coverage of the hooks on state dicts. Return whether any is scheduled."""
+        scheduled = [
+            attached for attached in self.attached_hooks if attached.is_scheduled and attached.frequency == "occasion"
+        ]
+        for attached in scheduled:
+            if attached.has_opportunities:
+                attached.update_coverage()
+        return bool(scheduled)
+
+    def end_training(self) -> None:
+        """Update the coverage of the hooks on state dicts that fired after the last step, or never."""
+        for attached in self.attached_hooks:
+            if (
+                attached.was_ever_scheduled
+                and attached.frequency == "occasion"
+                and (attached.has_opportunities or not (attached.expected or attached.exemptions))
+            ):
+                attached.update_coverage()
