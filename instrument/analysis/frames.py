@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pyarrow as pa
 
-from .arrays import array_of, is_known
 from .run_files import RunFiles
+from .tensor_decoding import array_of, is_known
 
 
 def plain_labels(table: pa.Table) -> pa.Table:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from ..capture.tables import Table, as_table, with_positions
 from ..sinks.journal import JournalReader
-from ..sinks.journal_row_counts import truncation_problem
+from ..sinks.journal_truncation_check import truncation_problem
 from ..sinks.parts import OTHER_COLUMNS, Part, journals_of
 
 MOST_PIECES = 16  # chunks of one journal before they are concatenated

@@ -1,4 +1,4 @@
-"""Read one run, or several runs of a sweep, as pandas DataFrames."""
+"""`instrument.load`, and the class `Run` that it returns: the tables of a run or sweep, and queries on them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Run(RunTables):
             InstrumentError: The runs do not differ in this key, the key or the value does not exist, or no two runs can
                 be paired.
         """
-        from .effects_of import effects_of
+        from .config_key_effects import effects_of
 
         return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
 

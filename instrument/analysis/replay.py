@@ -14,8 +14,8 @@ import pyarrow.dataset as ds
 from ..capture.sink_interface import Row, Sink
 from ..capture.tables import TABLES
 from ..sinks.parts import journals_of, part_files
-from .arrays import array_of
 from .run_files import RunFiles
+from .tensor_decoding import array_of
 
 MAX_DISPLACEMENT = (
     64  # maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, POSITION, TABLES, Table
 from ..errors import InstrumentWarning
-from ..sinks.journal_row_counts import DAMAGED
+from ..sinks.journal_truncation_check import DAMAGED
 from ..sinks.lock import is_locked
 from ..sinks.missing_journals import lost_journals, rows_written
 from ..sinks.parts import (

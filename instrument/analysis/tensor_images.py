@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from ..spec.kinds import KINDS
-from .arrays import is_known
 from .plot_data import KEYS, RecordedSeries, location_name
 from .run_tables import RunTables
+from .tensor_decoding import is_known
 
 IDENTITY = (*KEYS, "layer", "path", "step", "micro_step", "call", "backward")
 GREY, COLOURED = 1, 3  # numbers of channels of an image

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kinds.row_scope import Parallel
+from ..kinds.distributed_scope import Parallel
 from ..stats.merge import PartialStatistics
 from .sink_interface import Row
 

@@ -13,14 +13,14 @@ from ..kinds.clock import Clock
 from ..kinds.hook_group_interface import HookGroup
 from ..kinds.loss import LossHooks
 from ..kinds.optimizer import StepHooks
-from ..kinds.parameter import BoundaryHooks, GradientHooks
+from ..kinds.parameter_gradients import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
 from ..kinds.site_grouping import attach_sites
 from ..plan.hook_plan import HookPlan
 from .non_finite_alerts import EventWriter
 from .optimizer_checks import optimizers_of
+from .optimizer_step_watch import ScalerWatch, StepWatch
 from .replacement_watch import LoadWatch, ModuleWatch
-from .step_watch import ScalerWatch, StepWatch
 
 
 class HookSet:

@@ -11,9 +11,9 @@ from ..kinds.clock import Clock
 from .collectives import Ranks
 from .device_copy import PendingMetrics, Transfer
 from .non_finite_alerts import Alerts
+from .optimizer_step_watch import StepWatch
 from .recorder import Recorder
 from .sink_interface import Row
-from .step_watch import StepWatch
 
 USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
 METRICS = (*USER_METRICS, "seconds", "samples_per_second")

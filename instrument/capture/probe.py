@@ -17,7 +17,7 @@ from ..actions.make_action import make_action
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..kinds.module_backward import IN_PLACE_ERROR, in_place_message
+from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..spec.budget import BudgetConfig

@@ -60,7 +60,7 @@ class LocalRowMerger:
         """Return whether another process writes the same row."""
         return False
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:  # noqa: ARG002
         """Add this process's part of a row. Only called if `merges` is true."""
         raise AssertionError("rows of a single process have no parts")
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.collectives import Ranks
 from ..errors import ConfigError, InstrumentError, Problem
-from ..kinds.row_scope import Parallel
+from ..kinds.distributed_scope import Parallel
 from ..spec.config import RunConfig
 from ..tasks.forward_and_loss import Forward
 from .batch_sharding import FULL_BATCH, BatchShard

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from ..analysis.tensor_archive import RunArchive
+from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.collectives import Ranks, own_rank
 from ..capture.optimizer_checks import Optimizers
 from ..capture.probe import Probe
@@ -22,10 +22,10 @@ from ..distributed.process_group import report_dead_ranks
 from ..distributed.unsupported import budget_problems, shard_problems
 from ..dtensor import is_sharded
 from ..errors import ConfigError, InstrumentWarning, Problem
-from ..folders.remote_copy import RemoteCopy
 from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
-from ..kinds.row_scope import Parallel
+from ..folders.run_upload import RemoteCopy
+from ..kinds.distributed_scope import Parallel
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import make_plan
 from ..sinks.memory import MemorySink
@@ -36,7 +36,7 @@ from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget
 from ..spec.spec_file import Specs, read_specs
 from ..stats.single_pass import KERNEL
-from ..training.compiled import describe_graph_breaks, graph_breaks, prepare_compiled
+from ..training.compiled_models import describe_graph_breaks, graph_breaks, prepare_compiled
 
 
 @contextmanager

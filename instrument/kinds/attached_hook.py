@@ -22,10 +22,10 @@ from ..spec.globs import matches
 from ..spec.modify import FunctionSpec, PenaltySpec
 from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
-from .calls import Calls
 from .clock import FIRST_CALL, Clock, Firing
+from .distributed_scope import scope_of
+from .module_calls import Calls
 from .reasons import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, default_reason
-from .row_scope import scope_of
 
 
 class AttachedHook:

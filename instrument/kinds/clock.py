@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..actions.base import StepContext
+from .distributed_scope import Parallel
 from .hook_timer import HookTimer
-from .row_scope import Parallel
 
 
 @dataclass

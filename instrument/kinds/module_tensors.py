@@ -19,9 +19,9 @@ from ..lazy_compiler import exclude_from_graphs
 from ..nested import map_tensors
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
-from .calls import Call, Calls
 from .clock import Clock, Firing
 from .hook_group_interface import InertWhenCopied
+from .module_calls import Call, Calls
 from .reasons import NO_TENSOR, TRANSFORMED
 from .tensor_gradients import InputGradients, OutputGradients
 

@@ -10,12 +10,12 @@ from .attached_hook import AttachedHook
 from .clock import Clock
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
-from .module_backward import ModuleBackwardHooks
 from .module_tensors import ModuleHooks
 from .optimizer import StepHooks
 from .optimizer_owners import Owners
-from .parameter import BoundaryHooks, GradientHooks
+from .parameter_gradients import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
+from .via_module_backward import ModuleBackwardHooks
 
 Location = tuple[type[HookGroup], int, bool, bool]
 

@@ -32,10 +32,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..nested import iter_tensors, map_tensors
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
-from .calls import Call
 from .clock import Clock, Firing
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
+from .module_calls import Call
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
 
 

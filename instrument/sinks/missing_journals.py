@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .journal_row_counts import NAME, read_counts
+from .journal_truncation_check import NAME, read_counts
 from .parts import JOURNALS, Part, names_in, part_files
 
 

@@ -19,7 +19,7 @@ from ..capture.collectives import own_rank
 from ..capture.sink_interface import Row
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
-from .journal_row_counts import RowCounts
+from .journal_truncation_check import RowCounts
 from .parts import JOURNALS, disk_reserve_file, row_counts_of
 from .recovery import has_moved
 from .table_writer import TableWriter

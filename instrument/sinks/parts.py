@@ -4,7 +4,7 @@
     stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.sinks.compaction
     journal/stats-0000-000008.arrows         the rows of the future part 8
     journal/stats-0000-000008.tmp            part 8 while it is being written
-    journal/rows.0000                        number of rows in the journals of rank 0, see instrument.sinks.journal_row_counts
+    journal/rows.0000                        number of rows in the journals of rank 0, see instrument.sinks.journal_truncation_check
 
 A part is written to a temporary file and renamed. Only then are the files that it replaces removed: the journal of its
 rows, or the parts that were merged into it. A reader that lists journals first and parts second therefore finds every
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, with_positions
 from .journal import SUFFIX, JournalReader
-from .journal_row_counts import NAME, truncation_problem
+from .journal_truncation_check import NAME, truncation_problem
 
 JOURNALS = "journal"
 DAMAGED = ".damaged"

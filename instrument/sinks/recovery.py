@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..capture.tables import TABLES
-from .journal_row_counts import DAMAGED
+from .journal_truncation_check import DAMAGED
 from .missing_journals import lost_journals, row_counts_in, rows_written
 from .parts import (
     JOURNALS,

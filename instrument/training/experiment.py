@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from ..analysis.tensor_archive import RunArchive
+from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
 from ..distributed.batch_sharding import check_batch_size, sequential_loader
 from ..distributed.strategies import Strategy
@@ -32,10 +32,10 @@ from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from .apply import apply_specs, build_module
-from .batch_shape_checks import PhaseBatches, check_batch_shapes
 from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck
+from .hook_batch_checks import PhaseBatches, check_batch_shapes
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
 

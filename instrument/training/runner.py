@@ -17,9 +17,9 @@ from ..distributed.process_group import Processes
 from ..distributed.strategies import choose_strategy
 from ..distributed.torchrun import process_group, stop_together, synced_errors
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.remote_copy import RemoteCopy
 from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
+from ..folders.run_upload import RemoteCopy
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import remove_rows_after_checkpoint
 from ..sinks.tee import TeeSink
@@ -27,7 +27,7 @@ from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
 from ..stats.single_pass import KERNEL
 from .checkpoint import Checkpoints, restore, restore_random
-from .compiled import describe_graph_breaks, graph_breaks
+from .compiled_models import describe_graph_breaks, graph_breaks
 from .device_and_seed import process_state
 from .experiment import Experiment, prepare
 from .loop import train

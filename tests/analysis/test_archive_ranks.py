@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from instrument.actions.base import Context, StepContext
-from instrument.analysis.tensor_archive import RunArchive
+from instrument.analysis.tensors_of_earlier_runs import RunArchive
 from instrument.sinks.parquet import ParquetSink
 
 BATCH = np.arange(12, dtype=np.float32).reshape(6, 2)

@@ -22,7 +22,7 @@ from instrument import InstrumentError, InstrumentWarning, recover
 from instrument.analysis.run_files import RunFiles, size_on_disk
 from instrument.capture.tables import TABLES
 from instrument.sinks.journal import Journal, JournalReader
-from instrument.sinks.journal_row_counts import RowCounts
+from instrument.sinks.journal_truncation_check import RowCounts
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part

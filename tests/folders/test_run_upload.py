@@ -24,8 +24,8 @@ from waiting import TIMEOUT
 import instrument
 from instrument import ConfigError, InstrumentWarning
 from instrument.capture.tables import TABLES
-from instrument.folders import remote_copy
-from instrument.folders.remote_copy import RemoteCopy
+from instrument.folders import run_upload
+from instrument.folders.run_upload import RemoteCopy
 from instrument.report import command_for
 from instrument.report.__main__ import main as report
 from instrument.sinks import background_upload, remote_transfer
@@ -265,13 +265,13 @@ def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, mon
     sink = SinkConfig(remote=f"memory:/{tmp_path}/there")
     copies = []
     for rank in (0, 1):
-        monkeypatch.setattr(remote_copy, "own_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(run_upload, "own_rank", lambda rank=rank: rank)
         copies.append(RemoteCopy(folder, sink, reporter))
         copies[rank].begin()
         with new_part(folder, TABLES["stats"], Part(rank, 0)):
             pass
     for rank in (1, 0):
-        monkeypatch.setattr(remote_copy, "own_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(run_upload, "own_rank", lambda rank=rank: rank)
         with copies[rank]:
             pass
         assert f"stats/part-000{rank}-000000.parquet" in names(copies[rank].address)

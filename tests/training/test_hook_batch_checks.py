@@ -17,7 +17,7 @@ from instrument.dry_run import profiling
 from instrument.dry_run.cost_of_run import dry_run
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
-from instrument.training import batch_shape_checks
+from instrument.training import hook_batch_checks
 from instrument.training.experiment import prepare
 from instrument.training.loop import train
 
@@ -258,9 +258,9 @@ class Positions(nn.Module):
 def test_number_of_checks_does_not_depend_on_the_steps(clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step is checked by its batch sizes; tensors are checked once per distinct size."""
     checked = []
-    plain = batch_shape_checks._RecordingCheck._shape_problems
+    plain = hook_batch_checks._RecordingCheck._shape_problems
     monkeypatch.setattr(
-        batch_shape_checks._RecordingCheck, "_shape_problems", lambda *given: checked.append(given) or plain(*given)
+        hook_batch_checks._RecordingCheck, "_shape_problems", lambda *given: checked.append(given) or plain(*given)
     )
     put = {**REPLACE, "layers": "layers.*", "fn": "patch", "slice": ":, 0:10", "run": clean, "hook": "train", "step": 0}
     prepare_only({"put": put}, steps=3000, data={"slice": {"stop": 32}})

@@ -20,9 +20,9 @@ from ..nested import iter_tensors, map_tensors
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
-from .calls import Call, Calls
 from .clock import Clock, Firing
 from .hook_group_interface import InertWhenCopied
+from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place

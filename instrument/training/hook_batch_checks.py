@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..analysis.tensor_archive import RunArchive
+from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..errors import ConfigError, Problem
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfits_in_smaller_batches, tensors_at

@@ -1,0 +1,206 @@
+"""Cost of a single firing: extra time per recorded tensor of small layers, in microseconds.
+
+python benchmarks/firing.py [--rounds N] [--threads 1 2] [--layers 32]
+
+The network is 32 x Linear(64, 64) with a batch of 32 samples. Bare steps and steps with hooks alternate in one process. A
+figure is the median of the differences of all rounds, divided by the number of recorded tensors in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import keep_memory, machine
+from torch import Tensor, nn
+
+import instrument
+
+WIDTH, BATCH = 64, 32
+RECORD: dict[str, Any] = {"layers": "*", "kind": "forward", "action": "record"}
+GRADIENT: dict[str, Any] = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
+Step = Callable[[], object]
+
+
+class Training:
+    """Training steps of a chain of linear layers."""
+
+    def __init__(self, layers: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.batch = torch.randn(BATCH, WIDTH)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def step(self) -> Tensor:
+        loss: Tensor = self.model(self.batch).square().mean()
+        self.optimizer.zero_grad(set_to_none=False)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+@contextmanager
+def with_instrument(training: Training, specs: dict[str, dict[str, Any]]) -> Iterator[Step]:
+    """Yield a step with hooks whose rows are written to Parquet."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        instrument.attach(training.model, specs, optimizer=training.optimizer, out=Path(folder) / "run") as probe,
+    ):
+
+        def step() -> None:
+            probe.end_step(loss=training.step())
+
+        yield step
+
+
+@contextmanager
+def with_callback(training: Training, callback: Callable[[Tensor], object], *, gradients: bool) -> Iterator[Step]:
+    """Yield a step with a plain forward hook on each layer, and with a tensor hook on its output if requested."""
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:  # noqa: ARG001
+        callback(output)
+        if gradients:
+            output.register_hook(lambda gradient: callback(gradient) and None)
+
+    handles = [layer.register_forward_hook(hook) for layer in training.model]
+    try:
+        yield lambda: training.step().item()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def naive(rows: list[tuple[float, ...]]) -> Callable[[Tensor], None]:
+    """Return a function that appends eight statistics of a tensor to a list, as a hook in a notebook does."""
+
+    def callback(tensor: Tensor) -> None:
+        x = tensor.detach()
+        rows.append(
+            tuple(
+                value.item()
+                for value in (
+                    x.mean(), x.std(), x.min(), x.max(), x.norm(), (x == 0).sum(), x.isnan().sum(), x.isinf().sum()
+                )
+            )
+        )  # fmt: skip
+
+    return callback
+
+
+@contextmanager
+def with_nvdlfw_inspect(training: Training, folder: Path, *, gradients: bool) -> Iterator[Step]:
+    """Yield a step with the statistics of nvdlfw-inspect in a text log."""
+    import nvdlfw_inspect.api as debug_api
+
+    config = folder / "inspect.yaml"
+    config.write_text(
+        'all: {enabled: true, layers: {layer_name_regex_pattern: ".*"}, base: {LogTensorStats: {enabled: true, '
+        "tensors: [output], stats: [min, max, mean, std, l1_norm, l2_norm], freq: 1}}}"
+    )
+    debug_api.initialize(config_file=str(config), log_dir=str(folder), default_logging_enabled=True)
+
+    def callback(tensor: Tensor) -> None:
+        debug_api.log_tensor_stats("layer", tensor_name="output", tensor=tensor.detach(), skip_reduction=True)
+
+    try:
+        with with_callback(training, callback, gradients=gradients) as step:
+            yield lambda: (step(), debug_api.step())
+    finally:
+        debug_api.end_debug()
+
+
+def extra_microseconds(bare: Step, hooked: Step, *, rounds: int, steps: int) -> tuple[float, float]:
+    """Return the median extra duration of a step with hooks, and the median duration of a bare step, in microseconds."""
+    differences, durations = [], []
+    for number in range(rounds + 2):
+        times = {}
+        for name in ("bare", "hooked") if number % 2 else ("hooked", "bare"):
+            step, start = {"bare": bare, "hooked": hooked}[name], time.perf_counter()
+            for _ in range(steps):
+                step()
+            times[name] = (time.perf_counter() - start) / steps * 1e6
+        if number >= 2:  # the first two rounds are warm-up
+            differences.append(times["hooked"] - times["bare"])
+            durations.append(times["bare"])
+    return statistics.median(differences), statistics.median(durations)
+
+
+def variants(
+    layers: int, folder: Path
+) -> Iterator[tuple[str, int, Callable[[Training], AbstractContextManager[Step]]]]:
+    """Yield the label of each row, the number of tensors by which its time is divided, and the function that opens it."""
+
+    def hooks(**specs: dict[str, Any]) -> Callable[[Training], AbstractContextManager[Step]]:
+        return lambda training: with_instrument(training, specs)
+
+    def callback(make: Callable[[], Callable[[Tensor], object]], gradients: bool) -> Callable[[Training], Any]:
+        return lambda training: with_callback(training, make(), gradients=gradients)
+
+    never = {"start": 10**9}
+    yield "instrument: outputs", layers, hooks(outputs=RECORD)
+    yield "instrument: outputs and their gradients", 2 * layers, hooks(outputs=RECORD, gradients=GRADIENT)
+    yield (
+        "instrument: not scheduled, per module call",
+        layers,
+        hooks(outputs={**RECORD, **never}, gradients={**GRADIENT, **never}),
+    )
+    clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
+    yield "instrument: clip by value", layers, hooks(clip=clip)
+    yield "instrument: scale", layers, hooks(scale={**clip, "action": "scale", "min": None, "max": None, "factor": 0.9})
+    for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
+        yield f"naive hook: {label}", tensors, callback(lambda: naive([]), gradients)
+        yield f"empty hook: {label}", tensors, callback(lambda: lambda _: None, gradients)
+    try:
+        import nvdlfw_inspect  # noqa: F401
+    except ImportError:
+        return
+    for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
+        yield (
+            f"nvdlfw-inspect: {label}",
+            tensors,
+            lambda training, gradients=gradients: with_nvdlfw_inspect(training, folder, gradients=gradients),  # type: ignore[misc]
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    keep_memory()
+    print(machine())
+    table: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            for label, tensors, open_step in variants(options.layers, Path(folder)):
+                if options.only not in label:
+                    continue
+                bare, hooked = Training(options.layers), Training(options.layers)
+                with open_step(hooked) as step:
+                    extra, duration = extra_microseconds(
+                        lambda bare=bare: bare.step().item(), step, rounds=options.rounds, steps=options.steps
+                    )
+                table.setdefault(label, []).append(f"{extra / tensors:.1f}")
+                print(
+                    f"{threads} threads: {label}: {extra / tensors:.1f} us  (bare step {duration / 1e3:.2f} ms)",
+                    flush=True,
+                )
+    print("\n| microseconds per tensor | " + " | ".join(f"{threads} threads" for threads in options.threads) + " |")
+    print("|---|" + "---|" * len(options.threads))
+    for label, cells in table.items():
+        print(f"| {label} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
