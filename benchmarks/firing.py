@@ -153,7 +153,7 @@ def variants(
     )
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
     yield "instrument: clip by value", layers, hooks(clip=clip)
-    yield "instrument: scale", layers, hooks(scale={**clip, "action": "scale", "min": None, "max": None, "factor": 0.9})
+    yield "instrument: scale", layers, hooks(scale={"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9})
     for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
         yield f"naive hook: {label}", tensors, callback(lambda: naive([]), gradients)
         yield f"empty hook: {label}", tensors, callback(lambda: lambda _: None, gradients)

@@ -10,8 +10,14 @@ from instrument.stats.measure import measure_on_device
 from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_fraction_on_device
 
 
+def use_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all hooks take the general path until the end of the test, also those that record plain tensors."""
+    monkeypatch.setattr("instrument.kinds.plain_record.PlainRecord.of", lambda attached: None)
+
+
 def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the statistics functions by their versions for accelerators, until the end of the test."""
+    use_general_path(monkeypatch)
 
     def measure(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
         return measure_on_device(tensor.detach().reshape(-1), names)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from ..dtensor import module_type
 from ..errors import ConfigError, Problem
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
@@ -81,6 +82,23 @@ class Context:
         """The optimizer step, from 0."""
         return self.moment.step
 
+    @property
+    def site(self) -> tuple[Any, ...]:
+        """The identity columns of a row of this call without the moment."""
+        return (
+            self.rank,
+            self.hook,
+            self.layer,
+            module_type(self.module),
+            self.kind,
+            self.role,
+            self.path,
+            self.call,
+            self.backward,
+            self.recompute,
+            self.scope,
+        )
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.
 
@@ -142,6 +160,19 @@ class Rows(Effects, Protocol):
 
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
+
+    def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: tuple[Any, ...]) -> bool:
+        """Add the statistics of one plain tensor; see `instrument.stats.single_pass.record_plain`.
+
+        Args:
+            tensor: The tensor.
+            bits: The statistics.
+            moment: Step, micro-step, epoch and phase.
+            site: The other identity columns of the row.
+
+        Returns:
+            Whether the row was added. False if the tensor is not plain.
+        """
 
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""

@@ -18,6 +18,7 @@ from ..spec.statistics import COUNTS, VALUE_STATISTICS
 from ..stats.distribution import distribution
 from ..stats.measure import Values, measure
 from ..stats.merge import MEASURED, PartialStatistics, partial_statistics, sketch
+from ..stats.single_pass import NATIVE, wanted
 from ..stats.unit_statistics import (
     dead_fraction,
     dead_units,
@@ -105,6 +106,7 @@ class Record:
         levels: The levels of the quantiles; empty if none are recorded.
         bins: The number of histogram bins; 0 if no histogram is recorded.
         keeps_tensors: Whether tensors are recorded.
+        bits: The statistics for `instrument.stats.single_pass.record_plain`; 0 if it does not support all of them.
     """
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:
@@ -116,6 +118,10 @@ class Record:
         self.bins = spec.histogram or 0
         self.keeps_tensors = spec.tensors
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+        self.bits = self._bits()
+
+    def _bits(self) -> int:
+        return wanted(self.statistics) if set(self.statistics) <= set(NATIVE) else 0
 
     def without_most_expensive(self) -> tuple[Record, str] | None:
         """Return a copy of this action without its most expensive part.
@@ -138,6 +144,7 @@ class Record:
             if set(reduced.statistics) <= set(COUNTS):
                 break  # nothing of what was asked for would be left
             reduced.derived = tuple(name for name in self.derived if name != expensive)
+            reduced.bits = reduced._bits()
             return reduced, expensive
         return None
 

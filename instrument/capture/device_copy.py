@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_HOST = torch.device("cpu")
+
 
 class Transfer:
     """Copies the numbers of many small tensors, with one copy per device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._layout = [(tensor.device, tensor.numel()) for tensor in tensors]
+        self._copies: dict[torch.device, _Copy | _HostNumber] = {}
+        if self._layout == [(_HOST, 1)]:  # most often a loss
+            self._copies[_HOST] = _HostNumber(tensors[0])
+            return
         flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
-        self._layout = [(tensor.device, tensor.numel()) for tensor in flat]
-        self._copies = {
-            device: _Copy(torch.cat([tensor for tensor in flat if tensor.device == device]))
-            for device in {tensor.device for tensor in flat}
-        }
+        for device in {tensor.device for tensor in flat}:
+            self._copies[device] = _Copy(torch.cat([tensor for tensor in flat if tensor.device == device]))
 
     @property
     def is_complete(self) -> bool:
@@ -56,6 +60,16 @@ class _Copy:
             self.copied_event.synchronize()
         values: list[float] = self.vector.tolist()
         return values
+
+
+class _HostNumber:
+    """One number in CPU memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.number = float(tensor.item())
+
+    def numbers(self) -> list[float]:
+        return [self.number]
 
 
 class PendingMetrics(Mapping[str, float | None]):

@@ -110,7 +110,9 @@ class Probe:
             self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
-        self._scheduled = ScheduledHooks(self.attached_hooks, plan.specs, self.clock, self._on_schedule_change)
+        self._scheduled = ScheduledHooks(
+            self.attached_hooks, plan.specs, self.clock, self._on_schedule_change, is_sampled=self.budget is not None
+        )
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
@@ -247,7 +249,7 @@ class Probe:
         Args:
             step: The optimizer step, from 0.
         """
-        self._scheduled.advance(step=step, micro_step=0)
+        self._scheduled.advance(step=step, micro_step=0, update_all=True)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.

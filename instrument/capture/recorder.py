@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..actions.base import Context, Effect
+from ..actions.base import Context, Effect, StepContext
 from ..kinds.attached_hook import AttachedHook
+from ..spec.statistics import ALL
 from ..stats.distribution import distribution_columns
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
+from ..stats.single_pass import record_plain
 from .collectives import Ranks
 from .device_copy import Transfer
 from .rank_merging import (
@@ -28,8 +30,9 @@ from .rank_merging import (
     effect_piece,
     statistics_piece,
 )
-from .row_cells import effect_cells, fetched_statistics, statistics
+from .row_cells import effect_cells
 from .sink_interface import Row, Sink
+from .step_statistics import ColumnCache, StepStatistics, split_identity
 
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
@@ -39,7 +42,8 @@ class Recorder:
 
     Args:
         sink: Receives the rows.
-        on_stats: Called with the rows of statistics of each step, after all rows of the step were passed to the sink.
+        on_stats: Called with the rows of each step that count NaN or infinities, after all rows of the step were passed
+            to the sink.
         ranks: The processes that train together; None for a single one.
     """
 
@@ -52,7 +56,8 @@ class Recorder:
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
-        self._stats: list[tuple[Row, tuple[str, ...], Values]] = []
+        self._stats = StepStatistics()
+        self._columns = ColumnCache()
         self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
         self._effects: list[tuple[Row, Effect]] = []
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
@@ -74,7 +79,16 @@ class Recorder:
     def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
         if not self._merger.is_duplicate(context):
-            self._stats.append((self._merger.identity(context), names, values))
+            moment, site = split_identity(self._merger.identity(context))
+            self._stats.add_values(moment, site, names, values)
+
+    def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: Row) -> bool:
+        """Add the statistics of one plain tensor."""
+        stats = self._stats
+        if not record_plain(tensor, bits, stats.next_address()):
+            return False
+        stats.add(moment, site)
+        return True
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
@@ -124,7 +138,7 @@ class Recorder:
             for name in ("dropped", "bytes")
         )
 
-    def write(self, table: str, rows: list[Row]) -> None:
+    def write(self, table: str, rows: Sequence[Row]) -> None:
         """Write rows of a table without actions directly to the sink."""
         self.sink.write(table, rows)
         self.rows_written += len(rows)
@@ -138,10 +152,10 @@ class Recorder:
         """
         self.flush()
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
-        stats, self._stats = self._stats, []
+        stats, self._stats = self._stats, StepStatistics(len(self._stats))
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
-        on_device = [values for _, _, values in stats if isinstance(values, Tensor)]
+        on_device = [waiting.values for waiting in stats.on_device]
         on_device += [values for *_, values in distributions if isinstance(values, Tensor)]
         for _, effect in effects:
             on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
@@ -167,40 +181,39 @@ class Recorder:
         if step is None:
             return
         fetched = step.transfer.read()
-        stats = [
-            (
-                *key,
-                *(
-                    fetched_statistics(names, next(fetched))
-                    if isinstance(values, Tensor)
-                    else statistics(names, values)
-                ),
-            )
-            for key, names, values in step.stats
-        ]
+        for waiting in step.stats.on_device:
+            step.stats.set_values(waiting.row, waiting.names, next(fetched))
         distributions = [
             key + distribution_columns(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
             for key, levels, bins, values in step.distributions
         ]
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
-        tables = {"stats": stats, "distributions": distributions, "effects": effects}
+        tables = {"distributions": distributions, "effects": effects}
         if step.merged is not None:
             for table, merged in step.merged.build(*(next(fetched) for _ in step.merged.numbers)):
-                tables[table].append(merged)
+                if table == "stats":
+                    step.stats.add_values(*split_identity(merged), ALL, merged[-len(ALL) :])
+                else:
+                    tables[table].append(merged)
+        not_finite: Sequence[Row] = ()
+        if len(step.stats):
+            stats = step.stats.rows(self._columns)
+            not_finite = stats.not_finite()
+            self.write("stats", stats)
         for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
         for table, row in step.deferred:
             self.write(table, [row()])
         if self.on_stats is not None:
-            self.on_stats(stats)
+            self.on_stats(not_finite)
         self.sink.end_step()
 
 
 class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
-    stats: list[tuple[Row, tuple[str, ...], Values]]
+    stats: StepStatistics
     distributions: list[tuple[Row, tuple[float, ...], int, Values]]
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None

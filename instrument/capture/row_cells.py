@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..actions.base import Context, Effect
-from ..dtensor import module_type
 from ..plan.hook_plan import HookPlan
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.measure import positions
@@ -20,28 +19,7 @@ _COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if
 
 def identity_columns(context: Context) -> Row:
     """Return the identity columns of a row: when and where it was recorded."""
-    return (
-        *context.moment,
-        context.rank,
-        context.hook,
-        context.layer,
-        module_type(context.module),
-        context.kind,
-        context.role,
-        context.path,
-        context.call,
-        context.backward,
-        context.recompute,
-        context.scope,
-    )
-
-
-def statistics(names: tuple[str, ...], values: Sequence[float | None]) -> list[float | None]:
-    """Return all columns of the statistics. None for those that were not requested or have no value."""
-    row: list[float | None] = [None] * len(ALL)
-    for at, value in zip(positions(names), values, strict=True):
-        row[at] = value
-    return row
+    return (*context.moment, *context.site)
 
 
 def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:

@@ -18,6 +18,7 @@ class ScheduledHooks:
         specs: The specs of the plan by name.
         clock: The current step and phase, which this object changes.
         on_change: Called after scheduled hooks have changed, with those that are not of checkpoints.
+        is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
 
     Attributes:
         names: The names of the scheduled hooks, without those of checkpoints.
@@ -29,16 +30,26 @@ class ScheduledHooks:
         specs: Mapping[str, HookSpec],
         clock: Clock,
         on_change: Callable[[list[AttachedHook]], None],
+        *,
+        is_sampled: bool,
     ) -> None:
         self.attached_hooks = attached_hooks
         self.specs = specs
         self.clock = clock
         self.names: tuple[str, ...] = ()
         self._on_change = on_change
+        self._is_scheduled: dict[str, bool] = {}  # by spec
+        self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
+        self._is_sampled = is_sampled
         self._interrupted_micro_step = 0  # of the training step that an evaluation interrupts
 
-    def advance(self, **moment: Any) -> None:
-        """Set fields of the clock's moment, and update which hooks are scheduled."""
+    def advance(self, *, update_all: bool = False, **moment: Any) -> None:
+        """Set fields of the clock's moment, and update which hooks are scheduled.
+
+        Args:
+            update_all: Whether to update the hooks even if the schedules have not changed.
+            moment: The fields.
+        """
         previous_phase = self.clock.moment.phase
         self.clock.moment = self.clock.moment._replace(**moment)
         step, phase = self.clock.moment.step, self.clock.moment.phase
@@ -46,6 +57,9 @@ class ScheduledHooks:
         self.clock.micro_step_index += 1
         changed = phase != previous_phase
         is_scheduled = {name: spec.schedule.includes(step, phase) for name, spec in self.specs.items()}
+        if not (changed or update_all or self._is_sampled) and is_scheduled == self._is_scheduled:
+            return
+        self._is_scheduled = is_scheduled
         for attached in self.attached_hooks:
             changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
         if changed or self.clock.micro_step_index == 1:
@@ -71,12 +85,12 @@ class ScheduledHooks:
     @property
     def has_opportunities(self) -> bool:
         """Whether any hook fired or could have fired in the current micro-step."""
-        return any(attached.has_opportunities for attached in self.attached_hooks if attached.frequency == "micro_step")
+        return any(attached.has_opportunities for attached in self._micro_step_hooks)
 
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
-        for attached in self.attached_hooks:
-            if attached.is_scheduled and attached.frequency == "micro_step":
+        for attached in self._micro_step_hooks:
+            if attached.is_scheduled:
                 attached.update_coverage()
         self.clock.micro_step_index += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)

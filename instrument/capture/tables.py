@@ -332,9 +332,18 @@ TABLES: dict[str, Table] = {
 }
 
 
-def as_batch(table: Table, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
-    """Convert rows, tuples in the order of the columns, to a record batch with labels as strings."""
-    return pa.RecordBatch.from_struct_array(pa.array(rows, table.plain_struct))
+def as_batch(table: Table, *groups: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
+    """Convert rows, tuples in the order of the columns, to a record batch with labels as strings.
+
+    A group of rows that has a method `to_batch` converts itself.
+    """
+    batches = [
+        group.to_batch()
+        if hasattr(group, "to_batch")
+        else pa.RecordBatch.from_struct_array(pa.array(group, table.plain_struct))
+        for group in groups
+    ]
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def with_positions(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:

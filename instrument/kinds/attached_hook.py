@@ -116,6 +116,11 @@ class AttachedHook:
         """Count a firing."""
         self._fired += 1
 
+    def count_hit(self) -> None:
+        """Count an opportunity and its firing."""
+        self._opportunities += 1
+        self._fired += 1
+
     def count_and_check_readable(self, tensor: Tensor) -> bool:
         """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
         self.count_opportunity()
@@ -144,9 +149,15 @@ class AttachedHook:
         Args:
             reason: The reason if there was no opportunity; the default reason of the kind if None.
         """
+        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
+        if fired >= opportunities > 0 and not exemptions:  # the usual case
+            self.expected += opportunities
+            self.fired += fired
+            self._opportunities = self._fired = 0
+            self._misses.clear()
+            return
         if not self.has_opportunities and self.frequency == "micro_step" and self.is_frozen:
             self.count_exempt(FROZEN)
-        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
         self.expected += opportunities if opportunities or exemptions else 1
         self.fired += fired
         self.exemptions.update(exemptions)

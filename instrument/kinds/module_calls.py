@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,9 @@ from torch.utils import checkpoint
 
 from ..actions.base import UNKNOWN_CALL
 from .clock import Clock
+
+_graph_task = torch._C._current_graph_task_id
+_packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class Call:
         is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
         on_output: Called with the output of the module after it has run.
-        versions: The versions of the input tensors, by identity.
+        versions: The versions of the input tensors, by identity; None if they are not needed.
         inputs_are_data: Whether no input requires a gradient.
     """
 
@@ -38,7 +41,7 @@ class Call:
     is_recomputed: bool
     segment: object | None
     on_output: Callable[[Any], None] | None = None
-    versions: dict[int, int] = field(default_factory=dict)
+    versions: dict[int, int] | None = None
     inputs_are_data: bool = False
 
     @property
@@ -64,7 +67,7 @@ class Calls:
         if self.micro_step_index != self.clock.micro_step_index:
             self.micro_step_index, self.count = self.clock.micro_step_index, 0
             self.active.clear()
-        is_recomputed = in_backward()
+        is_recomputed = _graph_task() != -1  # a module that runs in a backward pass is recomputed by checkpointing
         segments = list(_segments()) if is_recomputed or _may_be_checkpointed() else []
         index = self._original_index(segments) if is_recomputed else self.count
         self.count += not is_recomputed
@@ -91,7 +94,7 @@ class Calls:
 
     def _original_index(self, segments: list[tuple[object, bool]]) -> int:
         """Return the index of the original call, given its position among the calls of its segment."""
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         segment = next((segment for segment, is_being_recomputed in segments if is_being_recomputed), None)
         if segment is None:
             return 0 if self.count == 1 else UNKNOWN_CALL
@@ -100,11 +103,6 @@ class Calls:
         self.recompute_progress[segment] = task, position + 1
         indices = self.call_indices.get(segment, [])
         return indices[position] if position < len(indices) else UNKNOWN_CALL
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs a backward pass. A module that runs there is recomputed by checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
@@ -116,7 +114,7 @@ def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
 
 def _may_be_checkpointed() -> bool:
     """Return whether a forward pass may be part of a segment: it has no graph, or a hook packs its saved tensors."""
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not torch.is_grad_enabled() or _packing_hooks(True) is not None
 
 
 def _segments() -> Iterator[tuple[object, bool]]:

@@ -22,6 +22,7 @@ from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
+from .plain_record import PlainModuleHooks
 from .reasons import NO_TENSOR, TRANSFORMED
 from .tensor_gradients import InputGradients, OutputGradients
 
@@ -29,6 +30,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 _UNMEASURED = nullcontext()
+_transform = (
+    torch._C._functorch.peek_interpreter_stack
+)  # returns the transform of torch.func that runs this code, if any
 
 
 class ModuleHooks(InertWhenCopied):
@@ -36,6 +40,8 @@ class ModuleHooks(InertWhenCopied):
 
     If no site is scheduled, each hook only tests a flag.
     """
+
+    plain: PlainModuleHooks | None = None  # the scheduled sites, if all of them record plain tensors
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class ModuleHooks(InertWhenCopied):
             attached.module_calls = self.calls
         # Sites that are not scheduled; empty after the next call of the module.
         self.unscheduled: list[AttachedHook] = []
+        self._plain: PlainModuleHooks | None = None  # becomes `plain` when the sites that are not scheduled are counted
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: list[AttachedHook] = []
@@ -96,22 +103,29 @@ class ModuleHooks(InertWhenCopied):
         self.input_gradients.total_hooks = [
             attached for kind, role, attached in roles if kind == "tensor" and role == "input"
         ]
+        only_outputs = not (self.pre or self.forward_input or self.input_gradients.is_requested)
+        self._plain = PlainModuleHooks.of(self.output, first + then) if self.active and only_outputs else None
+        self.plain = None if self.unscheduled else self._plain
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
+        if self.plain is not None and _transform() is None:
+            self.calls.enter()
+            return None
         if self.clock.closed:
             return None
         if self.unscheduled:
             for attached in self.unscheduled:
                 attached.count_unscheduled()
             self.unscheduled = []
+            self.plain = self._plain
         if not self.active:
             return None
         with self.clock.timer or _UNMEASURED:
             return self._before(module, args, kwargs)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if _is_transformed():
+        if _transform() is not None:
             for attached in self.attached_hooks:
                 if attached.is_scheduled:
                     attached.count_opportunity()
@@ -129,19 +143,27 @@ class ModuleHooks(InertWhenCopied):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
-        if self.clock.closed or not self.active or _is_transformed():
+        if self.clock.closed or not self.active or _transform() is not None:
             return None
-        with self.clock.timer or _UNMEASURED:
+        if self.clock.timer is None:
+            return self._after(module, args, kwargs, output)
+        with self.clock.timer:
             return self._after(module, args, kwargs, output)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if (call := self.calls.leave()) is None:
             return None
+        recorded = False
+        if self.plain is not None:
+            recorded = not call.is_recomputed and self.plain.record_output(output, call.index)
+            if recorded and self.plain.register(output, call.index):
+                return None
+            self.output_gradients.store_inputs(_join(args, kwargs), call)
         if call.on_output is not None:
             call.on_output(output)
         if self.forward_input:
             self._act(self.forward_input, _join(args, kwargs), call)
-        new = self._act(self.output, output, call) if self.output else output
+        new = self._act(self.output, output, call) if self.output and not recorded else output
         if self.output_gradients.attached_hooks:
             new = self.output_gradients.register(module, new, call)
         return None if new is output else new
@@ -176,11 +198,6 @@ class ModuleHooks(InertWhenCopied):
             self.handles.pop().remove()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
-
-
-def _is_transformed() -> bool:
-    """Return whether this code runs inside a transform of torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -260,9 +260,10 @@ class OutputGradients:
             not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
             for attached in gradients.attached_hooks
         )
+        versions = call.versions or {}
         for path, tensor in gradients.tensors_with_gradient(output):
             if (hook := gradients.hook(path, tensor)) is not None:
-                is_new = not tensor.is_leaf and call.versions.get(id(tensor)) != tensor._version
+                is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
                 if (is_new and not needs_alias) or (read_only and not tensor.is_leaf):
                     TensorGradientHook(tensor, hook).finish_registration()
                 elif read_only:

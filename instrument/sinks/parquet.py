@@ -73,7 +73,7 @@ class ParquetSink:
         self._folder_stat: os.stat_result | None = None
         self._has_reserve = False
         self._step: int | None = None  # the last training step whose rows were written
-        self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
+        self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
         self._writers = {
             name: TableWriter(
                 folder,
@@ -89,8 +89,8 @@ class ParquetSink:
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Buffer rows. They are written at the end of the step."""
-        if self.failure is None:
-            self._rows[table].extend(rows)
+        if rows and self.failure is None:
+            self._rows.setdefault(table, []).append(rows)
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
@@ -122,16 +122,15 @@ class ParquetSink:
         try:
             self._reserve_space()
             self._tensors.end_step()
-            for name, rows in self._rows.items():
-                if rows:
-                    self._writers[name].append(as_batch(TABLES[name], rows))
+            for name in [name for name in TABLES if name in self._rows]:
+                self._writers[name].append(as_batch(TABLES[name], *self._rows[name]))
             self._count()
         except OSError as error:
             self._fail(error)
         else:
-            latest = ((self._rows[name][-1], phase) for name, phase in PHASE.items() if self._rows[name])
+            latest = ((self._rows[name][-1][-1], phase) for name, phase in PHASE.items() if name in self._rows)
             self._step = max((row[0] for row, phase in latest if row[phase] == "train"), default=self._step)
-            self._rows = {name: [] for name in TABLES}
+            self._rows = {}
 
     def finish_parts(self) -> dict[str, int]:
         """Convert all journals to parts.
@@ -218,8 +217,8 @@ class ParquetSink:
         with suppress(OSError):
             self._reserve.unlink()
         with suppress(OSError):
-            self._writers["events"].append(as_batch(TABLES["events"], [*self._rows["events"], event]))
-        self._rows = {name: [] for name in TABLES}
+            self._writers["events"].append(as_batch(TABLES["events"], *self._rows.get("events", ()), [event]))
+        self._rows = {}
         if self.on_error == "stop":
             raise SinkError(self.failure) from error
         self.report(f"{self.failure}; training continues without recording")

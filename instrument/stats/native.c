@@ -1,7 +1,30 @@
-/* Moments and histograms of floating-point numbers, each computed in one pass over memory.
+/* Statistics and histograms of floating-point numbers, each computed in one pass over memory.
 
-   Both functions read `count` contiguous elements at `address`. `kind` is 0 for float32, 1 for bfloat16, 2 for float64.
-   The global interpreter lock is released during the computation.
+   moments, statistics and histogram read `count` contiguous elements at `address`. `kind` is 0 for float32, 1 for bfloat16,
+   2 for float64. The global interpreter lock is released during the computation, except for small tensors.
+
+   statistics(address, count, kind, wanted) -> tuple or None
+
+   Returns numel, mean, std, rms, min, max, abs_max, l1, l2, zero_fraction, nan_count and inf_count. The bits of `wanted`
+   select statistics, in this order; the others are None, and so are those without a value. None instead of the tuple if
+   the squares of float64 elements overflow or underflow.
+
+   record(tensor, wanted, out) -> bool
+
+   Writes the same numbers to the float64 array at `out`, with NaN for None. Supports tensors whose elements are a
+   contiguous block in any order of the dimensions. False for all others: other devices, dtypes, layouts and classes, and
+   tensors with fewer than two elements. `connect` has to be called first.
+
+   effect(before, after, out) -> bool
+
+   Writes three numbers to `out`: how many elements differ (two NaN are equal), and the L2 norms over the finite elements
+   (NaN if there is none). False for tensors that `record` does not support, or that differ in dtype or strides.
+
+   connect(tensor class, parameter class, exchange API) -> bool
+
+   Gives access to tensors of these two classes. The exchange API is the capsule `__dlpack_c_exchange_api__` of the class,
+   which DLPack defines (https://dmlc.github.io/dlpack/latest/c_api.html). False if it cannot describe a tensor without
+   a new reference.
 
    moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)
 
@@ -27,6 +50,16 @@
 #define AHEAD 1024 /* elements that are prefetched */
 #define TURNS 4    /* arrays of counts, used in turn: incrementing one count twice in a row would stall */
 #define MOST_BINS 65536
+#define SMALL 16384 /* elements up to which the global interpreter lock is kept: to release it takes longer than to wait */
+
+enum { NUMEL, MEAN, STD, RMS, MIN, MAX, ABS_MAX, L1, L2, ZERO_FRACTION, NAN_COUNT, INF_COUNT, COLUMNS };
+enum { FLOAT32, BFLOAT16, FLOAT64 };
+
+/* The limit of squared mean over variance up to which the variance is computed as the difference of two sums. */
+#define CANCELLATION 1e6
+/* The largest magnitude of float64 elements whose squares a double adds up without loss. */
+#define SMALLEST 1e-140
+#define LARGEST 1e140
 
 #if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -126,6 +159,274 @@ KERNEL(of_float32, float, float, AS_IT_IS)
 KERNEL(of_bfloat16, uint16_t, float, from_bfloat16)
 KERNEL(of_float64, double, double, AS_IT_IS)
 
+static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1) {
+    Moments m = {.low = INFINITY, .high = -INFINITY};
+    if (kind == FLOAT32)
+        of_float32(memory, count, shift, with_l1, &m);
+    else if (kind == BFLOAT16)
+        of_bfloat16(memory, count, shift, with_l1, &m);
+    else
+        of_float64(memory, count, shift, with_l1, &m);
+    return m;
+}
+
+/* Whether the squares of elements up to this magnitude neither overflow nor underflow. */
+static int squares_are_exact(int kind, double largest) {
+    return kind != FLOAT64 || largest == 0.0 || (SMALLEST <= largest && largest <= LARGEST);
+}
+
+static int write_statistics(const void *memory, size_t count, int kind, unsigned wanted, double *row) {
+    const Moments m = moments_of(memory, count, kind, 0.0, (wanted >> L1) & 1);
+    for (int i = 0; i < COLUMNS; i++)
+        row[i] = NAN;
+    row[NUMEL] = (double)count;
+    row[NAN_COUNT] = (double)m.nan;
+    row[INF_COUNT] = (double)m.inf;
+    if (m.n) {
+        const double n = (double)m.n, largest = -m.low > m.high ? -m.low : m.high;
+        double mean = m.sum / n, spread = m.squares - m.sum * mean;
+        if (!squares_are_exact(kind, largest))
+            return 0;
+        if (m.low == m.high) {
+            mean = m.low;
+            spread = 0.0;
+        } else if (mean * m.sum > CANCELLATION * spread) {
+            const Moments centered = moments_of(memory, count, kind, mean, 0);
+            mean += centered.sum / n;
+            spread = centered.squares - centered.sum * centered.sum / n;
+        }
+        row[MEAN] = mean;
+        row[STD] = spread > 0.0 ? sqrt(spread / n) : 0.0;
+        row[RMS] = sqrt(m.squares / n);
+        row[MIN] = m.low;
+        row[MAX] = m.high;
+        row[ABS_MAX] = largest;
+        row[L1] = m.l1;
+        row[L2] = sqrt(m.squares);
+        row[ZERO_FRACTION] = (double)m.zeros / n;
+    }
+    for (int i = 0; i < COLUMNS; i++)
+        if (!((wanted >> i) & 1))
+            row[i] = NAN;
+    return 1;
+}
+
+/* Keeps the global interpreter lock for small tensors. */
+static int write_statistics_unlocked(const void *memory, size_t count, int kind, unsigned wanted, double *row) {
+    int done;
+    if (count <= SMALL)
+        return write_statistics(memory, count, kind, wanted, row);
+    Py_BEGIN_ALLOW_THREADS
+    done = write_statistics(memory, count, kind, wanted, row);
+    Py_END_ALLOW_THREADS
+    return done;
+}
+
+static PyObject *statistics(PyObject *self, PyObject *args) {
+    unsigned long long address;
+    Py_ssize_t count;
+    int kind;
+    unsigned wanted;
+    double row[COLUMNS];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KniI", &address, &count, &kind, &wanted))
+        return NULL;
+    if (kind < 0 || kind > 2 || count < 0) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, and count 0 or more");
+        return NULL;
+    }
+    if (!write_statistics_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, wanted, row))
+        Py_RETURN_NONE;
+    PyObject *values = PyTuple_New(COLUMNS);
+    for (int i = 0; values && i < COLUMNS; i++) {
+        PyObject *value = Py_None;
+        if (isnan(row[i]))
+            Py_INCREF(value);
+        else if (i == NUMEL || i == NAN_COUNT || i == INF_COUNT)
+            value = PyLong_FromDouble(row[i]);
+        else
+            value = PyFloat_FromDouble(row[i]);
+        if (!value || PyTuple_SetItem(values, i, value))
+            Py_CLEAR(values);
+    }
+    return values;
+}
+
+/* The structures of DLPack 1, https://dmlc.github.io/dlpack/latest/c_api.html. */
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *export_managed, *import_managed;
+    int (*describe)(void *tensor, DLTensor *out); /* without a new reference; may be NULL */
+    void *current_stream;
+} ExchangeAPI;
+
+enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
+
+static int (*describe)(void *tensor, DLTensor *out);
+static PyObject *tensor_class, *parameter_class;
+
+static PyObject *connect(PyObject *self, PyObject *args) {
+    PyObject *tensor, *parameter, *capsule;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOO", &tensor, &parameter, &capsule))
+        return NULL;
+    const ExchangeAPI *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!api)
+        return NULL;
+    if (api->major != 1 || !api->describe)
+        Py_RETURN_FALSE;
+    describe = api->describe;
+    Py_INCREF(tensor);
+    Py_INCREF(parameter);
+    Py_XDECREF(tensor_class);
+    Py_XDECREF(parameter_class);
+    tensor_class = tensor;
+    parameter_class = parameter;
+    Py_RETURN_TRUE;
+}
+
+/* Returns the number of elements if they are a contiguous block in any order of the dimensions, otherwise -1. */
+static int64_t dense_count(const DLTensor *t) {
+    int64_t count = 1, expected = 1;
+    for (int i = 0; i < t->ndim; i++)
+        count *= t->shape[i];
+    if (count < 2 || !t->strides)
+        return count;
+    int i = t->ndim - 1;
+    for (; i >= 0 && (t->shape[i] == 1 || t->strides[i] == expected); i--)
+        expected *= t->shape[i];
+    if (i < 0)
+        return count;
+    for (expected = 1; expected < count;) {
+        for (i = 0; i < t->ndim && (t->shape[i] == 1 || t->strides[i] != expected); i++)
+            ;
+        if (i == t->ndim)
+            return -1;
+        expected *= t->shape[i];
+    }
+    return count;
+}
+
+/* Describes a tensor that `record` supports. Returns the number of its elements, otherwise 0. */
+static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
+    PyObject *class = (PyObject *)Py_TYPE(object);
+    if (!describe || (class != tensor_class && class != parameter_class))
+        return 0;
+    if (describe(object, t)) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (t->device.type != CPU || t->dtype.lanes != 1 || !t->data)
+        return 0;
+    if (t->dtype.code == FLOAT && t->dtype.bits == 32)
+        *kind = FLOAT32;
+    else if (t->dtype.code == BFLOAT && t->dtype.bits == 16)
+        *kind = BFLOAT16;
+    else if (t->dtype.code == FLOAT && t->dtype.bits == 64)
+        *kind = FLOAT64;
+    else
+        return 0;
+    *memory = (const char *)t->data + t->byte_offset;
+    const int64_t count = dense_count(t);
+    return count > 1 ? (size_t)count : 0;
+}
+
+static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    DLTensor t;
+    int kind;
+    const void *memory;
+    (void)self;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "record takes three arguments");
+        return NULL;
+    }
+    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
+    if (!numel)
+        Py_RETURN_FALSE;
+    const unsigned wanted = (unsigned)PyLong_AsUnsignedLong(args[1]);
+    double *row = PyLong_AsVoidPtr(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyBool_FromLong(write_statistics_unlocked(memory, numel, kind, wanted, row));
+}
+
+#define CHANGED(NAME, ELEMENT, READ)                                                                                  \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static int64_t NAME(const ELEMENT *before, const ELEMENT *after, size_t count) {                                  \
+        int64_t changed = 0;                                                                                          \
+        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
+            const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
+            int32_t part = 0;                                                                                         \
+            for (size_t i = start; i < start + size; i++) {                                                           \
+                const int differ = READ(before[i]) != READ(after[i]);                                                 \
+                const int both_nan = (READ(before[i]) != READ(before[i])) & (READ(after[i]) != READ(after[i]));        \
+                part += differ & !both_nan;                                                                           \
+            }                                                                                                         \
+            changed += part;                                                                                          \
+        }                                                                                                             \
+        return changed;                                                                                               \
+    }
+
+CHANGED(changed_float32, float, AS_IT_IS)
+CHANGED(changed_bfloat16, uint16_t, from_bfloat16)
+CHANGED(changed_float64, double, AS_IT_IS)
+
+static int write_effect(const void *before, const void *after, size_t count, int kind, double *out) {
+    const void *both[] = {before, after};
+    out[0] = (double)(kind == FLOAT32    ? changed_float32(before, after, count)
+                      : kind == BFLOAT16 ? changed_bfloat16(before, after, count)
+                                         : changed_float64(before, after, count));
+    for (int i = 0; i < 2; i++) {
+        const Moments m = moments_of(both[i], count, kind, 0.0, 0);
+        if (m.n && !squares_are_exact(kind, -m.low > m.high ? -m.low : m.high))
+            return 0;
+        out[1 + i] = m.n ? sqrt(m.squares) : NAN;
+    }
+    return 1;
+}
+
+static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    DLTensor before, after;
+    int kind, kind_after, done;
+    const void *memory, *memory_after;
+    (void)self;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "effect takes three arguments");
+        return NULL;
+    }
+    const size_t numel = describe_dense(args[0], &before, &kind, &memory);
+    if (!numel || describe_dense(args[1], &after, &kind_after, &memory_after) != numel || kind != kind_after ||
+        before.ndim != after.ndim)
+        Py_RETURN_FALSE;
+    for (int i = 0; i < before.ndim; i++)
+        if (before.shape[i] != after.shape[i] || (before.shape[i] != 1 && before.strides[i] != after.strides[i]))
+            Py_RETURN_FALSE;
+    double *out = PyLong_AsVoidPtr(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (numel <= SMALL)
+        return PyBool_FromLong(write_effect(memory, memory_after, numel, kind, out));
+    Py_BEGIN_ALLOW_THREADS
+    done = write_effect(memory, memory_after, numel, kind, out);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(done);
+}
+
 static PyObject *moments(PyObject *self, PyObject *args) {
     unsigned long long address;
     Py_ssize_t count;
@@ -139,14 +440,9 @@ static PyObject *moments(PyObject *self, PyObject *args) {
         return NULL;
     }
     const void *memory = (const void *)(uintptr_t)address;
-    Moments m = {.low = INFINITY, .high = -INFINITY};
+    Moments m;
     Py_BEGIN_ALLOW_THREADS
-    if (kind == 0)
-        of_float32(memory, (size_t)count, shift, with_l1, &m);
-    else if (kind == 1)
-        of_bfloat16(memory, (size_t)count, shift, with_l1, &m);
-    else
-        of_float64(memory, (size_t)count, shift, with_l1, &m);
+    m = moments_of(memory, (size_t)count, kind, shift, with_l1);
     Py_END_ALLOW_THREADS
     return Py_BuildValue("(LLLLddddd)", (long long)m.n, (long long)m.nan, (long long)m.inf, (long long)m.zeros, m.low,
                          m.high, m.sum, m.squares, m.l1);
@@ -217,6 +513,10 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
+    {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
+    {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted, out) -> bool"},
+    {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after, out) -> bool"},
+    {"statistics", statistics, METH_VARARGS, "statistics(address, count, kind, wanted) -> tuple or None"},
     {"moments", moments, METH_VARARGS,
      "moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
@@ -224,7 +524,7 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "native", "Moments and histograms of floats, each in one pass over memory.", 0, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "native", "Statistics and histograms of floats, each in one pass over memory.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit_native(void) { return PyModule_Create(&module); }

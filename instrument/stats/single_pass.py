@@ -6,12 +6,13 @@ far from zero that the variance loses precision.
 
 from __future__ import annotations
 
-import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter
 
 from ..spec.statistics import VALUE_STATISTICS
 from .formulas import FORMULAS, Sums
@@ -25,24 +26,19 @@ except ImportError:
 KERNEL = "portable" if native is None else "native"
 """The kernel that measures CPU tensors, for run.json."""
 
-# The limit of squared mean over variance up to which the variance is computed as the difference of two sums.
-CANCELLATION = 1e6
-SMALLEST, LARGEST = (
-    1e-140,
-    1e140,
-)  # the largest magnitude of a float64 tensor whose squares a double adds up without loss
+NATIVE = ("numel", "mean", "std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction", "nan_count", "inf_count")
+"""The statistics that `native.c` computes, in its order. Others are computed from sums by `FORMULAS`."""
+assert VALUE_STATISTICS[: len(NATIVE)] == NATIVE, "new statistics come after those of the native kernel"
+_OTHERS = VALUE_STATISTICS[len(NATIVE) :]
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+
+# PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10. Without it, `record_plain` is false.
+_exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+_connected = native is not None and _exchange_api is not None and native.connect(Tensor, Parameter, _exchange_api)
 
 Row = tuple[float | None, ...]
 """All statistics of values, in the order of `instrument.spec.statistics.VALUE_STATISTICS`."""
-
-# The order of the values that are computed without `FORMULAS`, since this function runs at every firing of a hook.
-_ORDER = ("numel", "mean", "std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction", "nan_count", "inf_count")
-assert VALUE_STATISTICS[: len(_ORDER)] == _ORDER, "new statistics come after those of the native kernel"
-_OTHERS = VALUE_STATISTICS[len(_ORDER) :]
-_NOTHING = (None,) * (len(_ORDER) - 3)  # no value is finite
-
-_FLOAT64 = 2
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: _FLOAT64}
 
 
 def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
@@ -60,28 +56,55 @@ def measure_in_one_pass(tensor: Tensor, with_l1: bool) -> Row | None:
     if native is None or kind is None:
         return None
     address, numel = tensor.data_ptr(), tensor.numel()
-    n, nan, inf, zeros, low, high, total, squares, l1 = native.moments(address, numel, kind, 0.0, with_l1)
-    if not n:
-        return (numel, *_NOTHING, nan, inf, *(None for _ in _OTHERS))
-    largest = max(-low, high)
-    if kind == _FLOAT64 and not (SMALLEST <= largest <= LARGEST or largest == 0.0):
-        return None
-    mean = total / n
-    spread = squares - total * mean
-    if low == high:
-        mean, spread = low, 0.0
-    elif mean * total > CANCELLATION * spread:
-        *_, moved, spread, _ = native.moments(address, numel, kind, mean, False)
-        mean += moved / n
-        spread -= moved * moved / n
-    std = math.sqrt(spread / n) if spread > 0.0 else 0.0
-    rms, l2 = math.sqrt(squares / n), math.sqrt(squares)
-    row = (numel, mean, std, rms, low, high, largest, l1, l2, zeros / n, nan, inf)
-    if not _OTHERS:
+    row: Row | None = native.statistics(address, numel, kind, wanted(NATIVE if with_l1 else _WITHOUT_L1))
+    if row is None or not _OTHERS:
         return row
-    variance = max(spread / n, 0.0)
-    sums = Sums(numel, n, nan, inf, zeros, low, high, mean, variance, squares, l1, 1.0)
+    n, nan, inf, zeros, low, high, _, squares, l1 = native.moments(address, numel, kind, 0.0, with_l1)
+    if not n:
+        return (*row, *(None for _ in _OTHERS))
+    mean, std = (float(row[NATIVE.index(name)] or 0.0) for name in ("mean", "std"))
+    sums = Sums(numel, n, nan, inf, zeros, low, high, mean, std * std, squares, l1, 1.0)
     return (*row, *(FORMULAS[name](sums) for name in _OTHERS))
+
+
+@cache
+def wanted(names: tuple[str, ...]) -> int:
+    """Return statistics of `NATIVE` as bits, for `native.c`."""
+    return sum(1 << NATIVE.index(name) for name in names)
+
+
+_WITHOUT_L1 = tuple(name for name in NATIVE if name != "l1")
+
+
+def record_plain(tensor: Tensor, bits: int, address: int) -> bool:
+    """Write the statistics of a plain tensor to memory, the fastest way to measure a small one.
+
+    Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least
+    two elements, and elements in a contiguous block in any order of the dimensions.
+
+    Args:
+        tensor: Any tensor.
+        bits: The statistics: the result of `wanted`.
+        address: The address of a float64 array [len(NATIVE)]. NaN stands for no value.
+
+    Returns:
+        Whether the statistics were written. False if the tensor is not plain, or if the kernel or PyTorch's exchange API is
+        missing; use `instrument.stats.measure.measure` then.
+    """
+    return _connected and native.record(tensor, bits, address) and not tensor.is_neg()
+
+
+def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:
+    """Compare two plain tensors of the same shape, dtype and strides; see `record_plain`.
+
+    Returns:
+        The number of elements that differ, where two NaN are equal, and the L2 norms of both over their finite elements (NaN
+        if there is none). None if the tensors are not supported.
+    """
+    if not _connected or before.is_neg() or after.is_neg():
+        return None
+    numbers = np.empty(3)
+    return numbers.tolist() if native.effect(before, after, numbers.ctypes.data) else None
 
 
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_statistics import use_general_path
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ class SimulatedTime:
         for module in ("instrument.kinds.hook_timer", "instrument.capture.budget", "instrument.capture.probe"):
             monkeypatch.setattr(f"{module}.time", clock)
         monkeypatch.setattr("instrument.actions.record.measure", self.measure)
+        use_general_path(monkeypatch)
         self.spent = 0.0
 
     def measure(self, tensor: Tensor, names: tuple[str, ...]) -> list[float]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from device_statistics import use_device_statistics
+from torch import nn
 
 import instrument
 from instrument import MemorySink
@@ -20,7 +21,6 @@ from instrument.capture.sink_interface import Row
 from instrument.capture.tables import TABLES
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
-from instrument.stats.measure import measure_on_device
 
 WATCH = {"layers": "*", "kind": "forward", "action": "record"}
 INJECT_NAN = {"layers": "0", "kind": "forward", "action": "modify", "fn": "nan", "count": 2, "start": 3}
@@ -166,16 +166,11 @@ def alerts_of(sink: MemorySink) -> list[dict[str, Any]]:
     return [event for event in sink.records("events") if event["rule"] == "non_finite"]
 
 
-def measure_as_on_a_device(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
-    return measure_on_device(tensor.detach().reshape(-1), names)
-
-
 @pytest.mark.parametrize("where", ["on the host", "on a device"])
 def test_injected_nan_raises_an_alert(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "on a device":
         monkeypatch.setattr(Transfer, "is_complete", property(lambda transfer: not transfer._layout))
-        monkeypatch.setattr("instrument.actions.record.measure", measure_as_on_a_device)
-        monkeypatch.setattr("instrument.actions.intervention.measure", measure_as_on_a_device)
+        use_device_statistics(monkeypatch)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     counts: list[int] = []
     with (

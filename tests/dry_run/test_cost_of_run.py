@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from device_statistics import use_general_path
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -215,6 +216,7 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     monkeypatch.setattr("instrument.dry_run.profiling.SECONDS", 30.0)
     monkeypatch.setattr("instrument.dry_run.profiling.train_step", lambda *args: (move(0.5), train_step(*args))[1])
     monkeypatch.setattr("instrument.actions.record.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1])
+    use_general_path(monkeypatch)
     return move
 
 

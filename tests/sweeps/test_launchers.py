@@ -100,9 +100,15 @@ def test_refused_job_does_not_stop_others_and_sets_the_exit_code(cli: Cli, launc
 
 @pytest.mark.slow
 def test_killed_job_is_reported_and_finished_jobs_are_kept(cli: Cli) -> None:
+    # joblib ends all of its processes if one is killed, so the job waits until the other one is done.
     Path("killing.py").write_text(
-        "import os, signal\n\n\ndef kill(tensor, context, at):\n"
-        "    if context.step == at:\n        os.kill(os.getpid(), signal.SIGKILL)\n    return tensor\n"
+        "import os, signal, time\nfrom pathlib import Path\n\n\ndef kill(tensor, context, at):\n"
+        "    if context.step == at:\n"
+        "        record = Path(__file__).parent / 'out' / '0' / 'run.json'\n"
+        "        deadline = time.monotonic() + 60\n"
+        "        while not (record.exists() and '\"done\"' in record.read_text()) and time.monotonic() < deadline:\n"
+        "            time.sleep(0.05)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n    return tensor\n"
     )
     hook = "+hooks.mine={layers:layers.0,kind:forward,action:modify,fn:{_target_:killing.kill,at:9}}"
     sweep_arguments = ("hooks.mine.fn.at=9,1", "hydra.sweep.dir=out", *PROCESSES)
@@ -110,6 +116,7 @@ def test_killed_job_is_reported_and_finished_jobs_are_kept(cli: Cli) -> None:
     assert answer.code == 1
     assert "hydra_joblib_launcher failed: TerminatedWorkerError" in answer.err
     assert "Traceback" not in answer.err
+    assert instrument.load("out/0").info["status"] == "done"
     assert instrument.load("out/1").info["status"] == "killed"
     assert "1 killed" in answer.err
 

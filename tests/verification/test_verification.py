@@ -20,6 +20,7 @@ import pytest
 import torch
 from architectures import CLASSES, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
 from conftest import Answer
+from device_statistics import use_general_path
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -149,6 +150,7 @@ def test_changing_hook_is_found_with_step_and_location(monkeypatch: pytest.Monke
         if context.hook == "sums" and context.step == 1:
             torch.rand(1)
 
+    use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", moves_the_random_state)
     difference = verify(parse_config(config_of(MLP, steps=3))).difference
     assert difference is not None
@@ -158,6 +160,7 @@ def test_changing_hook_is_found_with_step_and_location(monkeypatch: pytest.Monke
         if context.hook == "gradients" and context.layer == "layers.1" and context.path == "bias":
             tensor.mul_(1.5)
 
+    use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", writes_in_place)
     difference = verify(parse_config(config_of(MLP))).difference
     assert difference is not None
@@ -205,6 +208,7 @@ def test_hook_that_changes_an_evaluation_is_found(monkeypatch: pytest.MonkeyPatc
         if context.moment.phase == "eval":
             tensor.mul_(2.0)
 
+    use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", doubles)
     hooks = {"seen": {"layers": "fc", "kind": "forward", "action": "record", "phase": "eval"}}
     config = config_of(drifting_config("nothing"), hooks) | {"train": {"steps": 4, "batch_size": 4, "eval_every": 2}}
@@ -285,6 +289,7 @@ def test_non_persistent_buffer_is_compared(monkeypatch: pytest.MonkeyPatch) -> N
         model = self
 
     monkeypatch.setattr(Drifting, "__init__", keeps_model)
+    use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", scales_buffer)
     hooks = {"seen": {"layers": "fc", "kind": "step_post", "action": "record"}}
     difference = verify(parse_config(config_of(drifting_config("nothing"), hooks, steps=2))).difference
@@ -298,6 +303,7 @@ def test_search_for_the_hook_keeps_the_schedule_length(monkeypatch: pytest.Monke
         if context.hook == "second" and context.moment.step == 1:
             torch.rand(1)
 
+    use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", draws_late)
     record = {"layers": "fc", "kind": "forward", "action": "record"}
     config = config_of(drifting_config("nothing"), {"first": record, "second": record}, steps=4)
@@ -336,6 +342,7 @@ def test_verify_command_prints_and_writes_the_certificate(
 def test_verify_command_fails_if_the_trainings_differ(
     cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", draws_random_number)
     answer = verify_command(cli, monkeypatch, *SMALL, "train.steps=1")
     assert answer.code == 1

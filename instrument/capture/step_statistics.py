@@ -1,0 +1,247 @@
+"""The statistics of one step as a matrix, with one row per measured tensor, and their conversion to Arrow columns.
+
+Hooks on plain tensors write their numbers directly into the matrix, without a Python object per number. All rows of a step
+become columns at once when the step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from ..actions.base import StepContext
+from ..spec.statistics import ALL, STATISTICS
+from ..stats.measure import Values, positions
+from ..stats.single_pass import NATIVE
+from .sink_interface import Row
+from .tables import IDENTITY, TABLES
+
+_MOMENT = len(StepContext._fields)
+_TABLE = TABLES["stats"]
+_TYPES: list[pa.DataType] = [field.type for field in _TABLE.plain_schema]
+_MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = _TYPES[:_MOMENT], _TYPES[_MOMENT : len(IDENTITY)], _TYPES[len(IDENTITY) :]
+_IS_COUNT = tuple(statistic.unit == "count" for statistic in STATISTICS.values())
+_NOT_FINITE = slice(NATIVE.index("nan_count"), NATIVE.index("inf_count") + 1)
+_MIN_CAPACITY = 16
+_EMPTY = np.empty((0, len(NATIVE)))
+
+
+class OnDevice(NamedTuple):
+    """Statistics whose numbers are still on a device.
+
+    Attributes:
+        row: The row of the matrix.
+        names: The names of the statistics.
+        values: The numbers, float64 [names].
+    """
+
+    row: int
+    names: tuple[str, ...]
+    values: Tensor
+
+
+def split_identity(row: Row) -> tuple[StepContext, Row]:
+    """Return the moment of a row that begins with the identity columns, and the other identity columns."""
+    return StepContext(*row[:_MOMENT]), row[_MOMENT : len(IDENTITY)]
+
+
+class StepStatistics:
+    """Collects the statistics of one step.
+
+    Args:
+        capacity: The expected number of rows. The matrix grows if there are more.
+
+    Attributes:
+        moments: For each row, step, micro-step, epoch and phase.
+        sites: For each row, the other identity columns.
+        on_device: The rows whose numbers are still on a device.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.moments: list[StepContext] = []
+        self.sites: list[Row] = []
+        self.on_device: list[OnDevice] = []
+        # The statistics after those of the native kernel, by row; most rows have none.
+        self._others: dict[int, np.ndarray] = {}
+        self._next_capacity = max(capacity, _MIN_CAPACITY)
+        self._capacity = self._address = self._row_bytes = 0
+        self._matrix = _EMPTY  # allocated for the first row
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def next_address(self) -> int:
+        """Return the address of the next row, for `instrument.stats.single_pass.record_plain`. Call `add` afterwards."""
+        count = len(self.sites)
+        if count == self._capacity:
+            matrix = np.empty((self._next_capacity, len(NATIVE)))
+            if count:
+                matrix[:count] = self._matrix
+            self._matrix = matrix
+            self._address, self._row_bytes = matrix.__array_interface__["data"][0], matrix.strides[0]
+            self._capacity, self._next_capacity = self._next_capacity, 2 * self._next_capacity
+        return self._address + count * self._row_bytes
+
+    def add(self, moment: StepContext, site: Row) -> None:
+        """Add the row that was written to `next_address`."""
+        self.moments.append(moment)
+        self.sites.append(site)
+
+    def add_values(self, moment: StepContext, site: Row, names: tuple[str, ...], values: Values) -> None:
+        """Add a row of numbers, or of a tensor on a device, in the order of `names`."""
+        self.next_address()
+        if isinstance(values, Tensor):
+            self.on_device.append(OnDevice(len(self.sites), names, values))
+        else:
+            self.set_values(len(self.sites), names, values)
+        self.add(moment, site)
+
+    def set_values(self, row: int, names: tuple[str, ...], values: Sequence[float | None]) -> None:
+        """Set the numbers of a row. None stands for no value."""
+        numbers = np.full(len(ALL), math.nan)
+        numbers[list(positions(names))] = np.array(values, dtype=np.float64)
+        self._matrix[row] = numbers[: len(NATIVE)]
+        if not np.isnan(others := numbers[len(NATIVE) :]).all():
+            self._others[row] = others
+
+    def rows(self, cache: ColumnCache) -> StatisticsRows:
+        """Return the collected rows. Every number has to be on the host.
+
+        Args:
+            cache: Keeps columns for the next step.
+        """
+        return StatisticsRows(self.moments, self.sites, self._matrix[: len(self.sites)], self._others, cache)
+
+
+class StatisticsRows(Sequence[Row]):
+    """Rows of the `stats` table that become tuples only if they are read as such.
+
+    Args:
+        moments: For each row, step, micro-step, epoch and phase.
+        sites: For each row, the other identity columns.
+        numbers: float64 [rows, NATIVE]: the statistics of the native kernel; NaN for no value.
+        others: The other statistics of those rows that have them.
+        cache: Keeps columns for the next step.
+    """
+
+    def __init__(
+        self,
+        moments: list[StepContext],
+        sites: list[Row],
+        numbers: np.ndarray,
+        others: dict[int, np.ndarray],
+        cache: ColumnCache,
+    ) -> None:
+        self._moments = moments
+        self._sites = sites
+        self._numbers = numbers
+        self._others = others
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        others = self._others.get(index % len(self), _NO_OTHERS).tolist()
+        cells = (
+            None if math.isnan(value) else int(value) if is_count else value
+            for value, is_count in zip((*self._numbers[index].tolist(), *others), _IS_COUNT, strict=True)
+        )
+        return (*self._moments[index], *self._sites[index], *cells)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+    def not_finite(self) -> list[Row]:
+        """Return the rows with NaN or infinite elements."""
+        counts = self._numbers[:, _NOT_FINITE]
+        if not np.count_nonzero(counts):
+            return []
+        return [self[int(i)] for i in np.flatnonzero((counts > 0).any(axis=1))]
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+        arrays = [*self._cache.moments(self._moments), *self._cache.sites(self._sites), *self._number_arrays()]
+        return pa.RecordBatch.from_arrays(arrays, schema=_TABLE.plain_schema)
+
+    def _number_arrays(self) -> Iterator[pa.Array]:
+        count = len(self)
+        columns = np.empty((len(ALL), count))
+        columns[: len(NATIVE)] = self._numbers.T
+        if self._others:
+            columns[len(NATIVE) :] = math.nan
+            for row, others in self._others.items():
+                columns[len(NATIVE) :, row] = others
+        else:
+            columns = columns[: len(NATIVE)]
+        missing = np.isnan(columns)
+        for column, absent, absences, dtype in zip(
+            columns, missing, missing.sum(axis=1).tolist(), _NUMBER_TYPES, strict=False
+        ):
+            if absences == count:
+                yield self._cache.nulls(dtype, count)
+            elif absences:
+                values = np.where(absent, 0.0, column)
+                yield pa.array(values.astype(np.int64) if dtype == pa.int64() else values, dtype, mask=absent)
+            else:
+                values = column.astype(np.int64) if dtype == pa.int64() else column
+                yield pa.Array.from_buffers(dtype, count, [None, pa.py_buffer(values)])
+        for dtype in _NUMBER_TYPES[len(columns) :]:
+            yield self._cache.nulls(dtype, count)
+
+
+_NO_OTHERS = np.full(len(ALL) - len(NATIVE), math.nan)
+
+
+class ColumnCache:
+    """Arrow arrays that are the same in many steps, since most steps record the same tensors in the same order."""
+
+    def __init__(self) -> None:
+        self._sites: list[Row] = []
+        self._site_arrays: list[pa.Array] = []
+        self._repeated: dict[tuple[Any, pa.DataType], pa.Array] = {}  # arrays of one repeated cell
+        self._count = 0  # their length
+
+    def sites(self, sites: list[Row]) -> list[pa.Array]:
+        """Return the identity columns of rows without the moment."""
+        if sites != self._sites:
+            columns = zip(*sites, strict=True)
+            self._sites = sites
+            self._site_arrays = [pa.array(cells, dtype) for cells, dtype in zip(columns, _SITE_TYPES, strict=True)]
+        return self._site_arrays
+
+    def moments(self, moments: list[StepContext]) -> Iterator[pa.Array]:
+        """Return the columns of the moment."""
+        first = moments[0]
+        if moments.count(first) == len(moments):
+            step, *others = first
+            yield pa.array(np.full(len(moments), step), _MOMENT_TYPES[0])
+            for cell, dtype in zip(others, _MOMENT_TYPES[1:], strict=True):
+                yield self._repeat(cell, dtype, len(moments))
+        else:
+            for cells, dtype in zip(zip(*moments, strict=True), _MOMENT_TYPES, strict=True):
+                yield pa.array(cells, dtype)
+
+    def nulls(self, dtype: pa.DataType, count: int) -> pa.Array:
+        """Return a column without values."""
+        return self._repeat(None, dtype, count)
+
+    def _repeat(self, cell: Any, dtype: pa.DataType, count: int) -> pa.Array:
+        if count != self._count:
+            self._repeated.clear()
+            self._count = count
+        array = self._repeated.get((cell, dtype))
+        if array is None:
+            array = self._repeated[cell, dtype] = pa.repeat(pa.scalar(cell, dtype), count)
+        return array

@@ -1,0 +1,155 @@
+"""What a record hook does at one site when it fires, decided once per schedule instead of at every firing.
+
+Most record hooks write the statistics of plain tensors of one process. For these, `PlainRecord` replaces
+`AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel write the numbers.
+All other hooks and tensors take the general path, and both give the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..actions.base import Context
+from ..actions.record import Record
+from ..spec.record import RecordSpec
+from ..stats.flatten import unreadable
+from .attached_hook import AttachedHook, fire_all
+from .clock import Firing
+
+Hook = Callable[[Tensor | None], Tensor | None]
+
+
+class PlainRecord:
+    """Records the statistics of plain tensors at one site.
+
+    Attributes:
+        attached: The hook at the site.
+    """
+
+    __slots__ = ("_clock", "_sites", "attached")
+
+    def __init__(self, attached: AttachedHook) -> None:
+        self.attached = attached
+        self._clock = attached.clock
+        self._sites: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+    @classmethod
+    def of(cls, attached: AttachedHook) -> PlainRecord | None:
+        """Return the plain record of a hook; None if it does more than record statistics of unscaled tensors."""
+        action, spec, clock = attached.action, attached.site.spec, attached.clock
+        if (
+            isinstance(action, Record)
+            and isinstance(spec, RecordSpec)
+            and action.bits
+            and not (action.levels or action.bins or action.keeps_tensors)
+            and spec.unit_dim is None
+            and attached.matches_path("")
+            and clock.parallel is None
+            and not (attached.is_scaled and clock.amp_scale is not None)
+        ):
+            return cls(attached)
+        return None
+
+    def __call__(self, tensor: Tensor, call: int, backward: int = 0) -> bool:
+        """Record a tensor. Return false if it is not plain; `AttachedHook.fire` records it then.
+
+        Args:
+            tensor: The tensor.
+            call: The index of the module's call.
+            backward: The index of the tensor's gradient; 0 for other tensors.
+        """
+        clock, action = self._clock, cast(Record, self.attached.action)  # a budget may replace it
+        site = self._sites.get((call, backward)) or self._new_site(call, backward)
+        if clock.timer is None:
+            return action.rows.record_plain(tensor, action.bits, clock.moment, site)
+        with clock.timer.measure_action(self.attached):
+            return action.rows.record_plain(tensor, action.bits, clock.moment, site)
+
+    def _new_site(self, call: int, backward: int) -> tuple[Any, ...]:
+        """Return the identity columns of the rows of one call, without the moment."""
+        site, spec, clock = self.attached.site, self.attached.site.spec, self._clock
+        self._sites[call, backward] = columns = Context(
+            hook=spec.name,
+            kind=spec.kind,
+            role=spec.tensor_role,
+            layer=site.layer.name,
+            module=site.layer.module,
+            path="",
+            moment=clock.moment,
+            call=call,
+            backward=backward,
+            scope=self.attached.scope,
+            rank=clock.rank,
+        ).site
+        return columns
+
+
+class PlainModuleHooks:
+    """The scheduled hooks of a module if all of them are plain records of its output or of the output's gradient.
+
+    Args:
+        output: The hooks on the output.
+        gradient: The hooks on the gradient of the output.
+    """
+
+    def __init__(self, output: Sequence[PlainRecord], gradient: Sequence[PlainRecord]) -> None:
+        self.output = output
+        self.gradient = gradient
+
+    @classmethod
+    def of(cls, output: Sequence[AttachedHook], gradient: Sequence[AttachedHook]) -> PlainModuleHooks | None:
+        """Return the plain hooks; None if some hook requires the general path."""
+        records = [PlainRecord.of(attached) for attached in (*output, *gradient)]
+        plain = [record for record in records if record is not None]
+        return cls(plain[: len(output)], plain[len(output) :]) if len(plain) == len(records) else None
+
+    def record_output(self, output: Any, call: int) -> bool:
+        """Record a module's output. Return false, without any row, if the output is not a plain tensor."""
+        for record in self.output:
+            if not record(output, call):
+                return False
+            record.attached.count_hit()
+        return True
+
+    def register(self, output: Any, call: int) -> bool:
+        """Register the hooks on the gradient of a module's output. Return false if the general path has to.
+
+        It has to for a view, a leaf and a tensor without a gradient.
+        """
+        if not self.gradient:
+            return True
+        if not (
+            type(output) is Tensor
+            and output.requires_grad
+            and torch.is_grad_enabled()
+            and output.grad_fn is not None
+            and output._base is None
+            and (self.output or unreadable(output) is None)
+        ):
+            return False
+        for record in self.gradient:
+            record.attached.count_opportunity()
+        output.register_hook(self._gradient_hook(call))
+        return True
+
+    def _gradient_hook(self, call: int) -> Hook:
+        records, backward = self.gradient, -1
+        clock = records[0].attached.clock
+
+        def on_gradient(gradient: Tensor | None) -> None:
+            # The gradient is None if an operation has several outputs and this one is unused.
+            if clock.closed or gradient is None:
+                return
+            nonlocal backward
+            backward += 1
+            for record in records:
+                if not backward:
+                    record.attached.count_firing()
+                if not record(gradient, call, backward):
+                    fire_all([record.attached], gradient, "", Firing(call, backward))
+
+        return on_gradient
