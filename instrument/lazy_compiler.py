@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch.compiler import is_compiling
 
 
 def compiler_imported() -> bool:
@@ -16,29 +17,21 @@ def compiler_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+@cache
 def exclude_from_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.
 
-    If the compiler is imported, this is `torch.compiler.disable`, which would import it otherwise. If it is not
-    imported yet, the returned function disables compilation once the compiler is imported.
+    Like `torch.compiler.disable`, which would import the compiler, and which takes longer at each call.
 
     Args:
         hook: The function to exclude.
     """
-    return _disabled(hook) if compiler_imported() else _disabled_later(hook)
-
-
-@cache
-def _disabled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return]
-
-
-@cache
-def _disabled_later(hook: Callable[..., Any]) -> Callable[..., Any]:
     disabled = _disable_dynamo(hook)  # imports the compiler when it is called, not here
 
     @wraps(hook)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return disabled(*args, **kwargs) if compiler_imported() else hook(*args, **kwargs)
+        if is_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args, **kwargs)
+        return hook(*args, **kwargs)
 
     return wrapper

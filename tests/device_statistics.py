@@ -27,6 +27,7 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in ("actions.record", "actions.intervention", "stats.unit_statistics"):
         monkeypatch.setattr(f"instrument.{module}.measure", measure)
+    monkeypatch.setattr("instrument.actions.intervention.effect_of_plain", lambda before, after: None)
     monkeypatch.setattr("instrument.actions.record.distribution", distribution)
     monkeypatch.setattr("instrument.actions.record.dead_fraction", dead_fraction_on_device)
     monkeypatch.setattr("instrument.actions.record.saturated_fraction", saturated_fraction_on_device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import HookError, HookResultError
 from ..spec.kinds import KINDS
 from ..stats.measure import measure
+from ..stats.single_pass import effect_of_plain
 from .base import Context, Effect, Effects
 
 
@@ -102,11 +103,10 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
     """
     if not isinstance(new, Tensor):
         raise HookResultError(f"{describe(context)} must return a tensor, but returned {type(new).__name__}")
-    for what in ("shape", "dtype", "device"):
-        was, is_now = getattr(old, what), getattr(new, what)
-        if was != is_now:
-            was, is_now = (list(was), list(is_now)) if what == "shape" else (was, is_now)
-            raise HookResultError(f"{describe(context)} must return {what} {was}, but returned {what} {is_now}")
+    if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+        what = next(what for what in ("shape", "dtype", "device") if getattr(old, what) != getattr(new, what))
+        was, is_now = (list(each.shape) if what == "shape" else getattr(each, what) for each in (old, new))
+        raise HookResultError(f"{describe(context)} must return {what} {was}, but returned {what} {is_now}")
     if old.requires_grad and torch.is_grad_enabled() and not new.requires_grad:
         raise HookResultError(
             f"{describe(context)} must return a tensor of the graph, but returned one that is detached from the graph "
@@ -114,16 +114,18 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
         )
 
 
-@torch.no_grad()
 def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: int) -> Effect:
     """Return the effect: how many of `numel` elements changed, and the norms before and after.
 
     NaN that stays NaN is unchanged.
     """
-    before, after = old.detach(), new.detach()
-    changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
     factor = factor.detach() if isinstance(factor, Tensor) else factor
-    norm_before, norm_after = (measure(tensor, ("l2",)) for tensor in (before, after))
+    if (measures := effect_of_plain(old, new)) is not None:
+        return Effect(numel, measures, factor)
+    with torch.no_grad():
+        before, after = old.detach(), new.detach()
+        changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
+        norm_before, norm_after = (measure(tensor, ("l2",)) for tensor in (before, after))
     if isinstance(norm_before, Tensor) and isinstance(norm_after, Tensor):
         return Effect(numel, torch.cat([changed.view(1), norm_before, norm_after]), factor)
     return Effect(numel, [changed.item(), *norm_before, *norm_after], factor)

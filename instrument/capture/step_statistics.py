@@ -18,6 +18,7 @@ from ..actions.base import StepContext
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.measure import Values, positions
 from ..stats.single_pass import NATIVE
+from .message_template import Message, MessageTemplate
 from .sink_interface import Row
 from .tables import IDENTITY, TABLES
 
@@ -170,6 +171,22 @@ class StatisticsRows(Sequence[Row]):
             return []
         return [self[int(i)] for i in np.flatnonzero((counts > 0).any(axis=1))]
 
+    def to_message(self) -> pa.RecordBatch | Message:
+        """Return the rows for a journal: a message with the numbers of these rows, if the cache has a similar one."""
+        first, missing = self._moments[0], np.isnan(self._numbers)
+        some_missing = missing.any(axis=0)
+        if self._others or (some_missing != missing.all(axis=0)).any() or self._moments.count(first) != len(self):
+            return self.to_batch()
+        cache, unchanged = self._cache, (self._sites, first[1:], some_missing.tolist())
+        if cache.template is None or cache.unchanged != unchanged:
+            cache.template, cache.unchanged = MessageTemplate(self.to_batch()), unchanged
+            return cache.template.message
+        step, statistics = cache.template.numbers[0], cache.template.numbers[len(IDENTITY) :]
+        for numbers, values in zip((step, *statistics), (first.step, *self._numbers.T), strict=False):
+            if numbers is not None:
+                numbers[:] = values
+        return cache.template.message
+
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""
         arrays = [*self._cache.moments(self._moments), *self._cache.sites(self._sites), *self._number_arrays()]
@@ -205,9 +222,16 @@ _NO_OTHERS = np.full(len(ALL) - len(NATIVE), math.nan)
 
 
 class ColumnCache:
-    """Arrow arrays that are the same in many steps, since most steps record the same tensors in the same order."""
+    """Columns and messages that are similar in many steps, since most steps record the same tensors in the same order.
+
+    Attributes:
+        template: The message of an earlier step; None if there is none.
+        unchanged: What that step and steps with this message have in common: the identity columns and the missing numbers.
+    """
 
     def __init__(self) -> None:
+        self.template: MessageTemplate | None = None
+        self.unchanged: tuple[Any, ...] = ()
         self._sites: list[Row] = []
         self._site_arrays: list[pa.Array] = []
         self._repeated: dict[tuple[Any, pa.DataType], pa.Array] = {}  # arrays of one repeated cell

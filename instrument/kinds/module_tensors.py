@@ -132,6 +132,8 @@ class ModuleHooks(InertWhenCopied):
                     attached.count_miss(TRANSFORMED)
             return None
         call = self.calls.enter()
+        if not (self.pre or self.input_gradients.is_requested or self.output_gradients.attached_hooks):
+            return None
         original = new = _join(args, kwargs)
         if self.pre:
             new = self._act(self.pre, new, call)

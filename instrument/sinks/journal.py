@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from ..capture.message_template import Message
+
 SUFFIX = ".arrows"
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
 # Parts of Arrow's error messages for a stream that ends within a message.
@@ -47,13 +49,14 @@ class Journal:
             self.close()
             raise
 
-    def append(self, batch: pa.RecordBatch) -> None:
+    def append(self, batch: pa.RecordBatch | Message) -> None:
         """Write a batch. After an error, the file is as it was before."""
         self._write(batch.serialize())
         self.rows += batch.num_rows
 
-    def _write(self, message: pa.Buffer) -> None:
+    def _write(self, message: pa.Buffer | bytearray) -> None:
         rest = memoryview(message)
+        size = len(rest)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -62,7 +65,7 @@ class Journal:
         except OSError:
             os.ftruncate(self._file.fileno(), self.size)
             raise
-        self.size += message.size
+        self.size += size
         stat = os.fstat(self._file.fileno())
         if stat.st_nlink == 0:
             raise FileNotFoundError(f"{self.path} was removed while it was being written")

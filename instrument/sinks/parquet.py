@@ -12,11 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from ..capture.collectives import own_rank
+from ..capture.message_template import Message, RowTemplate
 from ..capture.sink_interface import Row
+from ..capture.step_statistics import StatisticsRows
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
 from .journal_truncation_check import RowCounts
@@ -84,6 +87,7 @@ class ParquetSink:
             )
             for name, table in TABLES.items()
         }
+        self._metrics = RowTemplate(TABLES["metrics"].plain_schema)
         self._counts = RowCounts(row_counts_of(folder, own_rank()))
         self._tensors = TensorWriter(self._writers["tensors"], tensors=tensors, when_full=when_full)
 
@@ -123,7 +127,7 @@ class ParquetSink:
             self._reserve_space()
             self._tensors.end_step()
             for name in [name for name in TABLES if name in self._rows]:
-                self._writers[name].append(as_batch(TABLES[name], *self._rows[name]))
+                self._writers[name].append(self._message(name, self._rows[name]))
             self._count()
         except OSError as error:
             self._fail(error)
@@ -131,6 +135,16 @@ class ParquetSink:
             latest = ((self._rows[name][-1][-1], phase) for name, phase in PHASE.items() if name in self._rows)
             self._step = max((row[0] for row, phase in latest if row[phase] == "train"), default=self._step)
             self._rows = {}
+
+    def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
+        """Return the rows of a step and table for the journal."""
+        if len(groups) == 1:
+            (rows,) = groups
+            if isinstance(rows, StatisticsRows):
+                return rows.to_message()
+            if table == "metrics" and len(rows) == 1:
+                return self._metrics.message(rows[0])
+        return as_batch(TABLES[table], *groups)
 
     def finish_parts(self) -> dict[str, int]:
         """Convert all journals to parts.

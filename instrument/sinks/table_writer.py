@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..capture.collectives import own_rank
+from ..capture.message_template import Message
 from ..capture.tables import Table
 from .journal import Journal
 from .parts import Part, convert_journal, new_part, part_files
@@ -57,7 +58,7 @@ class TableWriter:
         """The number of rows in the journal."""
         return 0 if self.journal is None else self.journal.rows
 
-    def append(self, batch: pa.RecordBatch) -> None:
+    def append(self, batch: pa.RecordBatch | Message) -> None:
         """Add rows to the journal. A journal that is large enough becomes a part first."""
         if self.journal is not None and self.journal.size >= self.journal_bytes:
             self.finish_part()

@@ -15,10 +15,10 @@
    contiguous block in any order of the dimensions. False for all others: other devices, dtypes, layouts and classes, and
    tensors with fewer than two elements. `connect` has to be called first.
 
-   effect(before, after, out) -> bool
+   effect(before, after) -> list or None
 
-   Writes three numbers to `out`: how many elements differ (two NaN are equal), and the L2 norms over the finite elements
-   (NaN if there is none). False for tensors that `record` does not support, or that differ in dtype or strides.
+   Returns three numbers: how many elements differ (two NaN are equal), and the L2 norms over the finite elements (NaN if
+   there is none). None for tensors that `record` does not support, or that differ in dtype or strides.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -403,28 +403,30 @@ static int write_effect(const void *before, const void *after, size_t count, int
 static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     DLTensor before, after;
     int kind, kind_after, done;
+    double numbers[3];
     const void *memory, *memory_after;
     (void)self;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "effect takes three arguments");
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "effect takes two arguments");
         return NULL;
     }
     const size_t numel = describe_dense(args[0], &before, &kind, &memory);
     if (!numel || describe_dense(args[1], &after, &kind_after, &memory_after) != numel || kind != kind_after ||
         before.ndim != after.ndim)
-        Py_RETURN_FALSE;
+        Py_RETURN_NONE;
     for (int i = 0; i < before.ndim; i++)
         if (before.shape[i] != after.shape[i] || (before.shape[i] != 1 && before.strides[i] != after.strides[i]))
-            Py_RETURN_FALSE;
-    double *out = PyLong_AsVoidPtr(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (numel <= SMALL)
-        return PyBool_FromLong(write_effect(memory, memory_after, numel, kind, out));
-    Py_BEGIN_ALLOW_THREADS
-    done = write_effect(memory, memory_after, numel, kind, out);
-    Py_END_ALLOW_THREADS
-    return PyBool_FromLong(done);
+            Py_RETURN_NONE;
+    if (numel <= SMALL) {
+        done = write_effect(memory, memory_after, numel, kind, numbers);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        done = write_effect(memory, memory_after, numel, kind, numbers);
+        Py_END_ALLOW_THREADS
+    }
+    if (!done)
+        Py_RETURN_NONE;
+    return Py_BuildValue("[ddd]", numbers[0], numbers[1], numbers[2]);
 }
 
 static PyObject *moments(PyObject *self, PyObject *args) {
@@ -515,7 +517,7 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
     {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted, out) -> bool"},
-    {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after, out) -> bool"},
+    {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"statistics", statistics, METH_VARARGS, "statistics(address, count, kind, wanted) -> tuple or None"},
     {"moments", moments, METH_VARARGS,
      "moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)"},

@@ -101,10 +101,9 @@ def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:
         The number of elements that differ, where two NaN are equal, and the L2 norms of both over their finite elements (NaN
         if there is none). None if the tensors are not supported.
     """
-    if not _connected or before.is_neg() or after.is_neg():
+    if not _connected or type(after) not in (Tensor, Parameter) or before.is_neg() or after.is_neg():
         return None
-    numbers = np.empty(3)
-    return numbers.tolist() if native.effect(before, after, numbers.ctypes.data) else None
+    return native.effect(before, after)
 
 
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
