@@ -64,10 +64,10 @@ def with_instrument(training: Training, specs: dict[str, dict[str, Any]]) -> Ite
 def with_callback(training: Training, callback: Callable[[Tensor], object], *, gradients: bool) -> Iterator[Step]:
     """Yield a step with a plain forward hook on each layer, and with a tensor hook on its output if requested."""
 
-    def hook(module: nn.Module, args: object, output: Tensor) -> None:  # noqa: ARG001
-        callback(output)
+    def hook(module: nn.Module, args: object, output: Tensor) -> object:  # noqa: ARG001
         if gradients:
             output.register_hook(lambda gradient: callback(gradient) and None)
+        return callback(output)
 
     handles = [layer.register_forward_hook(hook) for layer in training.model]
     try:
@@ -157,6 +157,8 @@ def variants(
     for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
         yield f"naive hook: {label}", tensors, callback(lambda: naive([]), gradients)
         yield f"empty hook: {label}", tensors, callback(lambda: lambda _: None, gradients)
+    yield "hook that only clips by value", layers, callback(lambda: lambda output: output.clamp(-1.0, 1.0), False)
+    yield "hook that only scales", layers, callback(lambda: lambda output: output * 0.9, False)
     try:
         import nvdlfw_inspect  # noqa: F401
     except ImportError:

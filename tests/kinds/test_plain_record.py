@@ -1,0 +1,293 @@
+"""The fast path for plain tensors writes the same rows as the general path, and steps aside where it does not apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_trap_random_graphs as random_graphs
+import torch
+from tiers import portions
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import instrument
+from instrument.kinds.plain_record import PlainModuleHooks, PlainRecord
+
+RECORD = {"kind": "forward", "action": "record", "stats": ["default", "l1"]}
+SPECS: dict[str, Any] = {
+    "outputs": {"layers": "**", **RECORD},
+    "few": {"layers": "**", "kind": "forward", "action": "record", "stats": ["mean", "l2"], "every": 2},
+    "gradients": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+    "totals": {"layers": "**", "kind": "tensor", "action": "record", "role": "output", "start": 1},
+    "evaluated": {"layers": "**", "kind": "forward", "action": "record", "phase": "eval"},
+}
+Rows = dict[str, list[tuple[Any, ...]]]
+
+
+@contextmanager
+def general_path() -> Iterator[None]:
+    """Let all hooks take the general path inside the block."""
+    with mock.patch.object(PlainRecord, "of", return_value=None):
+        yield
+
+
+class Outputs(nn.Module):
+    """Returns its input as a value of another type."""
+
+    def __init__(self, convert: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def forward(self, x: Tensor) -> Any:
+        return self.convert(x)
+
+
+class Network(nn.Module):
+    """Linear layers around one that returns unusual tensors."""
+
+    def __init__(self, convert: Callable[[Tensor], Any], back: Callable[[Any], Tensor] = lambda value: value) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.unusual = Outputs(convert)
+        self.back = back
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.back(self.unusual(self.first(x))))
+
+
+class Recursive(nn.Module):
+    """Calls itself: the calls end in another order than they start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        return self.layer(self(x, depth - 1)) if depth else x + 1
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its layer twice, by both variants of checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, x, use_reentrant=False)
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+class Fails(nn.Module):
+    """Fails at its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.calls += 1
+        if self.calls == 2:
+            raise ArithmeticError
+        return x
+
+
+def with_special_values(x: Tensor) -> Tensor:
+    """Return a tensor with NaN, infinity and zero."""
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 2.0, 3.0])
+    return x + special.to(x.dtype)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Network(lambda x: x * 2),
+    "view": lambda: Network(lambda x: x.view(-1, 8)),
+    "its input": lambda: Network(lambda x: x),
+    "transposed": lambda: Network(lambda x: x.t() * 1, lambda x: x.t()),
+    "not dense": lambda: Network(lambda x: x.repeat(1, 2)[:, ::2]),
+    "expanded": lambda: Network(lambda x: x[:1].expand(4, 8)),
+    "one element": lambda: Network(lambda x: x.sum(), lambda x: x.expand(4, 8)),
+    "no elements": lambda: Network(lambda x: x[:0], lambda x: x.sum().expand(4, 8)),
+    "negated": lambda: Network(lambda x: torch._neg_view(x * 1.0), lambda x: x.clone()),
+    "integers": lambda: Network(lambda x: (x > 0).long(), lambda x: x.float()),
+    "float16": lambda: Network(lambda x: x.half(), lambda x: x.float()),
+    "bfloat16": lambda: Network(lambda x: x.bfloat16(), lambda x: x.float()),
+    "float64": lambda: Network(lambda x: x.double(), lambda x: x.float()),
+    "huge float64": lambda: Network(lambda x: x.double() * 1e200, lambda x: x.float()),
+    "not finite": lambda: Network(with_special_values),
+    "nothing finite": lambda: Network(lambda x: x * math.nan),
+    "far from zero": lambda: Network(lambda x: x + 1e6),
+    "sparse": lambda: Network(lambda x: x.to_sparse(), lambda x: x.to_dense()),
+    "tuple": lambda: Network(lambda x: (x, x * 2), lambda pair: pair[1]),
+    "dict": lambda: Network(lambda x: {"a": x, "b": None}, lambda value: value["a"]),
+    "detached": lambda: Network(lambda x: x.detach()),
+    "parameter": lambda: Network(lambda x: nn.Parameter(x.detach())),
+    "in place": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+    "disabled dropout": lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Identity(), nn.Linear(8, 3)),
+    "shared": lambda: nn.Sequential(*[nn.Linear(6, 6)] * 3),
+    "recursive": Recursive,
+    "checkpointed": Checkpointed,
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last), nn.Flatten()
+    ),
+    "recurrent": lambda: Network(nn.LSTM(8, 8), lambda value: value[0]),
+    "fails": Fails,
+}
+
+
+def train(model: nn.Module, probe: Any) -> None:
+    """Make four steps with two micro-batches each, one evaluation, and a second backward pass."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for _ in range(2):
+            x = torch.randn(4, 6, generator=generator)
+            with suppress(ArithmeticError):
+                loss = model(x).square().mean()
+                if loss.requires_grad:
+                    loss.backward(retain_graph=step == 1)
+                    if step == 1:
+                        loss.backward()
+            probe.end_micro_step()
+        probe.end_step(loss=0.0)
+        if step == 2:
+            with probe.evaluating(), torch.no_grad(), suppress(ArithmeticError):
+                model(x)
+            with torch.inference_mode(), suppress(ArithmeticError):
+                model(x)
+
+
+def rows_of(model: nn.Module) -> Rows:
+    torch.manual_seed(0)
+    with pytest.warns(), instrument.attach(model, SPECS) as probe:
+        train(model, probe)
+        probe.event("end", "so that there is a warning")
+    return {table: list(rows) for table, rows in probe.sink.rows.items() if table not in ("metrics", "layers")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_paths_write_the_same_rows(name: str) -> None:
+    torch.manual_seed(0)
+    fast = rows_of(MODELS[name]())
+    torch.manual_seed(0)
+    with general_path():
+        general = rows_of(MODELS[name]())
+    assert len(general["stats"]) > 30
+    assert repr(fast) == repr(general)  # as text, since NaN differs from itself
+
+
+@pytest.mark.parametrize("seeds", portions(quick=30, total=300, size=90))
+def test_both_paths_write_the_same_rows_for_random_networks(seeds: range) -> None:
+    hooks = {name: SPECS[name] for name in ("outputs", "gradients", "totals")}
+    hooks["totals"] = {**hooks["totals"], "start": 0}
+    rows = 0
+    for seed in seeds:
+        network = random_graphs.Network(seed, list(random_graphs.OPERATIONS))
+        if random_graphs.train_uninstrumented(network) is None:
+            continue
+        fast = random_graphs.train(network, hooks)[1].sink.rows
+        with general_path():
+            general = random_graphs.train(network, hooks)[1].sink.rows
+        for table in ("stats", "coverage", "events"):
+            assert repr(fast[table]) == repr(general[table]), seed
+        rows += len(fast["stats"])
+    assert rows > 10 * len(seeds)
+
+
+@pytest.mark.parametrize("wrap", [torch.func.vmap, torch.func.functionalize], ids=["vmap", "functionalize"])
+def test_both_paths_agree_in_transforms(wrap: Callable[[Any], Any]) -> None:
+    def rows() -> Rows:
+        model = nn.Linear(6, 3)
+        with pytest.warns(), instrument.attach(model, {"seen": {"layers": ".", **RECORD}}) as probe:
+            wrap(model)(torch.ones(4, 6))
+            probe.end_step()
+        return {table: list(probe.sink.rows[table]) for table in ("stats", "coverage", "events")}
+
+    fast = rows()
+    with general_path():
+        assert repr(rows()) == repr(fast)
+
+
+def measured_directly(specs: dict[str, Any], *, steps: int = 2, **options: Any) -> int:
+    """Return how many tensors of a small training take the fast path."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count, record = 0, PlainRecord.__call__
+
+    def counted(self: PlainRecord, *args: Any) -> bool:
+        nonlocal count
+        count += (done := record(self, *args))
+        return done
+
+    with (
+        mock.patch.object(PlainRecord, "__call__", counted),
+        instrument.attach(model, specs, optimizer=optimizer, **options) as probe,
+    ):
+        for _ in range(steps):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    return count
+
+
+OUTPUTS = {"layers": "*", **RECORD}
+
+
+@pytest.mark.parametrize(
+    ("specs", "directly"),
+    [
+        ({"a": OUTPUTS}, 6),
+        ({"a": {**OUTPUTS, "every": 2}}, 3),
+        ({"a": OUTPUTS, "b": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}}, 12),
+        ({"a": {**OUTPUTS, "quantiles": [0.5]}}, 0),
+        ({"a": {**OUTPUTS, "histogram": 4}}, 0),
+        ({"a": {**OUTPUTS, "tensors": True}}, 0),
+        ({"a": {**OUTPUTS, "stats": ["dead_fraction"]}}, 0),
+        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}}, 4),
+        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "role": "input", "action": "record"}}, 4),
+    ],
+    ids=["all", "every 2", "gradients", "quantiles", "histogram", "tensors", "dead", "intervention", "input"],
+)
+def test_fast_path_is_taken_where_it_applies(specs: dict[str, Any], directly: int) -> None:
+    assert measured_directly(specs) == directly
+
+
+def test_fast_path_measures_the_time_for_a_budget() -> None:
+    assert measured_directly({"a": OUTPUTS}, budget={"time": "50%"}) == 6
+
+
+def test_scaled_gradients_take_the_general_path() -> None:
+    gradients = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
+    scaler = torch.amp.GradScaler("cpu")
+    assert measured_directly({"a": gradients}, scaler=scaler) == 0
+    assert measured_directly({"a": OUTPUTS}, scaler=scaler) == 6
+
+
+def test_module_without_scheduled_hooks_has_no_plain_hooks() -> None:
+    model = nn.Linear(6, 3)
+    with instrument.attach(model, {"late": {"layers": ".", **RECORD, "start": 1, "stop": 2}}) as probe:
+        (hooks,) = [hook.__self__ for hook in model._forward_hooks.values()]
+        for scheduled in (False, True, False):
+            assert isinstance(hooks.plain, PlainModuleHooks if scheduled else type(None))
+            model(torch.ones(4, 6))
+            probe.end_step()
+    assert len(probe.sink.rows["stats"]) == 1
+
+
+def test_rows_grow_beyond_the_first_matrix() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(70)))
+    with instrument.attach(model, {"seen": {"layers": "*", **RECORD}}) as probe:
+        for _ in range(2):
+            outputs, x = [], torch.randn(2, 4)
+            for layer in model:
+                x = layer(x)
+                outputs.append(x.double().mean().item())
+            probe.end_step()
+            means = [row["mean"] for row in probe.sink.records("stats")[-70:]]
+            assert means == pytest.approx(outputs, rel=1e-6)
