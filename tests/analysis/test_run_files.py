@@ -308,7 +308,7 @@ def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypa
         shutil.rmtree(left)
 
     def append(self: Journal, batch: pa.RecordBatch) -> None:
-        message = batch.serialize().to_pybytes()
+        message = bytes(batch.serialize())
         killed(self.path, message[: len(message) // 2])
         plain(self, batch)
 

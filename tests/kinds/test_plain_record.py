@@ -280,6 +280,17 @@ def test_module_without_scheduled_hooks_has_no_plain_hooks() -> None:
     assert len(probe.sink.rows["stats"]) == 1
 
 
+def test_backward_pass_after_the_end_writes_no_row() -> None:
+    model = nn.Linear(6, 3)
+    with instrument.attach(model, {"gradients": SPECS["gradients"]}) as probe:
+        loss = model(torch.ones(4, 6)).sum()
+        loss.backward(retain_graph=True)
+        probe.end_step()
+    loss.backward()
+    probe.recorder.end_step()
+    assert len(probe.sink.rows["stats"]) == 1
+
+
 def test_rows_grow_beyond_the_first_matrix() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(70)))
     with instrument.attach(model, {"seen": {"layers": "*", **RECORD}}) as probe:
