@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
+from instrument.stats.device_numbers import DeviceNumbers
+from instrument.stats.device_operations import measure_by_operations
 from instrument.stats.distribution import distribution_on_device
-from instrument.stats.measure import measure_on_device
+from instrument.stats.flatten import as_vector
 from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_fraction_on_device
 
 
@@ -19,8 +21,8 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the statistics functions by their versions for accelerators, until the end of the test."""
     use_general_path(monkeypatch)
 
-    def measure(tensor: Tensor, names: tuple[str, ...]) -> Tensor:
-        return measure_on_device(tensor.detach().reshape(-1), names)
+    def measure(tensor: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
+        return measure_by_operations(as_vector(tensor), names)
 
     def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
         return distribution_on_device(tensor.detach().reshape(-1), levels, bins)

@@ -13,6 +13,8 @@ from torch.nn.parameter import Parameter
 
 from ..dtensor import module_type
 from ..errors import ConfigError, Problem
+from ..stats.device_numbers import DeviceNumbers
+from ..stats.distribution import Distribution
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
 
@@ -137,8 +139,7 @@ class Effect:
 
     Attributes:
         numel: The number of elements of the tensor.
-        measures: The number of changed elements, the L2 norm before and the L2 norm after: three numbers or a float64
-            tensor [3].
+        measures: The number of changed elements, the L2 norm before and the L2 norm after.
         factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
             element.
     """
@@ -146,6 +147,12 @@ class Effect:
     numel: int
     measures: Values
     factor: float | Tensor | None = field(default=None)
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The numbers on a device: those of `measures`, then the factor."""
+        measures = self.measures.numbers if isinstance(self.measures, DeviceNumbers) else ()
+        return [*measures, *([self.factor] if isinstance(self.factor, Tensor) else [])]
 
 
 class Effects(Protocol):
@@ -190,7 +197,7 @@ class Rows(Effects, Protocol):
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
         """Add this process's sketch for quantiles and a histogram of such a tensor, float64 [numbers]."""
 
-    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
+    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
 
     def add_tensor(

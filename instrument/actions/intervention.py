@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ..errors import HookError, HookResultError
 from ..spec.kinds import KINDS
+from ..stats.device_numbers import DeviceNumbers, joined
+from ..stats.device_operations import count_changed
 from ..stats.measure import measure
 from ..stats.single_pass import effect_of_plain
 from .base import Context, Effect, Effects
@@ -124,8 +127,11 @@ def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: in
         return Effect(numel, measures, factor)
     with torch.no_grad():
         before, after = old.detach(), new.detach()
-        changed = ((before != after) & ~(before.isnan() & after.isnan())).sum(dtype=torch.float64)
-        norm_before, norm_after = (measure(tensor, ("l2",)) for tensor in (before, after))
-    if isinstance(norm_before, Tensor) and isinstance(norm_after, Tensor):
-        return Effect(numel, torch.cat([changed.view(1), norm_before, norm_after]), factor)
-    return Effect(numel, [changed.item(), *norm_before, *norm_after], factor)
+        first, second = (measure(tensor, ("l2",)) for tensor in (before, after))
+        if isinstance(first, DeviceNumbers) and isinstance(second, DeviceNumbers):
+            parts = (count_changed(before, after), first, second)
+            return Effect(numel, joined(parts, lambda *values: [*chain(*values)]), factor)
+        assert not isinstance(first, DeviceNumbers), "both tensors are on the same device"
+        assert not isinstance(second, DeviceNumbers)
+        changed = ((before != after) & ~(before.isnan() & after.isnan())).sum().item()
+    return Effect(numel, [changed, *first, *second], factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ..spec.base import parse_slice
 from ..spec.kinds import KINDS
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS, VALUE_STATISTICS
+from ..stats.device_numbers import DeviceNumbers, joined
 from ..stats.distribution import distribution
 from ..stats.measure import Values, measure
 from ..stats.merge import MEASURED, PartialStatistics, partial_statistics, sketch
@@ -54,22 +55,22 @@ def to_dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def _dead_fraction(tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:
+def _dead_fraction(tensor: Tensor, context: Context, dim: int | None) -> float | DeviceNumbers | None:
     along = _resolve_unit_dim(tensor, context, dim)
     return None if along is None else dead_fraction(to_dense(tensor.detach()), along)
 
 
-def _saturated_fraction(tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:  # noqa: ARG001
+def _saturated_fraction(tensor: Tensor, context: Context, dim: int | None) -> float | DeviceNumbers | None:  # noqa: ARG001
     ends = saturation_limits(context.module)
     return None if ends is None or not tensor.is_floating_point() else saturated_fraction(to_dense(tensor), ends)
 
 
-def _update_ratio(tensor: Tensor, context: Context, dim: int | None) -> float | Tensor | None:  # noqa: ARG001
+def _update_ratio(tensor: Tensor, context: Context, dim: int | None) -> float | DeviceNumbers | None:  # noqa: ARG001
     assert context.value is not None, "an update requires its parameter"
     return ratio_of_norms(tensor, context.value)
 
 
-DERIVED: dict[str, Callable[[Tensor, Context, int | None], float | Tensor | None]] = {
+DERIVED: dict[str, Callable[[Tensor, Context, int | None], float | DeviceNumbers | None]] = {
     "dead_fraction": _dead_fraction,
     "saturated_fraction": _saturated_fraction,
     "update_ratio": _update_ratio,
@@ -77,8 +78,8 @@ DERIVED: dict[str, Callable[[Tensor, Context, int | None], float | Tensor | None
 """The statistics that depend on more than the tensor's values: functions of the tensor, the call, and the dimension of
 the units (None for the default one).
 
-They return a number, or a float64 scalar on another device, where NaN means no value; None if the statistic is not
-defined for the tensor. They raise `HookError` if the tensor has no such dimension.
+They return a number, or one number on another device; None if the statistic is not defined for the tensor. They raise
+`HookError` if the tensor has no such dimension.
 """
 
 
@@ -181,9 +182,10 @@ class Record:
             The part to merge with those of other processes, and which units are dead, bool [units], if requested.
         """
         saturated = _saturated_fraction(tensor, context, None) if "saturated_fraction" in self.derived else None
-        weight: float | Tensor | None = None
+        weight: float | DeviceNumbers | None = None
         if "update_ratio" in self.derived and context.value is not None:
-            weight = measure(context.value, ("l2",))[0]
+            norm = measure(context.value, ("l2",))
+            weight = norm if isinstance(norm, DeviceNumbers) else norm[0]
         names = (*MEASURED, "l1") if "l1" in self.statistics else MEASURED
         along = _resolve_unit_dim(tensor, context, self.spec.unit_dim) if "dead_fraction" in self.derived else None
         dead = None if along is None else dead_units(to_dense(tensor.detach()), along)
@@ -198,7 +200,12 @@ class Record:
             return measure(tensor, self.statistics)
         values = measure(tensor, self.statistics[: -len(self.derived)])
         others = [DERIVED[name](tensor, context, self.spec.unit_dim) for name in self.derived]
-        if not isinstance(values, Tensor):
+        if not isinstance(values, DeviceNumbers):
             return [*values, *cast(list[float | None], others)]  # on the CPU these are numbers too
-        none = torch.full((), math.nan, dtype=torch.float64, device=values.device)
-        return torch.cat([values, torch.stack([other if isinstance(other, Tensor) else none for other in others])])
+        on_device = [isinstance(other, DeviceNumbers) for other in others]
+
+        def convert(first: list[Any], *rest: list[Any]) -> list[Any]:
+            found = iter(rest)
+            return [*first, *(next(found)[0] if exists else None for exists in on_device)]
+
+        return joined([values, *(other for other in others if isinstance(other, DeviceNumbers))], convert)

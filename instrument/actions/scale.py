@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor:
     """Multiply each index of dimension `dim` by its factor. Shape and dtype are kept.
 
+    The factors are copied to the device of the tensor once.
+
     Raises:
         ValueError: The tensor has no such dimension, or its size differs from the number of factors.
     """
@@ -29,7 +32,14 @@ def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor
     shape = [1] * tensor.dim()
     shape[dim] = len(factors)
     wide = torch.promote_types(tensor.dtype, torch.float32)  # half precision would round the factors
-    return (tensor * torch.tensor(factors, dtype=wide, device=tensor.device).view(shape)).to(tensor.dtype)
+    return (tensor * _to_device(tuple(factors), wide, tensor.device).view(shape)).to(tensor.dtype)
+
+
+@lru_cache(maxsize=128)
+def _to_device(factors: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        on_host = torch.tensor(factors, dtype=dtype, pin_memory=device.type == "cuda")
+        return on_host.to(device, non_blocking=True)
 
 
 def scheduled(points: Mapping[int, float], step: int) -> float:

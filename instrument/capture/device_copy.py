@@ -16,31 +16,35 @@ _HOST = torch.device("cpu")
 
 
 class Transfer:
-    """Copies the numbers of many small tensors, with one copy per device."""
+    """Copies the numbers of many small tensors, with one copy per device and dtype."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._layout = [(tensor.device, tensor.numel()) for tensor in tensors]
-        self._copies: dict[torch.device, _Copy | _HostNumber] = {}
-        if self._layout == [(_HOST, 1)]:  # most often a loss
-            self._copies[_HOST] = _HostNumber(tensors[0])
+        self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
+        self._copies: dict[tuple[torch.device, torch.dtype], _Copy | _HostNumber] = {}
+        if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss
+            self._copies[self._layout[0][0]] = _HostNumber(tensors[0])
             return
-        flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
-        for device in {tensor.device for tensor in flat}:
-            self._copies[device] = _Copy(torch.cat([tensor for tensor in flat if tensor.device == device]))
+        for key in dict.fromkeys(key for key, _ in self._layout):
+            flat = [
+                tensor.detach().reshape(-1)
+                for tensor, (own_key, _) in zip(tensors, self._layout, strict=True)
+                if own_key == key
+            ]
+            self._copies[key] = _Copy(torch.cat(flat))
 
     @property
     def is_complete(self) -> bool:
         """Whether the numbers can be read without waiting, because all of them were in CPU memory."""
-        return all(device.type == "cpu" for device in self._copies)
+        return all(device.type == "cpu" for device, _ in self._copies)
 
     def read(self) -> Iterator[list[float]]:
         """Yield the numbers of each tensor in order. This waits for copies that are not complete."""
-        numbers = {device: copy.numbers() for device, copy in self._copies.items()}
+        numbers = {key: copy.numbers() for key, copy in self._copies.items()}
         offsets = dict.fromkeys(numbers, 0)
-        for device, count in self._layout:
-            start = offsets[device]
-            offsets[device] += count
-            yield numbers[device][start : offsets[device]]
+        for key, count in self._layout:
+            start = offsets[key]
+            offsets[key] += count
+            yield numbers[key][start : offsets[key]]
 
 
 class _Copy:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..actions.base import Context, Effect
 from ..spec.kinds import KINDS
+from ..stats.device_numbers import DeviceNumbers
 from ..stats.merge import (
     MERGED,
     PARTIAL_STATISTICS,
@@ -137,9 +138,10 @@ def distribution_piece(context: Context, levels: tuple[float, ...], bins: int, s
 def effect_piece(context: Context, effect: Effect) -> Piece:
     """Return this process's part of a row of effects: elements, changed elements, norms before and after, factor."""
     measures, factor = effect.measures, math.nan if effect.factor is None else effect.factor
-    if isinstance(measures, Tensor):
-        part = measures.new_full((5,), effect.numel)  # does not wait for the device, unlike a copy
-        part[1:4] = measures
+    if isinstance(measures, DeviceNumbers):
+        changes_on_device = measures.on_device()
+        part = changes_on_device.new_full((5,), effect.numel)  # does not wait for the device, unlike a copy
+        part[1:4] = changes_on_device
         part[4] = factor
         return Piece("effects", identity_without_rank(context), (), part, _NOTHING)
     numbers = [math.nan if number is None else number for number in measures]

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..actions.base import Context, Effect, StepContext
 from ..kinds.attached_hook import AttachedHook
 from ..spec.statistics import ALL
-from ..stats.distribution import distribution_columns
+from ..stats.distribution import Distribution, distribution_columns
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
 from ..stats.single_pass import record_plain
@@ -58,7 +58,7 @@ class Recorder:
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
         self._stats = StepStatistics()
         self._columns = ColumnCache()
-        self._distributions: list[tuple[Row, tuple[float, ...], int, Values]] = []
+        self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution]] = []
         self._effects: list[tuple[Row, Effect]] = []
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._pending: _Step | None = None
@@ -84,13 +84,13 @@ class Recorder:
 
     def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: Row) -> bool:
         """Add the statistics of one plain tensor."""
-        stats = self._stats
-        if not record_plain(tensor, bits, stats.next_address()):
+        numbers = record_plain(tensor, bits)
+        if numbers is None:
             return False
-        stats.add(moment, site)
+        self._stats.add(moment, site, numbers)
         return True
 
-    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Values) -> None:
+    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
         if not self._merger.is_duplicate(context):
             self._distributions.append((self._merger.identity(context), levels, bins, values))
@@ -152,13 +152,13 @@ class Recorder:
         """
         self.flush()
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
-        stats, self._stats = self._stats, StepStatistics(len(self._stats))
+        stats, self._stats = self._stats, StepStatistics()
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
-        on_device = [waiting.values for waiting in stats.on_device]
+        on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
         on_device += [values for *_, values in distributions if isinstance(values, Tensor)]
         for _, effect in effects:
-            on_device += [part for part in (effect.measures, effect.factor) if isinstance(part, Tensor)]
+            on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
         deferred, self._deferred = self._deferred, []
         self._pending = _Step(stats, distributions, effects, merged, deferred, Transfer(on_device))
@@ -181,8 +181,7 @@ class Recorder:
         if step is None:
             return
         fetched = step.transfer.read()
-        for waiting in step.stats.on_device:
-            step.stats.set_values(waiting.row, waiting.names, next(fetched))
+        step.stats.fetch(fetched)
         distributions = [
             key + distribution_columns(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
             for key, levels, bins, values in step.distributions
@@ -214,7 +213,7 @@ class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
     stats: StepStatistics
-    distributions: list[tuple[Row, tuple[float, ...], int, Values]]
+    distributions: list[tuple[Row, tuple[float, ...], int, Distribution]]
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None
     deferred: list[tuple[str, Callable[[], Row]]]

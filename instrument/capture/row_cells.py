@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from ..actions.base import Context, Effect
 from ..plan.hook_plan import HookPlan
 from ..spec.statistics import ALL, STATISTICS
+from ..stats.device_numbers import DeviceNumbers
 from ..stats.measure import positions
 from .sink_interface import Row
 
@@ -33,7 +34,7 @@ def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[
 
 def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
     """Return the columns of an intervention's effect. Numbers from a device come from `fetched`."""
-    measures = next(fetched) if isinstance(effect.measures, Tensor) else effect.measures
+    measures = effect.measures.values(fetched) if isinstance(effect.measures, DeviceNumbers) else effect.measures
     factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
     changed, before, after = measures
     assert changed is not None, "a count always has a value"

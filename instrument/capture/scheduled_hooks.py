@@ -57,7 +57,9 @@ class ScheduledHooks:
         self.clock.micro_step_index += 1
         changed = phase != previous_phase
         is_scheduled = {name: spec.schedule.includes(step, phase) for name, spec in self.specs.items()}
-        if not (changed or update_all or self._is_sampled) and is_scheduled == self._is_scheduled:
+        # Without a budget, hooks are only sampled if a state with one was loaded.
+        is_sampled = self._is_sampled or any(attached.subsampling > 1 for attached in self.attached_hooks)
+        if not (changed or update_all or is_sampled) and is_scheduled == self._is_scheduled:
             return
         self._is_scheduled = is_scheduled
         for attached in self.attached_hooks:

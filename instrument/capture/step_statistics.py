@@ -1,7 +1,7 @@
 """The statistics of one step as a matrix, with one row per measured tensor, and their conversion to Arrow columns.
 
-Hooks on plain tensors write their numbers directly into the matrix, without a Python object per number. All rows of a step
-become columns at once when the step ends.
+Hooks on plain tensors add the memory of their numbers, without a Python object per number. All rows of a step become
+columns at once when the step ends.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
 
 from ..actions.base import StepContext
 from ..spec.statistics import ALL, STATISTICS
+from ..stats.device_numbers import DeviceNumbers
 from ..stats.measure import Values, positions
 from ..stats.single_pass import NATIVE
 from .message_template import Message, MessageTemplate
@@ -28,22 +28,21 @@ _TYPES: list[pa.DataType] = [field.type for field in _TABLE.plain_schema]
 _MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = _TYPES[:_MOMENT], _TYPES[_MOMENT : len(IDENTITY)], _TYPES[len(IDENTITY) :]
 _IS_COUNT = tuple(statistic.unit == "count" for statistic in STATISTICS.values())
 _NOT_FINITE = slice(NATIVE.index("nan_count"), NATIVE.index("inf_count") + 1)
-_MIN_CAPACITY = 16
-_EMPTY = np.empty((0, len(NATIVE)))
+_NATIVE_BYTES = 8 * len(NATIVE)
 
 
 class OnDevice(NamedTuple):
     """Statistics whose numbers are still on a device.
 
     Attributes:
-        row: The row of the matrix.
+        row: The collected row.
         names: The names of the statistics.
-        values: The numbers, float64 [names].
+        values: The numbers.
     """
 
-    row: int
+    row: list[Any]
     names: tuple[str, ...]
-    values: Tensor
+    values: DeviceNumbers
 
 
 def split_identity(row: Row) -> tuple[StepContext, Row]:
@@ -52,63 +51,41 @@ def split_identity(row: Row) -> tuple[StepContext, Row]:
 
 
 class StepStatistics:
-    """Collects the statistics of one step.
-
-    Args:
-        capacity: The expected number of rows. The matrix grows if there are more.
+    """Collects the statistics of one step. Several threads may add rows.
 
     Attributes:
-        moments: For each row, step, micro-step, epoch and phase.
-        sites: For each row, the other identity columns.
         on_device: The rows whose numbers are still on a device.
     """
 
-    def __init__(self, capacity: int = 0) -> None:
-        self.moments: list[StepContext] = []
-        self.sites: list[Row] = []
+    def __init__(self) -> None:
+        # The moment, the other identity columns, and the memory of a float64 array: the statistics `NATIVE`, or all.
+        self._rows: list[Sequence[Any]] = []
         self.on_device: list[OnDevice] = []
-        # The statistics after those of the native kernel, by row; most rows have none.
-        self._others: dict[int, np.ndarray] = {}
-        self._next_capacity = max(capacity, _MIN_CAPACITY)
-        self._capacity = self._address = self._row_bytes = 0
-        self._matrix = _EMPTY  # allocated for the first row
 
     def __len__(self) -> int:
-        return len(self.sites)
+        return len(self._rows)
 
-    def next_address(self) -> int:
-        """Return the address of the next row, for `instrument.stats.single_pass.record_plain`. Call `add` afterwards."""
-        count = len(self.sites)
-        if count == self._capacity:
-            matrix = np.empty((self._next_capacity, len(NATIVE)))
-            if count:
-                matrix[:count] = self._matrix
-            self._matrix = matrix
-            self._address, self._row_bytes = matrix.__array_interface__["data"][0], matrix.strides[0]
-            self._capacity, self._next_capacity = self._next_capacity, 2 * self._next_capacity
-        return self._address + count * self._row_bytes
-
-    def add(self, moment: StepContext, site: Row) -> None:
-        """Add the row that was written to `next_address`."""
-        self.moments.append(moment)
-        self.sites.append(site)
+    def add(self, moment: StepContext, site: Row, numbers: bytes) -> None:
+        """Add the result of `instrument.stats.single_pass.record_plain`."""
+        self._rows.append((moment, site, numbers))
 
     def add_values(self, moment: StepContext, site: Row, names: tuple[str, ...], values: Values) -> None:
-        """Add a row of numbers, or of a tensor on a device, in the order of `names`."""
-        self.next_address()
-        if isinstance(values, Tensor):
-            self.on_device.append(OnDevice(len(self.sites), names, values))
+        """Add a row of values in the order of `names`."""
+        if isinstance(values, DeviceNumbers):
+            row = [moment, site, b""]
+            self.on_device.append(OnDevice(row, names, values))
+            self._rows.append(row)
         else:
-            self.set_values(len(self.sites), names, values)
-        self.add(moment, site)
+            self.add(moment, site, _as_memory(names, values))
 
-    def set_values(self, row: int, names: tuple[str, ...], values: Sequence[float | None]) -> None:
-        """Set the numbers of a row. None stands for no value."""
-        numbers = np.full(len(ALL), math.nan)
-        numbers[list(positions(names))] = np.array(values, dtype=np.float64)
-        self._matrix[row] = numbers[: len(NATIVE)]
-        if not np.isnan(others := numbers[len(NATIVE) :]).all():
-            self._others[row] = others
+    def fetch(self, fetched: Iterator[list[float]]) -> None:
+        """Set the values of all rows on a device.
+
+        Args:
+            fetched: The numbers of all tensors of `on_device`, in order.
+        """
+        for waiting in self.on_device:
+            waiting.row[-1] = _as_memory(waiting.names, waiting.values.values(fetched))
 
     def rows(self, cache: ColumnCache) -> StatisticsRows:
         """Return the collected rows. Every number has to be on the host.
@@ -116,7 +93,17 @@ class StepStatistics:
         Args:
             cache: Keeps columns for the next step.
         """
-        return StatisticsRows(self.moments, self.sites, self._matrix[: len(self.sites)], self._others, cache)
+        moments, sites, memory = ([row[i] for row in self._rows] for i in range(3))
+        others = {i: np.frombuffer(row[_NATIVE_BYTES:]) for i, row in enumerate(memory) if len(row) > _NATIVE_BYTES}
+        numbers = np.frombuffer(b"".join(row[:_NATIVE_BYTES] for row in memory) if others else b"".join(memory))
+        return StatisticsRows(moments, sites, numbers.reshape(-1, len(NATIVE)), others, cache)
+
+
+def _as_memory(names: tuple[str, ...], values: Sequence[float | None]) -> bytes:
+    """Return values as the memory of a float64 array: the statistics `NATIVE` if the others have no value, otherwise all."""
+    numbers = np.full(len(ALL), math.nan)
+    numbers[list(positions(names))] = np.array(values, dtype=np.float64)
+    return numbers.tobytes() if not np.isnan(numbers[len(NATIVE) :]).all() else numbers[: len(NATIVE)].tobytes()
 
 
 class StatisticsRows(Sequence[Row]):

@@ -343,7 +343,10 @@ def as_batch(table: Table, *groups: Sequence[tuple[Any, ...]]) -> pa.RecordBatch
         else pa.RecordBatch.from_struct_array(pa.array(group, table.plain_struct))
         for group in groups
     ]
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+    if len(batches) == 1:
+        return batches[0]
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return batch
 
 
 def with_positions(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:

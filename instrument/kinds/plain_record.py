@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..actions.base import Context
 from ..actions.record import Record
@@ -30,11 +30,12 @@ class PlainRecord:
         attached: The hook at the site.
     """
 
-    __slots__ = ("_clock", "_sites", "attached")
+    __slots__ = ("_class", "_clock", "_sites", "attached")
 
     def __init__(self, attached: AttachedHook) -> None:
         self.attached = attached
         self._clock = attached.clock
+        self._class: type[nn.Module] = nn.Module  # of the module; a parametrization changes it
         self._sites: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     @classmethod
@@ -63,15 +64,22 @@ class PlainRecord:
             backward: The index of the tensor's gradient; 0 for other tensors.
         """
         clock, action = self._clock, cast(Record, self.attached.action)  # a budget may replace it
+        if type(self.attached.site.layer.module) is not self._class:
+            self._sites.clear()
         site = self._sites.get((call, backward)) or self._new_site(call, backward)
-        if clock.timer is None:
+        timer = clock.timer
+        if timer is None:
             return action.rows.record_plain(tensor, action.bits, clock.moment, site)
-        with clock.timer.measure_action(self.attached):
-            return action.rows.record_plain(tensor, action.bits, clock.moment, site)
+        with timer.measure_action(self.attached):
+            is_plain = action.rows.record_plain(tensor, action.bits, clock.moment, site)
+        if not is_plain:
+            timer.firings[self.attached] -= 1  # `AttachedHook.fire` counts it again
+        return is_plain
 
     def _new_site(self, call: int, backward: int) -> tuple[Any, ...]:
         """Return the identity columns of the rows of one call, without the moment."""
         site, spec, clock = self.attached.site, self.attached.site.spec, self._clock
+        self._class = type(site.layer.module)
         self._sites[call, backward] = columns = Context(
             hook=spec.name,
             kind=spec.kind,

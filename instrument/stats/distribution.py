@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .flatten import as_vector
-from .measure import Values, measure
+from .measure import measure_on_host
 from .single_pass import add_to_bins
 
 SAMPLE = 16_384  # sorted and gathered in about 0.2 ms
@@ -26,12 +26,14 @@ GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples a
 NARROW, WIDER = 2.0**-1000, 2.0**600
 BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
+Distribution = Sequence[float | None] | Tensor
+"""The result of `distribution`: numbers and None, or a float64 tensor [numbers] on the device, with NaN for None."""
 DistributionColumns = tuple[
     int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None
 ]
 
 
-def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Values:
+def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Distribution:
     """Compute quantiles and a histogram of the finite elements.
 
     Quantiles are interpolated linearly between elements ("linear", Hyndman & Fan 1996, type 7). The bins have equal
@@ -88,7 +90,7 @@ def _quantiles(vector: Tensor, levels: tuple[float, ...]) -> list[float | None]:
 
 
 def _histogram(vector: Tensor, bins: int) -> list[float | None]:
-    low, high = measure(vector, ("min", "max"))
+    low, high = measure_on_host(vector, ("min", "max"))
     counts = np.zeros(bins, np.int64)
     if low is not None and high is not None:
         float_low, float_high = float(low), float(high)

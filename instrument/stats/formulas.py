@@ -58,7 +58,8 @@ def _sqrt(x: Number) -> Number:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
-def _maximum(x: Number, y: Number) -> Number:
+def maximum(x: Number, y: Number) -> Number:
+    """Return the greater of two numbers."""
     return torch.maximum(x, y) if isinstance(x, Tensor) else max(x, y)
 
 
@@ -69,7 +70,7 @@ FORMULAS: dict[str, Callable[[Sums], Number]] = {
     "rms": lambda s: _sqrt(s.squares / s.n) * s.unit,
     "min": lambda s: s.low,
     "max": lambda s: s.high,
-    "abs_max": lambda s: _maximum(abs(s.low), abs(s.high)),
+    "abs_max": lambda s: maximum(abs(s.low), abs(s.high)),
     "l1": lambda s: s.magnitudes * s.unit,
     "l2": lambda s: _sqrt(s.squares) * s.unit,
     "zero_fraction": lambda s: s.zeros / s.n,

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .device_numbers import DeviceNumbers
 from .distribution import distribution
 from .formulas import FORMULAS, Sums
 from .measure import Values, measure
@@ -46,7 +47,10 @@ PartialStatistics = Sequence[float] | Tensor
 
 
 def partial_statistics(
-    values: Values, saturated: float | Tensor | None, weight: float | Tensor | None, dead: Tensor | None = None
+    values: Values,
+    saturated: float | DeviceNumbers | None,
+    weight: float | DeviceNumbers | None,
+    dead: Tensor | None = None,
 ) -> PartialStatistics:
     """Combine the numbers of one part.
 
@@ -59,16 +63,16 @@ def partial_statistics(
     Returns:
         len(PARTIAL_STATISTICS) numbers, NaN for missing ones; a float64 tensor if the values are on a device.
     """
-    if not isinstance(values, Tensor):
-        units = (None, None) if dead is None else (int(dead.sum()), len(dead))
-        numbers = [*values, *[None] * (len(PARTIAL_STATISTICS) - 4 - len(values)), saturated, weight, *units]
-        return [math.nan if number is None else float(number) for number in numbers]
-    part = values.new_full((len(PARTIAL_STATISTICS),), math.nan)
-    part[: len(values)] = values
     counts = (None, None) if dead is None else (dead.sum(), len(dead))
+    if not isinstance(values, DeviceNumbers):
+        found = [*values, *[None] * (len(PARTIAL_STATISTICS) - 4 - len(values)), saturated, weight, *counts]
+        return [math.nan if number is None else float(cast(float, number)) for number in found]
+    measured = values.on_device()
+    part = measured.new_full((len(PARTIAL_STATISTICS),), math.nan)
+    part[: len(measured)] = measured
     for index, number in zip((-4, -3, -2, -1), (saturated, weight, *counts), strict=True):
         if number is not None:
-            part[index] = number
+            part[index] = number.on_device()[0] if isinstance(number, DeviceNumbers) else number
     return part
 
 
@@ -85,7 +89,8 @@ def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
     """
     counts = measure(tensor, ("numel", "nan_count", "inf_count"))
     found = distribution(tensor, _SKETCHED if quantiles else (), bins)
-    counted, numbers = (part if isinstance(part, Tensor) else _numbers(part) for part in (counts, found))
+    counted = counts.on_device() if isinstance(counts, DeviceNumbers) else _numbers(counts)
+    numbers = found if isinstance(found, Tensor) else _numbers(found)
     return torch.cat([(counted[0] - counted[1] - counted[2])[None], numbers])
 
 

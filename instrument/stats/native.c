@@ -9,11 +9,11 @@
    select statistics, in this order; the others are None, and so are those without a value. None instead of the tuple if
    the squares of float64 elements overflow or underflow.
 
-   record(tensor, wanted, out) -> bool
+   record(tensor, wanted) -> bytes or None
 
-   Writes the same numbers to the float64 array at `out`, with NaN for None. Supports tensors whose elements are a
-   contiguous block in any order of the dimensions. False for all others: other devices, dtypes, layouts and classes, and
-   tensors with fewer than two elements. `connect` has to be called first.
+   Returns the same numbers as a float64 array, with NaN for None. Supports tensors whose elements are a contiguous block in
+   any order of the dimensions. None for all others: other devices, dtypes, layouts and classes, and tensors with fewer
+   than two elements. `connect` has to be called first.
 
    effect(before, after) -> list or None
 
@@ -351,18 +351,20 @@ static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count)
     int kind;
     const void *memory;
     (void)self;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "record takes three arguments");
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "record takes two arguments");
         return NULL;
     }
     const size_t numel = describe_dense(args[0], &t, &kind, &memory);
     if (!numel)
-        Py_RETURN_FALSE;
+        Py_RETURN_NONE;
     const unsigned wanted = (unsigned)PyLong_AsUnsignedLong(args[1]);
-    double *row = PyLong_AsVoidPtr(args[2]);
     if (PyErr_Occurred())
         return NULL;
-    return PyBool_FromLong(write_statistics_unlocked(memory, numel, kind, wanted, row));
+    double row[COLUMNS];
+    if (!write_statistics_unlocked(memory, numel, kind, wanted, row))
+        Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((const char *)row, sizeof row);
 }
 
 #define CHANGED(NAME, ELEMENT, READ)                                                                                  \
@@ -516,7 +518,7 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
-    {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted, out) -> bool"},
+    {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted) -> bytes or None"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"statistics", statistics, METH_VARARGS, "statistics(address, count, kind, wanted) -> tuple or None"},
     {"moments", moments, METH_VARARGS,

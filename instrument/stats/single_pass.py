@@ -76,8 +76,8 @@ def wanted(names: tuple[str, ...]) -> int:
 _WITHOUT_L1 = tuple(name for name in NATIVE if name != "l1")
 
 
-def record_plain(tensor: Tensor, bits: int, address: int) -> bool:
-    """Write the statistics of a plain tensor to memory, the fastest way to measure a small one.
+def record_plain(tensor: Tensor, bits: int) -> bytes | None:
+    """Compute the statistics of a plain tensor, the fastest way for a small one.
 
     Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least
     two elements, and elements in a contiguous block in any order of the dimensions.
@@ -85,13 +85,13 @@ def record_plain(tensor: Tensor, bits: int, address: int) -> bool:
     Args:
         tensor: Any tensor.
         bits: The statistics: the result of `wanted`.
-        address: The address of a float64 array [len(NATIVE)]. NaN stands for no value.
 
     Returns:
-        Whether the statistics were written. False if the tensor is not plain, or if the kernel or PyTorch's exchange API is
-        missing; use `instrument.stats.measure.measure` then.
+        The memory of a float64 array [len(NATIVE)], with NaN for no value. None if the tensor is not plain, or if the kernel
+        or PyTorch's exchange API is missing; use `instrument.stats.measure.measure` then.
     """
-    return _connected and native.record(tensor, bits, address) and not tensor.is_neg()
+    numbers = native.record(tensor, bits) if _connected else None
+    return None if numbers is None or tensor.is_neg() else numbers
 
 
 def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:

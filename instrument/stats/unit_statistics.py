@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
+from .device_numbers import DeviceNumbers, joined
+from .device_operations import count_masks
 from .directed_rounding import round_down, round_up
-from .measure import measure
+from .measure import measure, measure_on_host
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
 NEAR = 0.015
@@ -37,7 +43,7 @@ def unit_dim(tensor: Tensor, module: nn.Module, *, of_parameter: bool) -> int | 
     return 1
 
 
-def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
+def dead_fraction(tensor: Tensor, dim: int) -> float | DeviceNumbers | None:
     """Return the fraction of units whose elements are all zero. NaN is not zero.
 
     Args:
@@ -45,7 +51,7 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
         dim: The dimension of the units.
 
     Returns:
-        On the CPU: a number from 0 to 1, or None for an empty tensor. Otherwise: a float64 scalar on the device.
+        On the CPU: a number from 0 to 1, or None for an empty tensor. Otherwise: a number on the device.
 
     Raises:
         IndexError: The tensor has no such dimension.
@@ -58,9 +64,10 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | Tensor | None:
     return int(dead.sum()) / len(dead)
 
 
-def dead_fraction_on_device(tensor: Tensor, dim: int) -> Tensor:
-    """Compute the same without branches on values: a float64 scalar on the device of the tensor."""
-    return _all_zero(tensor, _other_dims(tensor, dim)).to(torch.float64).mean()
+def dead_fraction_on_device(tensor: Tensor, dim: int) -> DeviceNumbers:
+    """Compute the same without branches on values, in 4 launches."""
+    units = tensor.shape[dim]
+    return DeviceNumbers((_all_zero(tensor, _other_dims(tensor, dim)).sum(),), lambda numbers: [numbers[0] / units])
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
@@ -124,7 +131,7 @@ def saturation_limits(module: nn.Module) -> tuple[float | None, float] | None:
     return None
 
 
-def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> float | Tensor | None:
+def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> float | DeviceNumbers | None:
     """Return the fraction of the finite elements within 1.5% of the output range from one of its ends.
 
     Args:
@@ -133,23 +140,29 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
             count.
 
     Returns:
-        On the CPU: a number from 0 to 1, or None if nothing is finite. Otherwise: a float64 scalar on the device, with
-        NaN instead of None.
+        On the CPU: a number from 0 to 1, or None if nothing is finite. Otherwise: a number on the device.
     """
     x = _comparable(tensor.detach())
     if not x.is_cpu:
         return saturated_fraction_on_device(x, ends)
-    nans, infinities = (int(count) for count in measure(x, ("nan_count", "inf_count")) if count is not None)
+    nans, infinities = (int(count) for count in measure_on_host(x, ("nan_count", "inf_count")) if count is not None)
     finite = x.numel() - nans - infinities
     near = _near(x, ends)
     return int((near & x.isfinite() if infinities else near).count_nonzero()) / finite if finite else None
 
 
-def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
-    """Compute the same without branches on values: a float64 scalar on the device of the tensor."""
+def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> DeviceNumbers:
+    """Compute the same without branches on values, in at most 11 launches."""
     tensor = _comparable(tensor)
-    finite = tensor.isfinite()
-    return (_near(tensor, ends) & finite).sum(dtype=torch.float64) / finite.sum(dtype=torch.float64)
+    finite = tensor.abs() < math.inf
+    return count_masks([_near(tensor, ends).logical_and_(finite), finite], _fraction)
+
+
+def _fraction(numbers: Sequence[Any]) -> list[Any]:
+    part, whole = numbers
+    if isinstance(whole, Tensor):
+        return [part / whole]  # NaN if both are 0
+    return [part / whole if whole else None]
 
 
 def _near(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
@@ -166,12 +179,18 @@ def _comparable(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
-def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | Tensor | None:
-    """Return the norm of an update divided by the norm of the updated parameter.
-
-    None (NaN on a device) if that is zero.
-    """
+def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | DeviceNumbers | None:
+    """Return the norm of an update divided by the norm of the updated parameter; no value if that is zero."""
     found, of = (measure(tensor, ("l2",)) for tensor in (update, parameter))
-    if isinstance(found, Tensor) and isinstance(of, Tensor):
-        return torch.where(of > 0, found / of, torch.nan)[0]
-    return None if not of[0] or found[0] is None else found[0] / of[0]
+    if isinstance(found, DeviceNumbers) and isinstance(of, DeviceNumbers):
+        return joined([found, of], _ratio)
+    assert not isinstance(found, DeviceNumbers), "an update is on the device of its parameter"
+    assert not isinstance(of, DeviceNumbers)
+    return cast(float | None, _ratio(found, of)[0])
+
+
+def _ratio(found: Sequence[Any], of: Sequence[Any]) -> list[Any]:
+    (norm,), (whole,) = found, of
+    if isinstance(whole, Tensor):
+        return [torch.where(whole > 0, norm / whole, torch.nan)]
+    return [norm / whole if whole and norm is not None else None]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import test_trap_random_graphs as random_graphs
 import torch
 from tiers import portions
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import instrument
@@ -262,6 +265,17 @@ def test_fast_path_measures_the_time_for_a_budget() -> None:
     assert measured_directly({"a": OUTPUTS}, budget={"time": "50%"}) == 6
 
 
+def test_budget_counts_each_firing_once() -> None:
+    model = nn.Identity()
+    with instrument.attach(model, {"a": {**OUTPUTS, "layers": "."}}, budget={"bytes": "1GB"}) as probe:
+        for tensor in (torch.ones(8), torch.ones(8).half(), torch.ones(1)):
+            model(tensor)
+        (attached,) = probe.attached_hooks
+        assert attached.clock.timer.firings[attached] == 3
+        probe.end_step()
+    assert len(probe.sink.rows["stats"]) == 3
+
+
 def test_scaled_gradients_take_the_general_path() -> None:
     gradients = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
     scaler = torch.amp.GradScaler("cpu")
@@ -278,6 +292,60 @@ def test_module_without_scheduled_hooks_has_no_plain_hooks() -> None:
             model(torch.ones(4, 6))
             probe.end_step()
     assert len(probe.sink.rows["stats"]) == 1
+
+
+@pytest.mark.parametrize("size", [64, 100_000])
+def test_threads_record_at_the_same_time(size: int) -> None:
+    model = nn.ModuleList([nn.Identity(), nn.Identity()])
+    tensors = [torch.full((size,), float(i)) for i in range(2)]
+    calls = 4_000_000 // size if size > 1000 else 1000
+    with instrument.attach(model, {"seen": {"layers": "*", **RECORD}}) as probe:
+        for _ in range(3):
+            with ThreadPoolExecutor(2) as threads:
+                for _ in threads.map(lambda i: [model[i](tensors[i]) for _ in range(calls)], range(2)):
+                    pass
+            probe.end_step()
+    rows = probe.sink.records("stats")
+    assert len(rows) == 3 * 2 * calls
+    assert {(row["layer"], row["numel"], row["min"], row["mean"]) for row in rows} == {
+        ("0", size, 0.0, 0.0),
+        ("1", size, 1.0, 1.0),
+    }
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def test_class_of_a_parametrized_module_is_recorded() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with instrument.attach(model, {"seen": {"layers": "0", **RECORD}}) as probe:
+        for change in (None, register_parametrization, remove_parametrizations):
+            if change is register_parametrization:
+                change(model[0], "weight", Double())
+            elif change is not None:
+                change(model[0], "weight")
+            model(torch.ones(2, 4))
+            probe.end_step()
+    assert [row["module_type"] for row in probe.sink.records("stats")] == ["Linear", "ParametrizedLinear", "Linear"]
+
+
+def test_state_with_a_budget_continues_to_sample_without_one() -> None:
+    model = nn.Identity()
+    with instrument.attach(model, {"a": {**OUTPUTS, "layers": "."}}, budget={"bytes": "1GB"}) as probe:
+        (attached,) = probe.attached_hooks
+        attached.subsampling = 4
+        state = probe.state_dict()
+    again = instrument.Probe(probe.plan, instrument.MemorySink())
+    again.load_state_dict({**state, "budget": None})
+    with again:
+        for _ in range(12):
+            model(torch.ones(4))
+            again.end_step()
+    steps = [row["step"] for row in again.sink.records("stats")]
+    assert len(steps) == 3
+    assert {later - step for step, later in pairwise(steps)} == {4}
 
 
 def test_backward_pass_after_the_end_writes_no_row() -> None:

@@ -1,0 +1,223 @@
+"""Statistics of a tensor by few operations on the complete tensor, for any device.
+
+No operation waits for the device, branches on a value or widens the tensor to float64. Deviations are measured from the
+minimum and multiplied by a power of two, so that squares of any magnitude neither overflow nor underflow, and a spread in
+the last bits of a large mean is exact. The relative error of `std` is about 6e-8 times (1 + k^2 m), where k is the distance
+of the mean from the minimum in standard deviations, and m the number of values that are not finite per finite one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.statistics import COUNTS
+from .device_numbers import DeviceNumbers
+from .formulas import FORMULAS, Sums, maximum
+
+# For each dtype, integers of the same size, the upper bits of the exponent, and the same bits with the lowest bit of the
+# exponent: `scale_of` replaces E by 2^bits - 3 - E, where E is the exponent rounded down to a multiple of four.
+_EXPONENTS = {
+    torch.float16: (torch.int16, 0x7000, 0x7400),
+    torch.bfloat16: (torch.int16, 0x7E00, 0x7E80),
+    torch.float32: (torch.int32, 0x7E000000, 0x7E800000),
+    torch.float64: (torch.int64, 0x7FC0 << 48, 0x7FD0 << 48),
+}
+_BYTE = 255  # as many ones fit into one byte
+_LANES = _BYTE * 8
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def measure_by_operations(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
+    """Compute statistics of a tensor.
+
+    The eleven default statistics of a float32 tensor take 14 launches and move 53 bytes per element. The memory for one
+    tensor of the input's size and two masks is used meanwhile.
+
+    Args:
+        flat: Shape [elements], real, contiguous. On the CPU this also works, but takes longer than `measure`.
+        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
+
+    Returns:
+        The values in the order of `names`.
+    """
+    if not flat.numel():
+        return DeviceNumbers((), partial(_nothing, names))
+    if tuple(names) == ("l2",):
+        return _norm(flat)
+    if not flat.is_floating_point():
+        return _measure_integers(flat, names)
+    x = flat.to(torch.float32) if flat.element_size() == 1 else flat
+    positive = torch.nan_to_num(x, nan=math.inf, posinf=math.inf, neginf=math.inf)  # what is not finite is +inf
+    masks = _masks(3, len(x), x.device)
+    is_finite = torch.lt(positive, math.inf, out=masks[0, : len(x)])
+    torch.ne(x, x, out=masks[1, : len(x)])
+    torch.ne(x, 0.0, out=masks[2, : len(x)])
+    counts = _counts(masks)
+    low = positive.amin()
+    filled = torch.where(is_finite, positive, low, out=positive)
+    high = filled.amax()
+    scale = scale_of(high - low)
+    numbers = [counts, low, high, scale, *_deviations(filled, low, scale)]
+    if "l1" in names:
+        numbers += _magnitudes(x)
+    return DeviceNumbers(tuple(numbers), partial(_statistics, names, flat.numel()))
+
+
+def count_masks(masks: Sequence[Tensor], convert: Callable[[Sequence[Any]], list[Any]]) -> DeviceNumbers:
+    """Count the true elements of masks of the same size, and convert the counts to values."""
+    rows = _masks(len(masks), masks[0].numel(), masks[0].device)
+    for row, mask in zip(rows, masks, strict=True):
+        row[: mask.numel()].view(mask.shape).copy_(mask)
+    return DeviceNumbers((_counts(rows),), convert)
+
+
+def count_changed(before: Tensor, after: Tensor) -> DeviceNumbers:
+    """Count the elements that differ between two tensors of the same shape and dtype. NaN that stays NaN is equal."""
+    stays_nan = before.isnan().logical_and_(after.isnan())
+    return count_masks([before != after, stays_nan], lambda counts: [counts[0] - counts[1]])
+
+
+def _masks(rows: int, numel: int, device: torch.device) -> Tensor:
+    """Return memory for masks, bool [rows, elements and more]. What is more is false."""
+    masks = torch.empty((rows, -(-numel // _LANES) * _LANES), dtype=torch.bool, device=device)
+    masks[:, numel:].zero_()
+    return masks
+
+
+def _counts(masks: Tensor) -> Tensor:
+    """Count the true elements of each row of `_masks`, int64 [rows].
+
+    `torch.sum` and `torch.count_nonzero` would first copy a mask on a GPU to int64, eight times its size. Eight elements are
+    added at once instead, as the bytes of an integer.
+    """
+    sums = masks.view(torch.int64).view(len(masks), -1, _BYTE).sum(-1)
+    return sums.view(torch.uint8).sum(-1)
+
+
+def scale_of(width: Tensor) -> Tensor:
+    """Return a power of two.
+
+    Args:
+        width: A scalar of any floating-point dtype, not negative.
+
+    Returns:
+        The factor, with the same dtype. Its product with the width is in [0.5, 16), or smaller for the smallest numbers.
+    """
+    integer, upper, inverted = _EXPONENTS[width.dtype]
+    return width.view(integer).bitwise_and(upper).bitwise_xor(inverted).view(width.dtype)
+
+
+def _deviations(filled: Tensor, low: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return variance and mean of (low - filled) * scale, in float32 or wider. `filled` is overwritten."""
+    if filled.dtype in _HALF:
+        # One dimension more than a scalar determines the dtype of the result.
+        wide = scale.to(torch.float32).view(1)
+        return torch.var_mean(torch.addcmul(low * wide, filled, wide, value=-1.0), correction=0)
+    return torch.var_mean(torch.addcmul(low * scale, filled, scale, value=-1.0, out=filled), correction=0)
+
+
+def _magnitudes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of |x| * scale over the finite elements, and the scale."""
+    scaled, scale = _scaled(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0))
+    return scaled.abs_().sum(), scale
+
+
+def _scaled(finite: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the elements times a power of two, so that no square overflows, in float32 or wider, and that factor."""
+    scale = scale_of(torch.linalg.vector_norm(finite, math.inf, dtype=_wide(finite)))
+    # One dimension more than a scalar determines the dtype of the result.
+    return finite * scale.view(1), scale
+
+
+def _measure_integers(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
+    """Compute statistics of integers or booleans."""
+    x = flat.to(_wide(flat))
+    masks = _masks(1, len(x), x.device)
+    torch.ne(x, 0.0, out=masks[0, : len(x)])
+    low, high = torch.aminmax(x)
+    magnitudes = _magnitudes(x) if "l1" in names else ()
+    deviations = torch.var_mean(torch.sub(low, x, out=x), correction=0)
+    return DeviceNumbers(
+        (_counts(masks), low, high, *deviations, *magnitudes), partial(_statistics_of_integers, names, flat.numel())
+    )
+
+
+def _wide(flat: Tensor) -> torch.dtype:
+    """Return the floating-point dtype that represents the values of a tensor as exactly as the device allows."""
+    if flat.is_floating_point():
+        return torch.promote_types(flat.dtype, torch.float32)
+    return torch.float32 if flat.element_size() <= 2 or flat.device.type == "mps" else torch.float64
+
+
+def _norm(flat: Tensor) -> DeviceNumbers:
+    """Compute only the L2 norm."""
+    x = flat if flat.is_floating_point() and flat.element_size() > 1 else flat.to(_wide(flat))
+    finite = torch.nan_to_num(x, nan=math.inf, posinf=math.inf, neginf=math.inf)
+    low = finite.amin()
+    scaled, scale = _scaled(finite.nan_to_num_(posinf=0.0))
+    return DeviceNumbers((low, scale, torch.linalg.vector_norm(scaled)), _l2)
+
+
+def _l2(numbers: Sequence[Any]) -> list[Any]:
+    low, scale, norm = numbers
+    if isinstance(norm, Tensor):
+        return [torch.where(low < math.inf, norm / scale, math.nan)]
+    return [norm / scale if low < math.inf else None]
+
+
+def _nothing(names: Sequence[str], numbers: Sequence[Any]) -> list[Any]:  # noqa: ARG001
+    """Return the statistics of a tensor without elements."""
+    return [0 if name in COUNTS else None for name in names]
+
+
+def _statistics_of_integers(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
+    nonzero, low, high, variance, mean, *magnitudes = numbers
+    none = 0 * nonzero
+    return _statistics(names, numel, (none + numel, none, nonzero, low, high, none + 1.0, variance, mean, *magnitudes))
+
+
+def _statistics(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
+    """Apply the formulas to numbers from a device, on the host or, with scalar tensors, on the device."""
+    n, nan_count, nonzero, low, high, scale, variance, mean, *magnitudes = numbers
+    counts = {"numel": numel + 0 * n, "nan_count": nan_count, "inf_count": numel - n - nan_count}
+    on_device = isinstance(n, Tensor)
+    if not on_device and not n:
+        return [counts.get(name) for name in names]
+    # Equal values have no deviations; the scaled ones may have overflowed.
+    if on_device:
+        variance, mean = (torch.where(low == high, 0.0, number) for number in (variance, mean))
+    elif low == high:
+        variance = mean = 0.0
+    largest = maximum(abs(low), abs(high))
+    unit = largest + (largest == 0)
+    share, relative = numel / n, 1.0 / (scale * unit)
+    # What is not finite has the deviation 0 from the minimum. Without it, the others weigh more.
+    squared = maximum(share * (variance + mean * mean * (1.0 - share)), 0.0 * mean) * relative * relative
+    mean = low / unit - mean * share * relative
+    sums = Sums(
+        numel=counts["numel"],
+        n=n,
+        nan_count=nan_count,
+        inf_count=counts["inf_count"],
+        zeros=numel - nonzero,
+        low=low,
+        high=high,
+        mean=mean,
+        variance=squared,
+        squares=n * (mean * mean + squared),
+        magnitudes=magnitudes[0] / (magnitudes[1] * unit) if magnitudes else math.nan * low,
+        unit=unit,
+    )
+    values = [FORMULAS[name](sums) for name in names]
+    if not on_device:
+        return values
+    return [
+        value if name in COUNTS else torch.where(n > 0, value, math.nan)
+        for name, value in zip(names, values, strict=True)
+    ]
