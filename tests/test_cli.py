@@ -159,6 +159,14 @@ def test_plan_is_printed_and_writes_nothing(cli: Cli) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_plan_shows_the_fallback_dataset(cli: Cli) -> None:
+    missing = ("data=mnist", "data.root=nowhere", "data.dataset.download=false", "data.fallback=digits")
+    answer = cli("model=mlp", "model.sizes=[784,10]", "hooks=gradients", "plan=true", "train.steps=2", *missing)
+    assert answer.code == 0, answer.err
+    assert "FALLBACK  instrument.training.datasets.mnist is missing" in answer.out
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_plans_of_a_sweep_are_printed_and_write_nothing(cli: Cli) -> None:
     answer = cli("-m", *CLIPPED, "plan=true", "hooks.tame.norm=1,2")
     assert answer.code == 0, answer.err

@@ -36,7 +36,7 @@ class HookBase(Selection):
     start: Index = Field(0, description="The first step.")
     stop: Count | None = Field(None, description="The step after the last one.")
     steps: tuple[Index, ...] | None = Field(
-        None, min_length=1, description="These steps only. Replaces every, start and stop."
+        None, min_length=1, description="These steps only. Cannot be combined with every, start or stop."
     )
     phase: Phase = Field("train", description="Run in training steps (train) or in evaluations (eval).")
 

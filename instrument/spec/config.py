@@ -84,7 +84,7 @@ class TrainConfig(Spec):
     steps: Count | None = Field(
         None, description="Number of optimizer steps. The dataset is repeated as often as needed."
     )
-    epochs: Count | None = Field(None, description="Number of passes over the dataset. Replaces steps.")
+    epochs: Count | None = Field(None, description="Number of passes over the dataset; instead of steps.")
     batch_size: Count = Field(64, description="Samples in a micro-batch, summed over all processes.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="bf16 and fp16 use autocast; fp16 also uses a gradient scaler."

@@ -257,8 +257,18 @@ def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
 
 
 def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> list[Problem]:
-    found = [_problem(dict(item), where, model) for item in error.errors()]
+    items = error.errors()
+    # An invalid item of a list also makes the list too short.
+    found = [
+        _problem(dict(item), where, model)
+        for item in items
+        if item["type"] != "too_short" or not any(_is_inside(other["loc"], item["loc"]) for other in items)
+    ]
     return list({(problem.where, problem.message): problem for problem in found}.values())
+
+
+def _is_inside(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
+    return len(path) > len(parent) and path[: len(parent)] == parent
 
 
 def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:

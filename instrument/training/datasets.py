@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,11 +225,16 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
     except RuntimeError:
         if not download:
             raise DatasetMissingError(f"{reason}, and download is false") from None
+    new_folders = [path for path in (folder / name / "raw", folder / name, folder) if not path.exists()]
     try:
         with _timeout(DOWNLOAD_TIMEOUT):
             return dataset(folder, train=split == "train", download=True)
     except (OSError, RuntimeError) as error:
-        raise DatasetMissingError(f"{reason}, and the download failed: {str(error).splitlines()[0]}") from None
+        for path in new_folders:
+            with suppress(OSError):  # not created, or not empty
+                path.rmdir()
+        cause = " ".join(str(error).split()).rstrip(":")
+        raise DatasetMissingError(f"{reason}, and the download failed: {cause}") from None
 
 
 @contextmanager

@@ -77,11 +77,7 @@ class Terminal:
             folder: The folder of the run.
         """
         self.folder = folder
-        fallback = experiment.data.fallback
-        if fallback and self._is_new(fallback):
-            self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
-            if self.brief:
-                self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
+        self._show_fallback(experiment.data.fallback)
         for _, message in experiment.plan.layers.hidden_messages():
             self.warn(message)
         if self.quiet or self.brief:
@@ -92,12 +88,18 @@ class Terminal:
         slices = f"{source['train_samples']:,} training samples, {source['eval_samples']:,} evaluation samples"
         if (ranks := experiment.strategy.ranks) is not None:
             model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
-        names = ", ".join(experiment.plan.specs) or "none"
+        names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)
         self.console.print(
             f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
             f"data  {source['dataset'].rpartition('.')[2]}: {slices}\n"
-            f"hooks {len(experiment.plan.specs)} at {len(experiment.plan.sites)} locations: {names}\n"
+            f"hooks {len(experiment.plan.specs)} at {locations} location{'s' * (locations != 1)}: {names}\n"
         )
+
+    def _show_fallback(self, fallback: str | None) -> None:
+        if fallback and self._is_new(fallback):
+            self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
+            if self.brief:
+                self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
 
     def warn(self, message: str) -> None:
         """Show a warning."""
@@ -108,13 +110,14 @@ class Terminal:
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
     def plan(self, experiment: Experiment, forecast: Forecast, folder: Path | None) -> None:
-        """Show the plan and the estimated cost of a run.
+        """Show the plan and the estimated cost of a run, and its fallback dataset.
 
         Args:
             experiment: The experiment.
             forecast: The estimated cost.
             folder: The folder that the run would use; None if it is unknown.
         """
+        self._show_fallback(experiment.data.fallback)
         self.console.print(plan_view(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps, folder))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
@@ -183,11 +186,9 @@ class Terminal:
             message for message, rule in left.items() if rule not in ONCE_PER_SWEEP or self._is_new(message)
         ]
         if self.brief:
-            repeated = (
-                f"({len(left) - len(new_messages)} repeated warnings are not shown)"
-                if len(new_messages) < len(left)
-                else ""
-            )
+            hidden = len(left) - len(new_messages)
+            verb = "warning is" if hidden == 1 else "warnings are"
+            repeated = f"({hidden} repeated {verb} not shown)" if hidden else ""
             self.console.print(
                 "  ".join(filter(None, [str(folder), self.job, evaluation, repeated])), soft_wrap=True, markup=False
             )

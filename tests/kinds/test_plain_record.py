@@ -302,8 +302,7 @@ def test_threads_record_at_the_same_time(size: int) -> None:
     with instrument.attach(model, {"seen": {"layers": "*", **RECORD}}) as probe:
         for _ in range(3):
             with ThreadPoolExecutor(2) as threads:
-                for _ in threads.map(lambda i: [model[i](tensors[i]) for _ in range(calls)], range(2)):
-                    pass
+                list(threads.map(lambda i: [model[i](tensors[i]) for _ in range(calls)], range(2)))
             probe.end_step()
     rows = probe.sink.records("stats")
     assert len(rows) == 3 * 2 * calls

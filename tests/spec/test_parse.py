@@ -67,6 +67,12 @@ def test_unnamed_list_item_gets_its_index_as_name() -> None:
     assert list(parse_apply([INIT])) == ["apply_0"]
 
 
+@pytest.mark.parametrize("field", [{"steps": [-1]}, {"quantiles": [2]}], ids=str)
+def test_invalid_item_of_a_list_is_one_problem(field: dict[str, Any]) -> None:
+    (problem,) = problems_in(parse_hooks, {"mine": {**RECORD, **field}})
+    assert problem.where == f"hooks.mine.{next(iter(field))}.0"
+
+
 @pytest.mark.parametrize("parse", [parse_hooks, parse_apply])
 @pytest.mark.parametrize("empty", [None, {}, [], {"gone": None}, [None]])
 def test_null_entries_are_ignored(parse: Any, empty: Any) -> None:

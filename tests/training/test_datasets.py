@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
 
 from instrument.training import datasets
-from instrument.training.datasets import DatasetMissingError, digits, english
+from instrument.training.datasets import DatasetMissingError, digits, english, mnist
 
 
 def test_digits_equal_scikit_learn() -> None:
@@ -48,3 +49,23 @@ def test_missing_scikit_learn_file_is_a_missing_dataset(
     monkeypatch.setattr(datasets, "find_spec", lambda name: spec)
     with pytest.raises(DatasetMissingError, match=problem):
         english("train")
+
+
+class FailingDownload:
+    """A dataset of torchvision that creates its folder and then fails to download."""
+
+    def __init__(self, root: Path, train: bool, download: bool) -> None:
+        if not download:
+            raise RuntimeError("Dataset not found")
+        (root / "MNIST" / "raw").mkdir(parents=True)
+        raise RuntimeError("Error downloading images.gz:\nno route to host")
+
+
+def test_failed_download_leaves_no_folder_and_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchvision.datasets.MNIST", FailingDownload)
+    for root in (tmp_path / "data", tmp_path):
+        with pytest.raises(
+            DatasetMissingError, match=r"download failed: Error downloading images.gz: no route to host$"
+        ):
+            mnist("train", str(root))
+        assert list(tmp_path.iterdir()) == []
