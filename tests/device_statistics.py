@@ -24,7 +24,7 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(tensor: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
         return measure_by_operations(as_vector(tensor), names)
 
-    def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
+    def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> DeviceNumbers:
         return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
 
     for module in ("actions.record", "actions.intervention", "stats.unit_statistics"):

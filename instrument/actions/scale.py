@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..spec.clip_and_scale import ScaleSpec
+from ..stats.device_numbers import constants
 from .base import Context
 
 
@@ -32,14 +32,7 @@ def scale_channels(tensor: Tensor, factors: Sequence[float], dim: int) -> Tensor
     shape = [1] * tensor.dim()
     shape[dim] = len(factors)
     wide = torch.promote_types(tensor.dtype, torch.float32)  # half precision would round the factors
-    return (tensor * _to_device(tuple(factors), wide, tensor.device).view(shape)).to(tensor.dtype)
-
-
-@lru_cache(maxsize=128)
-def _to_device(factors: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        on_host = torch.tensor(factors, dtype=dtype, pin_memory=device.type == "cuda")
-        return on_host.to(device, non_blocking=True)
+    return (tensor * constants(tuple(factors), wide, tensor.device).view(shape)).to(tensor.dtype)
 
 
 def scheduled(points: Mapping[int, float], step: int) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..actions.base import Context, Effect, StepContext
 from ..kinds.attached_hook import AttachedHook
 from ..spec.statistics import ALL
+from ..stats.device_numbers import DeviceNumbers
 from ..stats.distribution import Distribution, distribution_columns
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
@@ -156,7 +157,8 @@ class Recorder:
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
         on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
-        on_device += [values for *_, values in distributions if isinstance(values, Tensor)]
+        for *_, found in distributions:
+            on_device += found.numbers if isinstance(found, DeviceNumbers) else ()
         for _, effect in effects:
             on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
@@ -183,7 +185,10 @@ class Recorder:
         fetched = step.transfer.read()
         step.stats.fetch(fetched)
         distributions = [
-            key + distribution_columns(levels, bins, next(fetched) if isinstance(values, Tensor) else values)
+            key
+            + distribution_columns(
+                levels, bins, values.values(fetched) if isinstance(values, DeviceNumbers) else values
+            )
             for key, levels, bins, values in step.distributions
         ]
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]

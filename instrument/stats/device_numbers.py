@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,3 +64,11 @@ def joined(parts: Sequence[DeviceNumbers], convert: Callable[..., list[Any]]) ->
 
     counts = [sum(tensor.numel() for tensor in part.numbers) for part in parts]
     return DeviceNumbers(tuple(tensor for part in parts for tensor in part.numbers), convert_all)
+
+
+@lru_cache(maxsize=128)
+def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return constants [numbers] on a device. They are copied to it once, without waiting."""
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)

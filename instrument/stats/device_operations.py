@@ -151,13 +151,18 @@ def _measure_integers(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
 def _wide(flat: Tensor) -> torch.dtype:
     """Return the floating-point dtype that represents the values of a tensor as exactly as the device allows."""
     if flat.is_floating_point():
-        return torch.promote_types(flat.dtype, torch.float32)
+        return torch.float64 if flat.dtype == torch.float64 else torch.float32
     return torch.float32 if flat.element_size() <= 2 or flat.device.type == "mps" else torch.float64
+
+
+def as_comparable_floats(tensor: Tensor) -> Tensor:
+    """Return the tensor; float8, which supports few operations, and integers as wider floats."""
+    return tensor if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.to(_wide(tensor))
 
 
 def _norm(flat: Tensor) -> DeviceNumbers:
     """Compute only the L2 norm."""
-    x = flat if flat.is_floating_point() and flat.element_size() > 1 else flat.to(_wide(flat))
+    x = as_comparable_floats(flat)
     finite = torch.nan_to_num(x, nan=math.inf, posinf=math.inf, neginf=math.inf)
     low = finite.amin()
     scaled, scale = _scaled(finite.nan_to_num_(posinf=0.0))

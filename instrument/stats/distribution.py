@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .device_numbers import DeviceNumbers, constants, joined
+from .device_operations import as_comparable_floats
 from .flatten import as_vector
 from .measure import measure_on_host
 from .single_pass import add_to_bins
@@ -26,8 +29,8 @@ GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples a
 NARROW, WIDER = 2.0**-1000, 2.0**600
 BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
-Distribution = Sequence[float | None] | Tensor
-"""The result of `distribution`: numbers and None, or a float64 tensor [numbers] on the device, with NaN for None."""
+Distribution = Sequence[float | None] | DeviceNumbers
+"""The result of `distribution`: numbers and None, or numbers that are still on a device."""
 DistributionColumns = tuple[
     int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None
 ]
@@ -47,8 +50,7 @@ def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Distri
 
     Returns:
         The number of elements used for the quantiles, the quantiles, the minimum, the maximum and the counts, as
-        requested. For a CPU tensor: numbers and None. Otherwise: a float64 tensor [numbers] on the device of the
-        tensor, with NaN instead of None.
+        requested. For a CPU tensor: numbers and None, otherwise numbers on the device of the tensor.
     """
     vector = as_vector(tensor)
     if not vector.is_cpu:
@@ -111,40 +113,51 @@ def _add_block(x: np.ndarray[Any, np.dtype[np.float64]], low: float, high: float
     counts += np.bincount(np.minimum(at, len(counts) - 1), minlength=len(counts))
 
 
-def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
-    """Compute quantiles and a histogram without branches on values, so that the host never waits for the device.
-
-    Returns:
-        float64, shape [numbers], on the device of the vector; NaN for missing values.
-    """
-    found: list[Tensor] = []
+def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int) -> DeviceNumbers:
+    """Compute quantiles and a histogram without branches on values, so that the host never waits for the device."""
+    parts: list[DeviceNumbers] = []
     if levels:
-        sample = vector if len(vector) <= 2 * SAMPLE else vector[_sample_indices(len(vector), vector.device)]
-        found += _quantiles_on_device(sample.to(torch.float64), _to_device(levels, vector.device))
+        parts.append(_quantiles_on_device(vector, levels))
     if bins:
-        found += _histogram_on_device(vector.to(torch.float64), bins)
-    return torch.cat(found)
+        parts.append(_histogram_on_device(vector.to(torch.float64), bins))
+    return joined(parts, lambda *values: [*chain(*values)])
 
 
-def _quantiles_on_device(x: Tensor, levels: Tensor) -> list[Tensor]:
-    finite = x.isfinite()
-    n = finite.sum(dtype=torch.float64)
+def _quantiles_on_device(vector: Tensor, levels: tuple[float, ...]) -> DeviceNumbers:
+    """Compute quantiles in at most 15 launches. The host interpolates between the two adjacent elements."""
+    if not len(vector):
+        return DeviceNumbers((), lambda numbers: [0, *[None] * len(levels)])
+    sample = vector if len(vector) <= 2 * SAMPLE else vector[_sample_indices(len(vector), vector.device)]
+    wide = as_comparable_floats(sample)
+    ordered = torch.nan_to_num(wide, nan=math.inf, posinf=math.inf, neginf=math.inf).sort().values
+    n = (ordered < math.inf).sum()
+    last = (n - 1).clamp(min=0)
+    positions = constants(levels, torch.float32 if vector.device.type == "mps" else torch.float64, vector.device)
+    below = (positions * last).long()
+    low, high = ordered[below], ordered[torch.minimum(below + 1, last)]
+    return DeviceNumbers((n, below, low, high), partial(_interpolate, levels))
+
+
+def _interpolate(levels: tuple[float, ...], numbers: Sequence[Any]) -> list[Any]:
+    n, *others = numbers
+    below, low, high = (others[i : i + len(levels)] for i in range(0, len(others), len(levels)))
+    if not isinstance(n, Tensor) and not n:
+        return [0, *[None] * len(levels)]
+    found = []
+    for level, at, lower, upper in zip(levels, below, low, high, strict=True):
+        fraction = level * (n - 1) - at
+        value = lower * (1.0 - fraction) + upper * fraction
+        if isinstance(n, Tensor):
+            found.append(torch.where(n > 0, torch.maximum(torch.minimum(value, upper), lower), math.nan))
+        else:
+            found.append(max(min(value, upper), lower))
+    return [n, *found]
+
+
+def _histogram_on_device(x: Tensor, bins: int) -> DeviceNumbers:
     if not len(x):
-        return [n[None], torch.full_like(levels, math.nan)]
-    x = torch.where(finite, x, math.inf).sort().values
-    at = levels * (n - 1.0).clamp(min=0.0)
-    below = at.floor()
-    low = x[below.long()]
-    high = x[torch.minimum(below + 1.0, (n - 1.0).clamp(min=0.0)).long()]
-    fraction = at - below
-    interpolated = torch.maximum(torch.minimum(low * (1.0 - fraction) + high * fraction, high), low)
-    return [n[None], torch.where(n > 0, interpolated, math.nan)]
-
-
-def _histogram_on_device(x: Tensor, bins: int) -> list[Tensor]:
+        return DeviceNumbers((), lambda numbers: [None, None, *[0] * bins])
     counts = x.new_zeros(bins + 1)
-    if not len(x):
-        return [x.new_full((2,), math.nan), counts[:bins]]
     finite = x.isfinite()
     any_finite = finite.any()
     low = torch.where(finite, x, math.inf).amin()
@@ -155,7 +168,8 @@ def _histogram_on_device(x: Tensor, bins: int) -> list[Tensor]:
     scale = torch.where(high > low, bins / (high * unit - low * unit), 0.0)
     at = (torch.where(finite, x * unit - low * unit, 0.0) * scale).long().clamp(0, bins - 1)
     counts.scatter_add_(0, torch.where(finite, at, bins), torch.ones_like(x))
-    return [torch.where(any_finite, torch.stack([low, high]), math.nan), counts[:bins]]
+    ends = torch.where(any_finite, torch.stack([low, high]), math.nan)
+    return DeviceNumbers((ends, counts[:bins]), list)
 
 
 @lru_cache(maxsize=128)
@@ -167,9 +181,3 @@ def _sample_indices(numel: int, device: torch.device) -> Tensor:
     interval = torch.arange(SAMPLE, dtype=torch.float64, device=device)
     at = (interval + (interval * GOLDEN) % 1.0) * (numel / SAMPLE)
     return at.long().clamp(max=numel - 1)
-
-
-@lru_cache(maxsize=128)
-def _to_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)

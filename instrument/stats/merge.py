@@ -89,8 +89,9 @@ def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
     """
     counts = measure(tensor, ("numel", "nan_count", "inf_count"))
     found = distribution(tensor, _SKETCHED if quantiles else (), bins)
-    counted = counts.on_device() if isinstance(counts, DeviceNumbers) else _numbers(counts)
-    numbers = found if isinstance(found, Tensor) else _numbers(found)
+    counted, numbers = (
+        part.on_device() if isinstance(part, DeviceNumbers) else _numbers(part) for part in (counts, found)
+    )
     return torch.cat([(counted[0] - counted[1] - counted[2])[None], numbers])
 
 

@@ -85,6 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sign": {"action": "modify", "fn": "sign"},
     "mean": {"action": "modify", "fn": "mean"},
     "shuffle": {"action": "modify", "fn": "shuffle"},
+    "resample": {"action": "modify", "fn": "resample"},
     "zero": {"action": "modify", "fn": "zero"},
     "quantize": {"action": "modify", "fn": "quantize", "to": "int8"},
     "nan": {"action": "modify", "fn": "nan"},

@@ -30,7 +30,7 @@ def compute(
     tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, implementation: str = "compiled"
 ) -> dict[str, Any]:
     if implementation == "on a device":
-        values = distribution_on_device(tensor.reshape(-1), levels, bins).tolist()
+        values = distribution_on_device(tensor.reshape(-1), levels, bins).read()
     elif implementation == "portable":
         with mock.patch.object(single_pass, "native", None):
             values = list(distribution(tensor, levels, bins))

@@ -1,0 +1,168 @@
+"""Hooks on an imitated GPU: no hook waits for it, copies from the host, or takes more launches than documented.
+
+Fake tensors on a CUDA device have no values: reading one raises an error. Their backward pass requires a driver, so the kinds on
+gradients are tested with tensors on the meta device, which have no values either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from test_no_waiting import CHANGES, KINDS, possible
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import instrument
+from instrument.actions.base import Context
+from instrument.actions.modify import _BUILTIN
+from instrument.capture import device_copy
+from instrument.spec.statistics import DEFAULT
+from instrument.stats import device_numbers, distribution
+from instrument.stats.device_numbers import DeviceNumbers
+from instrument.stats.device_operations import count_changed, measure_by_operations
+from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_fraction_on_device
+
+NO_LAUNCH = ("empty", "detach", "view", "promote_types", "prim.")
+PENALTIES = {"l1", "l2"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel, the bytes that they read and write, and copies from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if func.is_view or any(part in name for part in NO_LAUNCH):
+            return result
+        inputs, outputs = (
+            [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+            for values in ((args, kwargs or {}), result)
+        )
+        self.count += 1
+        read = {(id(tensor.untyped_storage()), tensor.storage_offset()): tensor for tensor in inputs}
+        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*read.values(), *outputs))
+        # A number on the host is an argument of a kernel, not a copy.
+        if any(not tensor.is_cpu for tensor in outputs) and any(tensor.is_cpu and tensor.dim() for tensor in inputs):
+            self.copies.append(name)
+        return result
+
+
+class EndlessCopy:
+    """Takes the place of a copy to the host, which requires a driver."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self.count = vector.numel()
+
+    def numbers(self) -> list[float]:
+        return [1.0] * self.count
+
+
+@pytest.fixture
+def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Treat tensors without values as tensors of a GPU."""
+    for module in ("kinds.attached_hook", "kinds.module_tensors", "kinds.plain_record", "kinds.tensor_gradients"):
+        monkeypatch.setattr(f"instrument.{module}.unreadable", lambda tensor: None, raising=False)
+    monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
+    monkeypatch.setattr(Context, "generator", lambda context, device: None)
+    caches = (device_numbers.constants, distribution._sample_indices)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_every_function_is_tried() -> None:
+    tried = {change["fn"] for change in CHANGES.values() if "fn" in change}
+    known = {name for spec in _BUILTIN for name in get_args(spec.model_fields["fn"].annotation)}
+    assert tried | PENALTIES == known
+
+
+@pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> None:
+    spec = {"layers": "0", "kind": kind, **CHANGES[change]}
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.ReLU())
+        with instrument.attach(model, {change: spec}) as probe:
+            for step in range(2):
+                with Launches() as launches:
+                    model(torch.empty(3, 4, device="cuda"))
+                assert launches.copies == [] or not step, "only constants, in the first step"
+                probe.end_step()
+    assert len(probe.sink.rows["stats" if change == "record" else "effects"]) == 2
+
+
+@pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
+def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spec = {"layers": "0", "kind": kind, **CHANGES[change]}
+    with instrument.attach(model, {change: spec}, optimizer=optimizer) as probe:
+        for step in range(2):
+            with Launches() as launches:
+                loss = model(torch.empty(3, 4, device="meta", requires_grad=True)).square().mean()
+                loss.backward()
+                optimizer.step()
+            assert launches.copies == [] or not step
+            probe.end_step()
+    assert len(probe.sink.rows["stats" if change == "record" else "effects"]) >= 2
+
+
+BIG = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most_launches", "most_bytes"),
+    [
+        (torch.float32, 16, 58.1),
+        (torch.bfloat16, 17, 38.1),
+        (torch.float16, 17, 38.1),
+        (torch.float64, 16, 106.1),
+        (torch.int64, 8, 60.0),
+        (torch.int8, 8, 28.1),
+        (torch.bool, 8, 28.1),
+    ],
+    ids=str,
+)
+def test_launches_and_bytes_of_the_default_statistics(
+    dtype: torch.dtype, most_launches: int, most_bytes: float
+) -> None:
+    tensor = torch.ones(BIG, dtype=dtype)
+    with Launches() as launches:
+        measure_by_operations(tensor, DEFAULT)
+    assert launches.count <= most_launches
+    assert launches.bytes / BIG <= most_bytes
+
+
+@pytest.mark.parametrize(
+    ("measure", "most_launches", "most_bytes"),
+    [
+        (lambda x: measure_by_operations(x.view(-1), ("l2",)), 8, 36.1),
+        (lambda x: dead_fraction_on_device(x, 1), 4, 13.0),
+        (lambda x: saturated_fraction_on_device(x, (-1.0, 1.0)), 11, 37.1),
+        (lambda x: count_changed(x, x + 1), 10, 40.0),
+        (lambda x: distribution.distribution_on_device(x.view(-1), (0.5,), 0), 15, 5.0),
+    ],
+    ids=["l2", "dead_fraction", "saturated_fraction", "changed elements", "quantiles"],
+)
+def test_launches_and_bytes_of_other_numbers(measure: Any, most_launches: int, most_bytes: float) -> None:
+    tensor = torch.ones(BIG // 10, 10)
+    measure(tensor)  # constants are created once
+    with Launches() as launches:
+        found = measure(tensor)
+    assert isinstance(found, DeviceNumbers)
+    assert launches.count <= most_launches
+    assert launches.bytes / BIG <= most_bytes
