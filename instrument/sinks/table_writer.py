@@ -74,6 +74,8 @@ class TableWriter:
             convert_journal(self.folder, self.table, self.part, self.rows, fsync=self.fsync)
             self.release()
             self.part = self.part._replace(number=self.part.number + 1)
+            # Arrow would keep the memory of the conversion, up to 50 MB, until its next large allocations.
+            pa.default_memory_pool().release_unused()
 
     @contextmanager
     def new_part(self) -> Iterator[pq.ParquetWriter]:
