@@ -14,7 +14,8 @@ from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_
 
 def use_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all hooks take the general path until the end of the test, also those that record plain tensors."""
-    monkeypatch.setattr("instrument.kinds.plain_record.PlainRecord.of", lambda attached: None)
+    for kind in ("PlainRecord", "PlainIntervention"):
+        monkeypatch.setattr(f"instrument.kinds.plain_record.{kind}.of", lambda attached: None)
 
 
 def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

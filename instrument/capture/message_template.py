@@ -58,8 +58,8 @@ def _numbers(column: pa.Array, content: np.ndarray) -> np.ndarray | None:
     return numbers
 
 
-class RowTemplate:
-    """Messages of single rows, such as the metrics of a step.
+class RowsTemplate:
+    """Messages of rows that differ only in their numbers from step to step, such as metrics and effects.
 
     Args:
         schema: The schema of the rows.
@@ -67,24 +67,27 @@ class RowTemplate:
 
     def __init__(self, schema: pa.Schema) -> None:
         self._type = pa.struct(list(schema))
-        self._row: Sequence[Any] = ()
+        self._columns: list[tuple[Any, ...]] = []
         self._template: MessageTemplate | None = None
 
-    def message(self, row: Sequence[Any]) -> Message:
-        """Return the message of a row."""
-        if self._template is None or not self._replace(self._template, row):
-            self._template = MessageTemplate(pa.RecordBatch.from_struct_array(pa.array([row], self._type)))
-            self._row = row
+    def message(self, rows: Sequence[Sequence[Any]]) -> Message:
+        """Return the message of rows, tuples in the order of the columns."""
+        columns = list(zip(*rows, strict=True))
+        if self._template is None or not self._replace(self._template, columns):
+            self._template = MessageTemplate(pa.RecordBatch.from_struct_array(pa.array(rows, self._type)))
+            self._columns = columns
         return self._template.message
 
-    def _replace(self, template: MessageTemplate, row: Sequence[Any]) -> bool:
+    def _replace(self, template: MessageTemplate, columns: list[tuple[Any, ...]]) -> bool:
         """Replace the numbers of the message. Return false if other cells differ from those of the message."""
-        for cell, known, numbers in zip(row, self._row, template.numbers, strict=True):
+        if len(columns[0]) != template.message.num_rows:
+            return False
+        for cells, known, numbers in zip(columns, self._columns, template.numbers, strict=True):
             if numbers is None:
-                if cell != known:
+                if cells != known:
                     return False
-            elif cell is None:
+            elif None in cells:
                 return False
             else:
-                numbers[0] = cell
+                numbers[:] = cells
         return True

@@ -273,14 +273,42 @@ class AttachedHook:
             HookError: The action failed or returned an invalid result. The message contains hook, kind, layer and step.
             ConfigError: The spec does not fit the shape of the site's first tensor.
         """
-        spec, layer = self.site.spec, self.site.layer
         shard = is_sharded(tensor)
         if self.checked_paths is not None and path not in self.checked_paths and not shard:
             self.checked_paths.add(path)
             check_shape(self.site, path, tensor)
         if shard and value is not None:
             value = (local_shard if self.is_record_hook else full_tensor)(value)
-        context = Context(
+        context = self.context(path, firing, value)
+        if shard:
+            context.scope = "shard" if self.is_record_hook else "averaged"
+        if self.is_scaled and self.clock.amp_scale is not None:
+            amp_scale = self.clock.amp_scale()
+        part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
+        new = self.run(part, context) if amp_scale is None else self._fire_scaled(part, context, amp_scale)
+        if new is part:
+            return tensor
+        return sharded_like(new, tensor) if is_sharded(tensor) else new
+
+    def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
+        """Run the action on a gradient without the factor of a gradient scaler.
+
+        Elements that the action does not change stay bit-identical for any factor.
+        """
+        unscaled_gradient = unscaled(tensor, scale)
+        new = self.run(unscaled_gradient, context)
+        if new is unscaled_gradient:
+            return tensor
+        scaled = (new * scale.to(tensor.device)).to(tensor.dtype)
+        if tensor.is_sparse:
+            return scaled
+        is_unchanged = (new == unscaled_gradient) | (new.isnan() & unscaled_gradient.isnan())
+        return straight_through(scaled, torch.where(is_unchanged, tensor, scaled))
+
+    def context(self, path: str, firing: Firing, value: Tensor | Parameter | None = None) -> Context:
+        """Return the context of a call; see `fire`."""
+        spec, layer = self.site.spec, self.site.layer
+        return Context(
             hook=spec.name,
             kind=spec.kind,
             role=spec.tensor_role,
@@ -294,33 +322,12 @@ class AttachedHook:
             value=value,
             parameters=self.site.parameters,
             seed=self.clock.seed,
-            scope=self.scope if not shard else "shard" if self.is_record_hook else "averaged",
+            scope=self.scope,
             rank=self.clock.rank,
         )
-        if self.is_scaled and self.clock.amp_scale is not None:
-            amp_scale = self.clock.amp_scale()
-        part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
-        new = self._run_timed(part, context) if amp_scale is None else self._fire_scaled(part, context, amp_scale)
-        if new is part:
-            return tensor
-        return sharded_like(new, tensor) if is_sharded(tensor) else new
 
-    def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
-        """Run the action on a gradient without the factor of a gradient scaler.
-
-        Elements that the action does not change stay bit-identical for any factor.
-        """
-        unscaled_gradient = unscaled(tensor, scale)
-        new = self._run_timed(unscaled_gradient, context)
-        if new is unscaled_gradient:
-            return tensor
-        scaled = (new * scale.to(tensor.device)).to(tensor.dtype)
-        if tensor.is_sparse:
-            return scaled
-        is_unchanged = (new == unscaled_gradient) | (new.isnan() & unscaled_gradient.isnan())
-        return straight_through(scaled, torch.where(is_unchanged, tensor, scaled))
-
-    def _run_timed(self, tensor: Tensor, context: Context) -> Tensor:
+    def run(self, tensor: Tensor, context: Context) -> Tensor:
+        """Run the action on a tensor that is no shard and has no factor of a gradient scaler; see `fire`."""
         if (timer := self.clock.timer) is None:
             return self._run(tensor, context)
         with timer.measure_action(self):

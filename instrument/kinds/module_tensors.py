@@ -155,17 +155,21 @@ class ModuleHooks(InertWhenCopied):
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if (call := self.calls.leave()) is None:
             return None
-        recorded = False
+        new, remaining = output, self.output
         if self.plain is not None:
-            recorded = not call.is_recomputed and self.plain.record_output(output, call.index)
-            if recorded and self.plain.register(output, call.index):
-                return None
+            if not call.is_recomputed and self.plain.record_output(output, call.index):
+                remaining = self.output[len(self.plain.output) :]
+                if remaining and (changed := self.plain.change_output(output, call.index)) is not None:
+                    new, remaining = changed, []
+                if not remaining and self.plain.register(new, call.index):
+                    return None if new is output else new
             self.output_gradients.store_inputs(_join(args, kwargs), call)
         if call.on_output is not None:
             call.on_output(output)
         if self.forward_input:
             self._act(self.forward_input, _join(args, kwargs), call)
-        new = self._act(self.output, output, call) if self.output and not recorded else output
+        if remaining:
+            new = self._act(remaining, new, call)
         if self.output_gradients.attached_hooks:
             new = self.output_gradients.register(module, new, call)
         return None if new is output else new

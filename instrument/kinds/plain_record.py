@@ -1,8 +1,9 @@
-"""What a record hook does at one site when it fires, decided once per schedule instead of at every firing.
+"""What a hook does at one site when it fires, decided once per schedule instead of at every firing.
 
 Most record hooks write the statistics of plain tensors of one process. For these, `PlainRecord` replaces
-`AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel write the numbers.
-All other hooks and tensors take the general path, and both give the same rows.
+`AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel compute the numbers.
+`PlainIntervention` keeps the context of a clip or scale hook. All other hooks and tensors take the general path, and both
+give the same rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..actions.base import Context
+from ..actions.clip import Clip
+from ..actions.intervention import Intervention
 from ..actions.record import Record
+from ..actions.scale import Scale
 from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
@@ -96,24 +100,82 @@ class PlainRecord:
         return columns
 
 
-class PlainModuleHooks:
-    """The scheduled hooks of a module if all of them are plain records of its output or of the output's gradient.
+class PlainIntervention:
+    """Clips or scales plain tensors at one site.
 
-    Args:
-        output: The hooks on the output.
-        gradient: The hooks on the gradient of the output.
+    Attributes:
+        attached: The hook at the site.
     """
 
-    def __init__(self, output: Sequence[PlainRecord], gradient: Sequence[PlainRecord]) -> None:
+    __slots__ = ("_contexts", "attached")
+
+    def __init__(self, attached: AttachedHook) -> None:
+        self.attached = attached
+        self._contexts: dict[int, Context] = {}
+
+    @classmethod
+    def of(cls, attached: AttachedHook) -> PlainIntervention | None:
+        """Return the plain intervention of a hook; None if its function could keep the context or use random numbers."""
+        action = attached.action
+        if (
+            isinstance(action, Intervention)
+            and isinstance(action.change, Clip | Scale)
+            and attached.matches_path("")
+            and attached.clock.parallel is None
+        ):
+            return cls(attached)
+        return None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the shape of the tensor was checked."""
+        return self.attached.checked_paths is None or "" in self.attached.checked_paths
+
+    def __call__(self, tensor: Tensor, call: int) -> Tensor:
+        """Return the changed tensor.
+
+        Args:
+            tensor: A tensor of class `Tensor` with floating-point elements in memory.
+            call: The index of the module's call.
+        """
+        attached = self.attached
+        context = self._contexts.get(call)
+        if context is None:
+            context = self._contexts[call] = attached.context("", Firing(call))
+        context.moment = attached.clock.moment
+        return attached.run(tensor, context)
+
+
+class PlainModuleHooks:
+    """The scheduled hooks of a module if all of them are plain and act on its output or on the output's gradient.
+
+    Args:
+        output: The record hooks on the output.
+        interventions: The interventions on the output, which come after them.
+        gradient: The record hooks on the gradient of the output.
+    """
+
+    def __init__(
+        self,
+        output: Sequence[PlainRecord],
+        interventions: Sequence[PlainIntervention],
+        gradient: Sequence[PlainRecord],
+    ) -> None:
         self.output = output
+        self.interventions = interventions
         self.gradient = gradient
 
     @classmethod
     def of(cls, output: Sequence[AttachedHook], gradient: Sequence[AttachedHook]) -> PlainModuleHooks | None:
         """Return the plain hooks; None if some hook requires the general path."""
-        records = [PlainRecord.of(attached) for attached in (*output, *gradient)]
+        count = sum(attached.is_record_hook for attached in output)
+        records = [PlainRecord.of(attached) for attached in (*output[:count], *gradient)]
+        interventions = [PlainIntervention.of(attached) for attached in output[count:]]
         plain = [record for record in records if record is not None]
-        return cls(plain[: len(output)], plain[len(output) :]) if len(plain) == len(records) else None
+        changes = [intervention for intervention in interventions if intervention is not None]
+        if len(plain) < len(records) or len(changes) < len(interventions):
+            return None
+        return cls(plain[:count], changes, plain[count:])
 
     def record_output(self, output: Any, call: int) -> bool:
         """Record a module's output. Return false, without any row, if the output is not a plain tensor."""
@@ -122,6 +184,23 @@ class PlainModuleHooks:
                 return False
             record.attached.count_hit()
         return True
+
+    def change_output(self, output: Any, call: int) -> Any:
+        """Return the changed output of a module; None, without any change, if the general path has to change it."""
+        if not (
+            type(output) is Tensor
+            and output.is_floating_point()
+            and output.layout is torch.strided
+            and output.device.type in ("cpu", "cuda")
+            and not output.is_nested
+            and not output.is_inference()
+            and all(intervention.is_checked for intervention in self.interventions)
+        ):
+            return None
+        for intervention in self.interventions:
+            output = intervention(output, call)
+            intervention.attached.count_hit()
+        return output
 
     def register(self, output: Any, call: int) -> bool:
         """Register the hooks on the gradient of a module's output. Return false if the general path has to.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..capture.collectives import own_rank
-from ..capture.message_template import Message, RowTemplate
+from ..capture.message_template import Message, RowsTemplate
 from ..capture.sink_interface import Row
 from ..capture.step_statistics import StatisticsRows
 from ..capture.tables import TABLES, as_batch
@@ -87,7 +87,7 @@ class ParquetSink:
             )
             for name, table in TABLES.items()
         }
-        self._metrics = RowTemplate(TABLES["metrics"].plain_schema)
+        self._templates = {name: RowsTemplate(TABLES[name].plain_schema) for name in ("effects", "metrics")}
         self._counts = RowCounts(row_counts_of(folder, own_rank()))
         self._tensors = TensorWriter(self._writers["tensors"], tensors=tensors, when_full=when_full)
 
@@ -142,8 +142,8 @@ class ParquetSink:
             (rows,) = groups
             if isinstance(rows, StatisticsRows):
                 return rows.to_message()
-            if table == "metrics" and len(rows) == 1:
-                return self._metrics.message(rows[0])
+            if table in self._templates:
+                return self._templates[table].message(rows)
         return as_batch(TABLES[table], *groups)
 
     def finish_parts(self) -> dict[str, int]:

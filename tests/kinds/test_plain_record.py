@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 import instrument
-from instrument.kinds.plain_record import PlainModuleHooks, PlainRecord
+from instrument.kinds.plain_record import PlainIntervention, PlainModuleHooks, PlainRecord
 
 RECORD = {"kind": "forward", "action": "record", "stats": ["default", "l1"]}
 SPECS: dict[str, Any] = {
@@ -29,13 +29,21 @@ SPECS: dict[str, Any] = {
     "totals": {"layers": "**", "kind": "tensor", "action": "record", "role": "output", "start": 1},
     "evaluated": {"layers": "**", "kind": "forward", "action": "record", "phase": "eval"},
 }
+INTERVENTIONS: dict[str, Any] = {
+    "tame": {"layers": "**", "kind": "forward", "action": "clip", "min": -0.5, "max": 0.4},
+    "shrink": {"layers": "*", "kind": "forward", "action": "scale", "factor": {0: 1.0, 3: 0.7}, "every": 2},
+    "norm": {"layers": "last", "kind": "forward", "action": "clip", "norm": 0.1, "start": 2},
+}
 Rows = dict[str, list[tuple[Any, ...]]]
 
 
 @contextmanager
 def general_path() -> Iterator[None]:
     """Let all hooks take the general path inside the block."""
-    with mock.patch.object(PlainRecord, "of", return_value=None):
+    with (
+        mock.patch.object(PlainRecord, "of", return_value=None),
+        mock.patch.object(PlainIntervention, "of", return_value=None),
+    ):
         yield
 
 
@@ -166,22 +174,25 @@ def train(model: nn.Module, probe: Any) -> None:
                 model(x)
 
 
-def rows_of(model: nn.Module) -> Rows:
+def rows_of(model: nn.Module, specs: dict[str, Any]) -> Rows:
     torch.manual_seed(0)
-    with pytest.warns(), instrument.attach(model, SPECS) as probe:
+    with pytest.warns(), instrument.attach(model, specs) as probe:
         train(model, probe)
         probe.event("end", "so that there is a warning")
     return {table: list(rows) for table, rows in probe.sink.rows.items() if table not in ("metrics", "layers")}
 
 
+@pytest.mark.parametrize("specs", [SPECS, INTERVENTIONS, {**SPECS, **INTERVENTIONS}], ids=["record", "change", "both"])
 @pytest.mark.parametrize("name", MODELS)
-def test_both_paths_write_the_same_rows(name: str) -> None:
+def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> None:
+    if "norm" in specs and not isinstance(MODELS[name](), Network):
+        specs = {key: spec for key, spec in specs.items() if key != "norm"}
     torch.manual_seed(0)
-    fast = rows_of(MODELS[name]())
+    fast = rows_of(MODELS[name](), specs)
     torch.manual_seed(0)
     with general_path():
-        general = rows_of(MODELS[name]())
-    assert len(general["stats"]) > 30
+        general = rows_of(MODELS[name](), specs)
+    assert len(general["stats"] + general["effects"]) > 12
     assert repr(fast) == repr(general)  # as text, since NaN differs from itself
 
 
@@ -252,10 +263,22 @@ OUTPUTS = {"layers": "*", **RECORD}
         ({"a": {**OUTPUTS, "histogram": 4}}, 0),
         ({"a": {**OUTPUTS, "tensors": True}}, 0),
         ({"a": {**OUTPUTS, "stats": ["dead_fraction"]}}, 0),
-        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}}, 4),
+        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}}, 6),
+        ({"b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}, "a": OUTPUTS}, 4),
         ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "role": "input", "action": "record"}}, 4),
     ],
-    ids=["all", "every 2", "gradients", "quantiles", "histogram", "tensors", "dead", "intervention", "input"],
+    ids=[
+        "all",
+        "every 2",
+        "gradients",
+        "quantiles",
+        "histogram",
+        "tensors",
+        "dead",
+        "intervention",
+        "changed",
+        "input",
+    ],
 )
 def test_fast_path_is_taken_where_it_applies(specs: dict[str, Any], directly: int) -> None:
     assert measured_directly(specs) == directly
@@ -263,6 +286,36 @@ def test_fast_path_is_taken_where_it_applies(specs: dict[str, Any], directly: in
 
 def test_fast_path_measures_the_time_for_a_budget() -> None:
     assert measured_directly({"a": OUTPUTS}, budget={"time": "50%"}) == 6
+
+
+@pytest.mark.parametrize(
+    ("spec", "directly"),
+    [
+        ({"action": "clip", "norm": 0.1}, 5),
+        ({"action": "scale", "factor": 0.5, "reverse": True}, 5),
+        ({"action": "modify", "fn": "zero"}, 0),
+        ({"action": "scale", "factor": 0.5, "path": "0"}, 0),
+    ],
+    ids=["clip", "reverse", "modify", "path"],
+)
+def test_interventions_take_the_fast_path_after_their_first_firing(spec: dict[str, Any], directly: int) -> None:
+    model, calls, change = nn.Identity(), 0, PlainIntervention.__call__
+
+    def counted(self: PlainIntervention, *args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return change(self, *args)
+
+    with (
+        pytest.warns() if "path" in spec else nullcontext(),
+        mock.patch.object(PlainIntervention, "__call__", counted),
+        instrument.attach(model, {"a": {"layers": ".", "kind": "forward", **spec}}) as probe,
+    ):
+        for _ in range(6):
+            model(torch.ones(4, 6, requires_grad=True))
+            probe.end_step()
+    assert calls == directly
+    assert len(probe.sink.rows["effects"]) == (0 if "path" in spec else 6)
 
 
 def test_budget_counts_each_firing_once() -> None:
