@@ -26,6 +26,7 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -W ignore benchmarks/start.py
 	$(BIN)/python -W ignore benchmarks/steps.py
+	$(BIN)/python -W ignore benchmarks/firing.py
 	$(BIN)/python -W ignore benchmarks/budget.py
 	$(BIN)/python -W ignore benchmarks/forecasts.py
 	$(BIN)/python -W ignore benchmarks/storage.py
@@ -34,6 +35,7 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 
 bench-peers: $(DEV_STAMP)  ## run the same job with other tools, each in its own environment
 	$(BIN)/python -W ignore benchmarks/peers/compare.py
+	PYTHONPATH=. .peers/nvdlfw-inspect/bin/python -W ignore benchmarks/firing.py
 
 bench-scale: $(DEV_STAMP)  ## run four queries on 100 million rows of 1,000 runs; needs 7 GB of disk space
 	$(BIN)/python -W ignore benchmarks/scale.py

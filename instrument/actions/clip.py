@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from ..dtensor import full_tensor
 from ..spec.clip_and_scale import ClipSpec
+from ..stats.device_numbers import widest
 from ..stats.directed_rounding import round_down, round_up, toward_zero
 from .base import Context
 
@@ -102,7 +103,7 @@ def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
     valid = ~magnitudes.isnan()
     # NaN is sorted last, and the index is a tensor: this code never waits for the device.
     ordered = torch.where(valid, magnitudes, torch.inf).sort().values
-    rank = (valid.sum(dtype=torch.float64) * (quantile * ROUNDING_MARGIN)).ceil().long().sub(1).clamp(min=0)
+    rank = (valid.sum(dtype=widest(tensor.device)) * (quantile * ROUNDING_MARGIN)).ceil().long().sub(1).clamp(min=0)
     bound = ordered.gather(0, rank.view(1)).view(())
     return tensor.clamp(-bound, bound)
 

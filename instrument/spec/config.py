@@ -165,7 +165,9 @@ class RunConfig(Spec):
 
     name: RunName = Field("run", description="The name of the run's folder under runs/.")
     seed: Seed = Field(0, description="Seed of Python, NumPy, PyTorch, and the hooks' own random generators.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if one is available.")
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
+        "auto", description="auto: a CUDA GPU if one is available, otherwise cpu."
+    )
     deterministic: bool = Field(False, description="Raise an error for nondeterministic algorithms.")
     plan: bool = Field(False, description="Dry run: print the matching hooks and the predicted cost; do not train.")
     resume: str | None = Field(None, description="The folder of a stopped run to resume from its latest checkpoint.")

@@ -66,6 +66,11 @@ def joined(parts: Sequence[DeviceNumbers], convert: Callable[..., list[Any]]) ->
     return DeviceNumbers(tuple(tensor for part in parts for tensor in part.numbers), convert_all)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """Return the floating-point dtype of the highest precision on a device: float64, except on Apple's GPUs."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 @lru_cache(maxsize=128)
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return constants [numbers] on a device. They are copied to it once, without waiting."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..spec.statistics import COUNTS
-from .device_numbers import DeviceNumbers
+from .device_numbers import DeviceNumbers, widest
 from .formulas import FORMULAS, Sums, maximum
 
 # For each dtype, integers of the same size, the upper bits of the exponent, and the same bits with the lowest bit of the
@@ -152,7 +152,7 @@ def _wide(flat: Tensor) -> torch.dtype:
     """Return the floating-point dtype that represents the values of a tensor as exactly as the device allows."""
     if flat.is_floating_point():
         return torch.float64 if flat.dtype == torch.float64 else torch.float32
-    return torch.float32 if flat.element_size() <= 2 or flat.device.type == "mps" else torch.float64
+    return torch.float32 if flat.element_size() <= 2 else widest(flat.device)
 
 
 def as_comparable_floats(tensor: Tensor) -> Tensor:

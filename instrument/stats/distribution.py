@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device_numbers import DeviceNumbers, constants, joined
+from .device_numbers import DeviceNumbers, constants, joined, widest
 from .device_operations import as_comparable_floats
 from .flatten import as_vector
 from .measure import measure_on_host
@@ -119,7 +119,7 @@ def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int)
     if levels:
         parts.append(_quantiles_on_device(vector, levels))
     if bins:
-        parts.append(_histogram_on_device(vector.to(torch.float64), bins))
+        parts.append(_histogram_on_device(vector.to(widest(vector.device)), bins))
     return joined(parts, lambda *values: [*chain(*values)])
 
 
@@ -132,7 +132,7 @@ def _quantiles_on_device(vector: Tensor, levels: tuple[float, ...]) -> DeviceNum
     ordered = torch.nan_to_num(wide, nan=math.inf, posinf=math.inf, neginf=math.inf).sort().values
     n = (ordered < math.inf).sum()
     last = (n - 1).clamp(min=0)
-    positions = constants(levels, torch.float32 if vector.device.type == "mps" else torch.float64, vector.device)
+    positions = constants(levels, widest(vector.device), vector.device)
     below = (positions * last).long()
     low, high = ordered[below], ordered[torch.minimum(below + 1, last)]
     return DeviceNumbers((n, below, low, high), partial(_interpolate, levels))

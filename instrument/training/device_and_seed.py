@@ -12,30 +12,37 @@ import torch
 
 from ..errors import ConfigError, Problem
 
+GPUS = ("cuda", "mps", "xpu")
+
 
 def choose_device(name: str) -> torch.device:
     """Return the device of this process.
 
     Args:
-        name: `auto`, `cpu`, `cuda` or another device of PyTorch. `auto` selects the GPU if one is available. If the
+        name: `auto`, `cpu`, `cuda`, `mps` or `xpu`. `auto` selects the CUDA GPU if one is available. If the
             environment variable `LOCAL_RANK` is set, as by torchrun, it selects the GPU: `LOCAL_RANK` modulo the number
             of GPUs.
 
     Raises:
-        ConfigError: `name` is `cuda`, and no GPU is available.
+        ConfigError: The device is not available.
     """
     if name != "cpu" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        why = (
-            "this build of PyTorch has no CUDA"
-            if not torch.backends.cuda.is_built()
-            else "PyTorch finds no GPU on this machine"
-        )
-        raise ConfigError(Problem("device", f"no GPU is available: {why}", given=name, allowed="auto, cpu"))
+    if name in GPUS and not _is_available(name):
+        backend = getattr(torch.backends, name, None)
+        is_built = backend is None or backend.is_built()
+        why = "PyTorch finds no GPU on this machine" if is_built else f"this build of PyTorch has no {name.upper()}"
+        allowed = ", ".join(["auto", "cpu", *filter(_is_available, GPUS)])
+        raise ConfigError(Problem("device", f"no GPU is available: {why}", given=name, allowed=allowed))
     return torch.device(name)
+
+
+def _is_available(name: str) -> bool:
+    module = torch.backends.mps if name == "mps" else getattr(torch, name)
+    available: bool = module.is_available()
+    return available
 
 
 @contextmanager
