@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import instrument
 
 WIDTH, BATCH = 64, 32
+HOOKS = 5  # on each layer, for the growth with the number of layers
 RECORD: dict[str, Any] = {"layers": "*", "kind": "forward", "action": "record"}
 GRADIENT: dict[str, Any] = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
 Step = Callable[[], object]
@@ -132,6 +133,28 @@ def extra_microseconds(bare: Step, hooked: Step, *, rounds: int, steps: int) -> 
     return statistics.median(differences), statistics.median(durations)
 
 
+def growth(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
+    """Return the extra time per tensor, and the time of `end_step` per row, of five hooks on each of many layers.
+
+    Both are medians in microseconds.
+    """
+    bare, hooked, ends = Training(layers), Training(layers), []
+    specs = {f"outputs_{i}": RECORD for i in range(HOOKS)}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "run") as probe,
+    ):
+
+        def step() -> None:
+            loss = hooked.step()
+            start = time.perf_counter()
+            probe.end_step(loss=loss)
+            ends.append((time.perf_counter() - start) * 1e6)
+
+        extra, _ = extra_microseconds(lambda: bare.step().item(), step, rounds=rounds, steps=steps)
+    return extra / (HOOKS * layers), statistics.median(ends) / (HOOKS * layers)
+
+
 def variants(
     layers: int, folder: Path
 ) -> Iterator[tuple[str, int, Callable[[Training], AbstractContextManager[Step]]]]:
@@ -151,6 +174,7 @@ def variants(
         layers,
         hooks(outputs={**RECORD, **never}, gradients={**GRADIENT, **never}),
     )
+    yield "instrument: the end of a step without rows, per step", 1, hooks(root={**RECORD, "layers": ".", **never})
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
     yield "instrument: clip by value", layers, hooks(clip=clip)
     yield "instrument: scale", layers, hooks(scale={"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9})
@@ -202,6 +226,13 @@ def main() -> None:
     print("|---|" + "---|" * len(options.threads))
     for label, cells in table.items():
         print(f"| {label} | " + " | ".join(cells) + " |")
+    if options.only:
+        return
+    torch.set_num_threads(1)
+    print(f"\n| layers, {HOOKS} hooks each | microseconds per tensor | of these in end_step, per row |\n|---|---|---|")
+    for layers in (20, 50, 100, 200):
+        extra, end = growth(layers, rounds=options.rounds, steps=options.steps)
+        print(f"| {layers} | {extra:.1f} | {end:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
