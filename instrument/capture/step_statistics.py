@@ -212,7 +212,7 @@ class ColumnCache:
     """Columns and messages that are similar in many steps, since most steps record the same tensors in the same order.
 
     Attributes:
-        template: The message of an earlier step; None if there is none.
+        template: The message of an earlier step; None before the first step.
         unchanged: What that step and steps with this message have in common: the identity columns and the missing numbers.
     """
 

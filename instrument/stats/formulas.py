@@ -1,7 +1,7 @@
 """The formula of each statistic of a tensor's values, over the sums that every way of measuring provides.
 
 `instrument.spec.statistics` defines the names. The three ways of measuring (`single_pass` or `blocks` on the CPU,
-`measure_on_device`, and `merge` for the parts of several processes) differ in how they form the sums. The numbers are
+`device_operations`, and `merge` for the parts of several processes) differ in how they form the sums. The numbers are
 floats on the CPU and float64 tensors elsewhere.
 """
 

@@ -99,7 +99,7 @@ def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:
 
     Returns:
         The number of elements that differ, where two NaN are equal, and the L2 norms of both over their finite elements (NaN
-        if there is none). None if the tensors are not supported.
+        without any). None if the tensors are not supported.
     """
     if not _connected or type(after) not in (Tensor, Parameter) or before.is_neg() or after.is_neg():
         return None

@@ -230,5 +230,7 @@ def test_gpu_statistics_equal_cpu_statistics() -> None:
             model(tensor.to(device))
             probe.end_step()
         rows.append(probe.sink.records("stats")[0])
+    scale = max(abs(rows[0]["mean"]), rows[0]["std"])  # law 5: a mean may be close to zero
     for name, value in rows[0].items():
-        assert rows[1][name] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value)
+        bound = pytest.approx(value, rel=1e-5, abs=1e-5 * scale if name == "mean" else 0.0)
+        assert rows[1][name] == (bound if isinstance(value, float) and name not in ("min", "max", "abs_max") else value)
