@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch._dynamo  # `DistributedDataParallel` imports it
 import torch.distributed.fsdp  # noqa: F401
 from hydra.core.plugins import Plugins
 

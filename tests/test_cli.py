@@ -73,7 +73,7 @@ def data(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_main_experiment_prints_progress_and_writes_all_tables(cli: Cli, data: str) -> None:
-    answer = cli("+exp=mnist_hooks", "data.dataset.download=false")
+    answer = cli("+exp=mnist_hooks", "data.dataset.download=false", "data.eval_slice.stop=300")
     assert answer.code == 0, answer.err
     folder = only_entry("runs/mnist_hooks")
 
@@ -98,7 +98,7 @@ def test_main_experiment_prints_progress_and_writes_all_tables(cli: Cli, data: s
     assert run.info["status"] == "done"
     assert run.info["device"] in ("cpu", "cuda")
     assert run.info["config"]["hooks"]["tame"]["norm"] == 1.0
-    assert run.info["overrides"] == {"exp": "mnist_hooks", "data.dataset.download": False}
+    assert run.info["overrides"] == {"exp": "mnist_hooks", "data.dataset.download": False, "data.eval_slice.stop": 300}
     assert {"python", "torch", "instrument"} <= set(run.info["versions"])
 
     assert set(run.stats.hook) == {"activations", "digit_maps", "gradients", "updates"}
@@ -207,18 +207,18 @@ def test_run_works_in_the_repository_root(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 
 def test_sweep_loads_as_one_frame_with_typed_overrides(cli: Cli) -> None:
-    answer = cli("-m", *SHORT, "hooks.tame.norm=0.1,1,10", "seed=1,2")
+    answer = cli("-m", *SHORT, "hooks.tame.norm=0.1,10", "seed=1,2")
     assert answer.code == 0, answer.err
-    for norm, seed in ((0.1, 1), (0.1, 2), (1, 1), (1, 2), (10, 1), (10, 2)):
+    for norm, seed in ((0.1, 1), (0.1, 2), (10, 1), (10, 2)):
         assert f"  hooks.tame.norm={norm} seed={seed}  loss" in answer.out
     folder = only_entry("runs/mnist_hooks")
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == set("012345")
-    assert "6 jobs in" in answer.out
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == set("0123")
+    assert "4 jobs in" in answer.out
 
     sweep = instrument.load(folder)
     frame = sweep.metrics[sweep.metrics.phase == "train"]
     assert frame.groupby(["hooks.tame.norm", "seed"]).size().to_dict() == {
-        (norm, seed): 6 for norm in (0.1, 1, 10) for seed in (1, 2)
+        (norm, seed): 6 for norm in (0.1, 10) for seed in (1, 2)
     }
     assert pd.api.types.is_float_dtype(frame["hooks.tame.norm"])
     assert pd.api.types.is_integer_dtype(frame["seed"])
@@ -226,8 +226,8 @@ def test_sweep_loads_as_one_frame_with_typed_overrides(cli: Cli) -> None:
 
     assert cli(*SHORT, "hooks.tame.norm=10", "seed=2", "hydra.run.dir=alone").code == 0
     alone = instrument.load("alone")
-    assert_same_rows(instrument.load(sweep.folders[5]), alone)
-    assert (instrument.load(sweep.folders[4]).metrics.loss != alone.metrics.loss).all()  # a run with another seed
+    assert_same_rows(instrument.load(sweep.folders[3]), alone)
+    assert (instrument.load(sweep.folders[2]).metrics.loss != alone.metrics.loss).all()  # a run with another seed
 
 
 @pytest.mark.slow

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import hydra._internal.hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import ResultDefault
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ..spec.known_keys import fields_below
+
+
+class ParsedFiles(ConfigRepository):
+    """Configuration files, each parsed once per process as long as it does not change.
+
+    A sweep composes every job twice, and parsing takes a third of a composition.
+    """
+
+    _parsed: ClassVar[dict[tuple[object, ...], ConfigResult]] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.scheme() not in ("file", "pkg"):
+            return super().load_config(config_path)
+        key: tuple[object, ...] = (source.provider, source.full_path(), config_path)
+        if source.scheme() == "file":  # the files of an installed package do not change
+            file = Path(source.path, source._normalize_file_name(config_path)).resolve()
+            status = file.stat()
+            key = (*key, file, status.st_mtime_ns, status.st_size, status.st_ino)
+        if key not in self._parsed:
+            result = super().load_config(config_path)
+            assert result is not None
+            self._parsed[key] = result
+        return copy.deepcopy(self._parsed[key])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParsedFiles:
+        # Each composition copies its repository before it sets the list of sources; the sources are not changed.
+        return copy.copy(self)
 
 
 class FieldLoader(ConfigLoaderImpl):
@@ -25,6 +59,10 @@ class FieldLoader(ConfigLoaderImpl):
     """
 
     _first: tuple[list[str], DictConfig] | None = None  # overrides and result of the first composition
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = ParsedFiles(config_search_path)
 
     def load_configuration(
         self,

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 import instrument
 from instrument import verify
 from instrument.configuration.override_loader import FieldLoader
-from instrument.configuration.search_path import conf_folder
+from instrument.configuration.search_path import conf_folder, config_loader
 from instrument.spec.config import RunConfig
 from instrument.spec.known_keys import fields_below
 from instrument.spec.parse import parse_config
@@ -128,3 +128,23 @@ def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     answer = cli(*TINY, MINE, "hooks.mine.every=2", "data.slice.per_class=9")
     assert answer.code == 0, answer.err
     assert "EQUAL" in answer.out
+
+
+def test_files_are_parsed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "conf" / "train" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("steps: 3\n")
+    monkeypatch.chdir(tmp_path)
+    opened: list[str] = []
+    load = OmegaConf.load
+    monkeypatch.setattr(OmegaConf, "load", lambda file: opened.append(file.name) or load(file))
+    loader = config_loader()
+    given = ["data=digits", "train=own"]
+    configs = [loader.load_configuration("config", overrides=given, run_mode=RunMode.RUN) for _ in range(2)]
+    assert opened.count(str(own)) == 1
+    assert OmegaConf.to_container(configs[0]) == OmegaConf.to_container(configs[1])
+    opened.clear()
+    own.write_text("steps: 4\n")
+    assert loader.load_configuration("config", overrides=given, run_mode=RunMode.RUN).train.steps == 4
+    assert opened == [str(own)]
+    assert configs[1].train.steps == 3

@@ -87,7 +87,7 @@ class Runs(dict[str, instrument.Run]):
         if self.device == "cuda" and processes > torch.cuda.device_count():
             pytest.skip("fewer GPUs than processes")
         more = (f"device={self.device}", f"hydra.run.dir={variant}", *arguments)
-        launcher = distributed_runs.torchrun if variant == "ddp2" else distributed_runs.run_processes
+        launcher = distributed_runs.torchrun if variant == "ddp4" else distributed_runs.run_processes
         done = run_experiment(self.folder, "+exp=ranked", *more, processes=processes, launcher=launcher)
         assert done.returncode == 0, done.stderr
         assert "warning" not in done.stdout, done.stdout

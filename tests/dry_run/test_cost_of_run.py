@@ -174,10 +174,7 @@ MANY_ROWS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-OFTEN = ("three statistics", "together")
-
-
-@pytest.mark.parametrize("name", tiered(MANY_ROWS, OFTEN))
+@pytest.mark.parametrize("name", tiered(MANY_ROWS, ["together"]))
 def test_predicted_bytes_are_at_most_45_percent_too_high(tmp_path: Path, name: str) -> None:
     train = {"steps": 200, "batch_size": 16}
     slices = {**CONFIG["data"], "slice": {"split": "train"}}

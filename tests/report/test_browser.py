@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
-from tiers import tiered
 from torch import nn
 
 import instrument
@@ -235,7 +234,8 @@ def test_killed_run_is_drawn_and_non_finite_values_are_marked(open_page: Open, t
         assert "loss not finite" in [trace["name"] for trace in report.plot("training-chart")]
 
 
-@pytest.mark.parametrize("width", tiered([WIDE, PHONE], [WIDE]))
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [WIDE, PHONE])
 def test_names_of_60_layers_do_not_overlap(open_page: Open, tmp_path: Path, width: int) -> None:
     run = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=5)
     with open_page(run, width=width) as report:
@@ -251,6 +251,7 @@ def test_names_of_60_layers_do_not_overlap(open_page: Open, tmp_path: Path, widt
         assert report.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_report_is_readable_on_a_phone_in_dark_mode(open_page: Open, reported_run: instrument.Run) -> None:
     with open_page(reported_run, width=PHONE, dark=True) as report:
         check_readable(report)

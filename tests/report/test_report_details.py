@@ -231,6 +231,7 @@ def test_updates_of_all_hooks_can_be_selected(page: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_links_in_a_frame_stay_in_the_frame(browser: Any, tmp_path: Path) -> None:
     report = make(train(tmp_path / "r", deep(2), {"h": ACTS}))
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>notebook{report._repr_html_()}</body>")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pandas as pd
 import pytest
 from conftest import REPOSITORY, Answer
-from tiers import tiered
 
 import instrument
 
@@ -41,6 +40,7 @@ def by_layer(run: instrument.Run, hook: str, statistic: str, step: int) -> pd.Se
     return rows.set_index("layer")[statistic]
 
 
+@pytest.mark.slow
 def test_bad_initialization_vanishes_gradients(run_example: Callable[..., instrument.Run]) -> None:
     sweep = run_example("bad_init")
     bad, good = (instrument.load(folder) for folder in sweep.folders)
@@ -57,7 +57,8 @@ def test_bad_initialization_vanishes_gradients(run_example: Callable[..., instru
     assert good.metrics["accuracy"].iloc[-1] > 0.8
 
 
-@pytest.mark.parametrize("seed", tiered(range(6), [0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
 def test_dying_relu_units(run_example: Callable[..., instrument.Run], seed: int) -> None:
     """Training is chaotic after the first units die: units and steps differ between processors."""
     calm, dying = (instrument.load(folder) for folder in run_example("dying_relu", seed=str(seed)).folders)

@@ -13,6 +13,7 @@ import instrument
 WITHOUT_HOOKS = [f"hooks.{name}=null" for name in ("activations", "flow", "gradients", "updates")]
 
 
+@pytest.mark.slow
 def test_record_hooks_keep_losses_bit_identical_at_93_percent(
     cli: Callable[..., Any], mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module", params=portions(4, 12, 4))
+@pytest.fixture(scope="module", params=portions(2, 12, 5))
 def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
     """Folders of uninterrupted runs, and of equal runs that were killed several times."""
     numbers: range = request.param
