@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import Command
+from tiers import tiered
 from torch import nn
 
 import instrument
@@ -17,8 +18,7 @@ MOST_GROWTH = 20_000  # kB
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="requires /proc")
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [3_000, 100_000])
+@pytest.mark.parametrize("steps", tiered([2_000, 100_000], [2_000]))
 def test_resources_of_a_long_run_are_constant(tmp_path: Path, steps: int) -> None:
     script = Path(__file__).with_name("long_training.py")
     done = Command(tmp_path, script, ["run", str(steps)], {"OMP_NUM_THREADS": "1"}, "process").wait()
