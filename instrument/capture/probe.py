@@ -21,6 +21,7 @@ from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..spec.budget import BudgetConfig
+from ..stats.device_choice import ONE_LAUNCH, measured_by
 from .budget import Budget
 from .collectives import Ranks, own_rank
 from .coverage import coverage_rows, write_coverage
@@ -424,6 +425,9 @@ class Probe:
         write_coverage(rows, self.recorder, self.event)
         for message in [] if self.budget is None else self.budget.summary():
             self.event("budget", message)
+        for device, way in measured_by().items():
+            if way != ONE_LAUNCH:
+                self.event("device_statistics", f"each tensor on {device} is measured with {way}", severity="info")
         if error is not None:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")

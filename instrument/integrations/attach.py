@@ -35,6 +35,7 @@ from ..spec.config import SinkConfig
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget
 from ..spec.spec_file import Specs, read_specs
+from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
 from ..training.compiled_models import describe_graph_breaks, graph_breaks, prepare_compiled
 
@@ -155,6 +156,7 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterato
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
     with run_folder.recording(has_started=lambda: probe.step > 0), dead_ranks if several else contextlib.nullcontext():
         yield
+        run_folder.update(device_statistics=measured_by())
 
 
 class _Warnings:

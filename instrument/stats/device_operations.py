@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..spec.statistics import COUNTS
 from .device_numbers import DeviceNumbers, widest
-from .formulas import FORMULAS, Sums, maximum
+from .formulas import Sums, apply_formulas, maximum
 
 # For each dtype, integers of the same size, the upper bits of the exponent, and the same bits with the lowest bit of the
 # exponent: `scale_of` replaces E by 2^bits - 3 - E, where E is the exponent rounded down to a multiple of four.
@@ -190,26 +190,24 @@ def _statistics_of_integers(names: Sequence[str], numel: int, numbers: Sequence[
 def _statistics(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
     """Apply the formulas to numbers from a device, on the host or, with scalar tensors, on the device."""
     n, nan_count, nonzero, low, high, scale, variance, mean, *magnitudes = numbers
-    counts = {"numel": numel + 0 * n, "nan_count": nan_count, "inf_count": numel - n - nan_count}
-    on_device = isinstance(n, Tensor)
-    if not on_device and not n:
-        return [counts.get(name) for name in names]
     # Equal values have no deviations; the scaled ones may have overflowed.
-    if on_device:
+    if isinstance(n, Tensor):
         variance, mean = (torch.where(low == high, 0.0, number) for number in (variance, mean))
+    elif not n:
+        low = high = mean = variance = scale = 1.0  # no statistic uses them
     elif low == high:
         variance = mean = 0.0
     largest = maximum(abs(low), abs(high))
     unit = largest + (largest == 0)
-    share, relative = numel / n, 1.0 / (scale * unit)
+    share, relative = numel / (n + (n == 0)), 1.0 / (scale * unit)
     # What is not finite has the deviation 0 from the minimum. Without it, the others weigh more.
     squared = maximum(share * (variance + mean * mean * (1.0 - share)), 0.0 * mean) * relative * relative
     mean = low / unit - mean * share * relative
     sums = Sums(
-        numel=counts["numel"],
+        numel=numel + 0 * n,
         n=n,
         nan_count=nan_count,
-        inf_count=counts["inf_count"],
+        inf_count=numel - n - nan_count,
         zeros=numel - nonzero,
         low=low,
         high=high,
@@ -219,10 +217,4 @@ def _statistics(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> lis
         magnitudes=magnitudes[0] / (magnitudes[1] * unit) if magnitudes else math.nan * low,
         unit=unit,
     )
-    values = [FORMULAS[name](sums) for name in names]
-    if not on_device:
-        return values
-    return [
-        value if name in COUNTS else torch.where(n > 0, value, math.nan)
-        for name, value in zip(names, values, strict=True)
-    ]
+    return apply_formulas(names, sums)

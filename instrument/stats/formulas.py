@@ -1,19 +1,21 @@
 """The formula of each statistic of a tensor's values, over the sums that every way of measuring provides.
 
-`instrument.spec.statistics` defines the names. The three ways of measuring (`single_pass` or `blocks` on the CPU,
-`device_operations`, and `merge` for the parts of several processes) differ in how they form the sums. The numbers are
+`instrument.spec.statistics` defines the names. The ways of measuring (`single_pass` or `blocks` on the CPU,
+`device_operations` or `device_kernel`, and `merge` for the parts of several processes) differ in how they form the sums. The numbers are
 floats on the CPU and float64 tensors elsewhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..spec.statistics import COUNTS
 
 Number = Any
 """An int, a float, or a float64 tensor."""
@@ -78,3 +80,14 @@ FORMULAS: dict[str, Callable[[Sums], Number]] = {
     "inf_count": lambda s: s.inf_count,
 }
 """The formulas by name. Each statistic of `instrument.spec.statistics.VALUE_STATISTICS` has one."""
+
+
+def apply_formulas(names: Sequence[str], sums: Sums) -> list[Number]:
+    """Return the values of statistics, in the order of `names`.
+
+    Without a finite value, a statistic that is not a count is None, or NaN if the sums are tensors.
+    """
+    if isinstance(sums.n, Tensor):
+        values = ((name, FORMULAS[name](sums)) for name in names)
+        return [value if name in COUNTS else torch.where(sums.n > 0, value, math.nan) for name, value in values]
+    return [FORMULAS[name](sums) if sums.n or name in COUNTS else None for name in names]

@@ -1,8 +1,8 @@
 """Measurement of a tensor, on the CPU or on another device.
 
 On the CPU, a compiled kernel reads the tensor once (`instrument.stats.single_pass`); tensors that it does not support
-are measured in blocks (`instrument.stats.blocks`). On other devices, few operations on the complete tensor compute sums that
-stay on the device until the step ends (`instrument.stats.device_operations`).
+are measured in blocks (`instrument.stats.blocks`). On other devices, one launch (`instrument.stats.device_kernel`) or few
+operations (`instrument.stats.device_operations`) compute sums that stay on the device until the step ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.parameter import Parameter
 
 from ..spec.statistics import ALL
 from .blocks import measure_blocks
+from .device_choice import measure_on_device
 from .device_numbers import DeviceNumbers
-from .device_operations import measure_by_operations
 from .flatten import as_vector
 from .single_pass import measure_in_one_pass
 
@@ -39,7 +39,7 @@ def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
     if not _is_plain(tensor):
         tensor = as_vector(tensor)
         if not tensor.is_cpu:
-            return measure_by_operations(tensor, names)
+            return measure_on_device(tensor, names)
     return measure_on_host(tensor, names)
 
 

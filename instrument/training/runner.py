@@ -25,6 +25,7 @@ from ..sinks.parts import remove_rows_after_checkpoint
 from ..sinks.tee import TeeSink
 from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
+from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
 from .checkpoint import Checkpoints, restore, restore_random
 from .compiled_models import describe_graph_breaks, graph_breaks
@@ -100,7 +101,12 @@ def run(
             if processes is not None:  # The rows of this process are on disk.
                 failures = enumerate(processes.exchange(failure))
                 failure = next((f"rank {rank}: {reason}" for rank, reason in failures if reason), None)
-            run_folder.update(metrics=dict(metrics), overhead=training.probe.overhead, recording_stopped=failure)
+            run_folder.update(
+                metrics=dict(metrics),
+                overhead=training.probe.overhead,
+                recording_stopped=failure,
+                device_statistics=measured_by(),
+            )
         if processes is not None:
             processes.close()
             if not processes.is_rank_zero:

@@ -16,6 +16,8 @@ from instrument.capture.device_copy import Transfer
 from instrument.kinds.attached_hook import AttachedHook
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
+from instrument.stats.device_choice import measured_by
+from instrument.stats.device_kernel import DTYPES
 
 # Methods that make Python wait for a device, and the underlying operations.
 WAITING_METHODS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
@@ -220,17 +222,26 @@ def test_no_hook_waits_for_a_gpu(change: str) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_statistics_equal_cpu_statistics() -> None:
-    tensor = torch.randn(1000, 33)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gpu_statistics_equal_cpu_statistics(dtype: torch.dtype) -> None:
+    tensor = torch.randn(3000, 1033).to(dtype)
     specs = {"h": {"layers": ".", "kind": "forward", "action": "record", "stats": "all"}}
-    rows = []
-    for device in ("cpu", "cuda"):
-        model = nn.Identity()
-        with instrument.attach(model, specs) as probe:
-            model(tensor.to(device))
+    expected, *measured = (row for device in ("cpu", "cuda") for row in rows_of_three_steps(tensor.to(device), specs))
+    scale = max(abs(expected["mean"]), expected["std"])  # law 5: a mean may be close to zero
+    for row in measured:
+        for name, value in expected.items():
+            bound = pytest.approx(value, rel=1e-5, abs=1e-5 * scale if name == "mean" else 0.0)
+            exact = name in ("min", "max", "abs_max") or not isinstance(value, float)
+            assert name == "step" or row[name] == (value if exact else bound)
+    if dtype in DTYPES:  # the first step compares the kernel, the others use it
+        assert measured_by()[f"cuda:0 {str(dtype).removeprefix('torch.')}"] == "one launch"
+
+
+def rows_of_three_steps(tensor: Tensor, specs: dict[str, Any]) -> list[dict[str, Any]]:
+    model = nn.Identity()
+    with instrument.attach(model, specs) as probe:
+        for _ in range(3):
+            model(tensor)
             probe.end_step()
-        rows.append(probe.sink.records("stats")[0])
-    scale = max(abs(rows[0]["mean"]), rows[0]["std"])  # law 5: a mean may be close to zero
-    for name, value in rows[0].items():
-        bound = pytest.approx(value, rel=1e-5, abs=1e-5 * scale if name == "mean" else 0.0)
-        assert rows[1][name] == (bound if isinstance(value, float) and name not in ("min", "max", "abs_max") else value)
+    rows: list[dict[str, Any]] = probe.sink.records("stats")
+    return rows

@@ -1,7 +1,7 @@
 """Law 5: statistics are correct for every shape, layout, dtype, mean and non-finite value.
 
 The reference is NumPy's, in two passes over an extended type (80 bits where available), independent of the
-kernel. All implementations are compared with it: one pass, blocks, and operations on the full tensor.
+kernel. All implementations are compared with it: one pass, blocks, operations on the full tensor, and the kernel for GPUs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from conftest import KERNEL_DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
 from instrument.spec.statistics import DEFAULT, STATISTICS, VALUE_STATISTICS
-from instrument.stats import single_pass
+from instrument.stats import device_kernel, single_pass
 from instrument.stats.blocks import BLOCK
 from instrument.stats.device_operations import measure_by_operations
 from instrument.stats.flatten import as_vector
@@ -55,6 +56,21 @@ def measure_with_device_operations(tensor: Tensor) -> Numbers:
         expected = [math.nan if value is None else value for value in values]
         scale = 1e-9 * max(abs(values[VALUE_STATISTICS.index(name)] or 0.0) for name in ("mean", "std"))
         assert found.on_device().tolist() == pytest.approx(expected, rel=1e-9, abs=scale, nan_ok=True)
+    return dict(zip(VALUE_STATISTICS, values, strict=True))
+
+
+def measure_with_device_kernel(tensor: Tensor) -> Numbers:
+    """Measure with the kernel used on a GPU. Without a GPU, it is interpreted on the CPU."""
+    flat = as_vector(tensor).to(KERNEL_DEVICE)
+    if flat.dtype not in device_kernel.DTYPES or not flat.numel():
+        return measure_with_device_operations(tensor)
+    # The interpreter needs milliseconds for each block.
+    with mock.patch.object(device_kernel, "_BLOCK", 1024 if flat.numel() < 20_000 else 2**17):
+        found = device_kernel.measure_by_kernel(flat, VALUE_STATISTICS)
+    values = found.read()
+    assert found.on_device().tolist() == [
+        pytest.approx(math.nan if value is None else value, rel=1e-12, nan_ok=True) for value in values
+    ]
     return dict(zip(VALUE_STATISTICS, values, strict=True))
 
 
@@ -116,6 +132,7 @@ ALL_IMPLEMENTATIONS: tuple[Implementation, ...] = (
     measure_in_one_pass,
     measure_in_blocks,
     measure_with_device_operations,
+    measure_with_device_kernel,
 )
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
 

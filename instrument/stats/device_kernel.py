@@ -1,0 +1,171 @@
+"""Statistics of a tensor by a Triton kernel: one launch that reads every element once.
+
+Several programs read blocks of the tensor. Each lane sums deviations from a shift, a finite value of the tensor, in float64. The
+distance of the mean from any value is at most sqrt(n) standard deviations, so that the relative error of the variance is at
+most n * 2^-52. The program that ends last merges the results of all (Chan, Golub and LeVeque, 1983).
+
+The module requires Triton. `instrument.stats.device_choice` decides when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device_numbers import DeviceNumbers
+from .formulas import Sums, apply_formulas
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
+
+_BLOCK = 1024  # elements that a program reads at once
+_BLOCKS = 4  # least number of blocks of a program, if there are several programs
+_PROGRAMS = 1024  # most programs: 8 for each multiprocessor of a large GPU
+# Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
+_NUMBERS = tl.constexpr(8)
+
+
+@triton.jit
+def _measure(  # noqa: PLR0917
+    elements,
+    partials,
+    arrived,
+    results,
+    numel,
+    block_size: tl.constexpr,
+    upper: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    inf = float("inf")
+    n = tl.zeros([block_size], tl.int32)
+    nan = tl.zeros([block_size], tl.int32)
+    zeros = tl.zeros([block_size], tl.int32)
+    low = tl.full([block_size], inf, tl.float32)
+    high = tl.full([block_size], -inf, tl.float32)
+    sums = tl.zeros([block_size], tl.float64)
+    squares = tl.zeros([block_size], tl.float64)
+    magnitudes = tl.zeros([block_size], tl.float64)
+    shift = tl.min(low, 0)
+    for block in range(program, tl.cdiv(numel, block_size), programs):
+        offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
+        inside = offsets < numel
+        x = tl.load(elements + offsets, mask=inside, other=0)
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if is_bfloat16 else x.to(tl.float32)
+        finite = inside & (tl.abs(x) < inf)
+        low = tl.minimum(low, tl.where(finite, x, inf))
+        high = tl.maximum(high, tl.where(finite, x, -inf))
+        if shift == inf:  # no finite value before this block
+            shift = tl.min(low, 0)
+        n += finite.to(tl.int32)
+        nan += (inside & (x != x)).to(tl.int32)  # noqa: PLR0124
+        zeros += (inside & (x == 0.0)).to(tl.int32)
+        value = tl.where(finite, x, 0.0).to(tl.float64)
+        deviation = tl.where(finite, value - tl.where(shift < inf, shift, 0.0).to(tl.float64), 0.0)
+        sums += deviation
+        squares += deviation * deviation
+        magnitudes += tl.abs(value)
+
+    count, total = tl.sum(n.to(tl.float64), 0), tl.sum(sums, 0)
+    mean = total / tl.maximum(count, 1.0)
+    own = partials + program * _NUMBERS
+    tl.store(own, count)
+    tl.store(own + 1, tl.sum(nan.to(tl.float64), 0))
+    tl.store(own + 2, tl.sum(zeros.to(tl.float64), 0))
+    tl.store(own + 3, tl.min(low, 0).to(tl.float64))
+    tl.store(own + 4, tl.max(high, 0).to(tl.float64))
+    tl.store(own + 5, tl.where(shift < inf, shift, 0.0).to(tl.float64) + mean)
+    tl.store(own + 6, tl.maximum(tl.sum(squares, 0) - total * mean, 0.0))
+    tl.store(own + 7, tl.sum(magnitudes, 0))
+
+    # The barrier orders the stores of all threads before the release, and the acquire orders them before the loads.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.debug_barrier()
+        _merge(partials, results, programs, upper)
+        tl.store(arrived, 0)  # for the next launch on this stream
+
+
+@triton.jit
+def _merge(partials, results, programs, upper: tl.constexpr):
+    index = tl.arange(0, upper)
+    exists = index < programs
+    each = partials + index * _NUMBERS
+    counts = tl.load(each, mask=exists, other=0.0, cache_modifier=".cg")
+    means = tl.load(each + 5, mask=exists, other=0.0, cache_modifier=".cg")
+    count = tl.sum(counts, 0)
+    mean = tl.sum(counts * means, 0) / tl.maximum(count, 1.0)
+    within = tl.sum(tl.load(each + 6, mask=exists, other=0.0, cache_modifier=".cg"), 0)
+    tl.store(results, count)
+    tl.store(results + 1, tl.sum(tl.load(each + 1, mask=exists, other=0.0, cache_modifier=".cg"), 0))
+    tl.store(results + 2, tl.sum(tl.load(each + 2, mask=exists, other=0.0, cache_modifier=".cg"), 0))
+    tl.store(results + 3, tl.min(tl.load(each + 3, mask=exists, other=float("inf"), cache_modifier=".cg"), 0))
+    tl.store(results + 4, tl.max(tl.load(each + 4, mask=exists, other=-float("inf"), cache_modifier=".cg"), 0))
+    tl.store(results + 5, mean)
+    tl.store(results + 6, within + tl.sum(counts * (means - mean) * (means - mean), 0))
+    tl.store(results + 7, tl.sum(tl.load(each + 7, mask=exists, other=0.0, cache_modifier=".cg"), 0))
+
+
+def measure_by_kernel(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
+    """Compute statistics of a tensor with one launch, which reads each element once and needs no memory of its size.
+
+    Args:
+        flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
+        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
+
+    Returns:
+        The values in the order of `names`.
+    """
+    numel = flat.numel()
+    programs = min(triton.cdiv(numel, _BLOCK * _BLOCKS), _PROGRAMS)
+    results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
+    if flat.is_cuda:
+        with torch.cuda.device(flat.device):
+            memory = _memory(flat.device, torch.cuda.current_stream().cuda_stream)
+            _launch(flat, memory, results, numel, programs)
+    else:
+        _launch(flat, _memory(flat.device, 0), results, numel, programs)
+    return DeviceNumbers((results,), partial(_statistics, names, numel))
+
+
+def _launch(flat: Tensor, memory: tuple[Tensor, Tensor], results: Tensor, numel: int, programs: int) -> None:
+    partials, arrived = memory
+    upper = max(triton.next_power_of_2(programs), 2)
+    is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
+    elements = flat.view(torch.int16) if is_bfloat16 else flat
+    _measure[(programs,)](elements, partials, arrived, results, numel, _BLOCK, upper, is_bfloat16)
+
+
+@cache
+def _memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    """Return the memory of all launches on a stream, which run one after another: partial results, and a counter."""
+    with torch.inference_mode(False):
+        partials = torch.empty((_PROGRAMS, _NUMBERS.value), dtype=torch.float64, device=device)
+        return partials, torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _statistics(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
+    n, nan_count, zeros, low, high, mean, deviations, magnitudes = numbers
+    weight = n + (n == 0)
+    variance = deviations / weight
+    sums = Sums(
+        numel=numel + 0 * n,
+        n=n,
+        nan_count=nan_count,
+        inf_count=numel - n - nan_count,
+        zeros=zeros,
+        low=low,
+        high=high,
+        mean=mean,
+        variance=variance,
+        squares=n * (mean * mean + variance),
+        magnitudes=magnitudes,
+        unit=1.0,
+    )
+    return apply_formulas(names, sums)

@@ -1,0 +1,186 @@
+"""A tensor on a GPU is measured with one launch of the kernel, or with several operations where the kernel is not usable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import KERNEL_DEVICE
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import instrument
+from instrument.spec.statistics import VALUE_STATISTICS
+from instrument.stats import device_choice, device_kernel
+from instrument.stats.blocks import measure_blocks
+from instrument.stats.device_kernel import DTYPES, measure_by_kernel
+from instrument.stats.device_numbers import DeviceNumbers
+from instrument.stats.device_operations import measure_by_operations
+
+NAMES = VALUE_STATISTICS
+VALUES = torch.linspace(-2.0, 3.0, 5000, device=KERNEL_DEVICE)
+FLOAT32 = f"{VALUES.device} float32"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let `measure_on_device` treat CPU tensors as tensors on a GPU. The list receives the ways that measured."""
+    made: list[str] = []
+
+    def counted(name: str, measure: Callable[..., DeviceNumbers]) -> Callable[..., DeviceNumbers]:
+        def call(*given: Any) -> DeviceNumbers:
+            made.append(name)
+            return measure(*given)
+
+        return call
+
+    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
+    monkeypatch.setattr(device_choice, "_reasons", {})
+    monkeypatch.setattr(device_choice, "_is_plain", lambda flat: type(flat) is Tensor)
+    monkeypatch.setattr(device_choice, "measure_by_operations", counted("operations", measure_by_operations))
+    monkeypatch.setattr(device_choice, "_kernel", lambda: (counted("kernel", measure_by_kernel), DTYPES))
+    return made
+
+
+def expected(flat: Tensor) -> list[Any]:
+    values = measure_blocks(flat.cpu(), NAMES)
+    return [pytest.approx(values[name], rel=1e-5) for name in NAMES]
+
+
+def test_first_tensors_are_measured_in_both_ways_and_later_ones_by_the_kernel(calls: list[str]) -> None:
+    first, second = (device_choice.measure_on_device(VALUES, NAMES) for _ in range(2))
+    assert device_choice.measured_by() == {}
+    assert first.read() == second.read() == expected(VALUES)
+    assert device_choice.measured_by() == {FLOAT32: "one launch"}
+    assert calls == ["kernel", "operations"] * 2
+    assert device_choice.measure_on_device(VALUES, ("mean",)).read() == [pytest.approx(0.5)]
+    assert calls[4:] == ["kernel"]
+    device_choice.measure_on_device(VALUES.double(), NAMES)
+    assert calls[5:] == ["operations"]  # float64 is never measured by the kernel
+
+
+def test_wrong_kernel_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(flat: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
+        return measure_by_kernel(flat * 1.01, names)
+
+    monkeypatch.setattr(device_choice, "_kernel", lambda: (wrong, DTYPES))
+    assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
+    (reason,) = device_choice.measured_by().values()
+    assert reason.startswith("several launches: the kernel returned mean 0.50499")
+    assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
+    assert calls == ["operations"] * 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"triton": None}, "several launches: ModuleNotFoundError: import of triton halted; None in sys.modules"),
+        ({}, "several launches: RuntimeError: TRITON_INTERPRET=1 runs kernels on the CPU"),
+    ],
+)
+def test_missing_compiler_is_reported(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, problem: dict[str, None], reason: str
+) -> None:
+    monkeypatch.setattr(device_choice, "_kernel", importing_kernel)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
+    for name, module in problem.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
+    assert device_choice.measured_by() == {FLOAT32: reason}
+    assert calls == ["operations"]
+
+
+importing_kernel = device_choice._kernel.__wrapped__
+
+
+def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, hooks = nn.Linear(3, 2), {"h": {"layers": ".", "kind": "forward", "action": "record"}}
+
+    def trained(name: str) -> instrument.Run:
+        with instrument.attach(model, hooks, out=tmp_path / name) as probe:
+            model(torch.ones(4, 3))
+            device_choice.measure_on_device(VALUES, NAMES).read()
+            probe.end_step()
+        return instrument.load(tmp_path / name)
+
+    run = trained("fast")
+    assert run.info["device_statistics"] == {FLOAT32: "one launch"}
+    assert run.events.empty
+    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
+    monkeypatch.setattr(device_choice, "_kernel", importing_kernel)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
+    run = trained("slow")
+    (event,) = run.events.to_dict("records")
+    assert (event["rule"], event["severity"]) == ("device_statistics", "info")
+    assert event["message"] == (
+        f"each tensor on {FLOAT32} is measured with several launches: RuntimeError: TRITON_INTERPRET=1 runs kernels on the CPU"
+    )
+
+
+@pytest.mark.parametrize("numel", [1, 2, 1023, 1024, 1025, 4095, 4096, 4097, 12_289])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_is_exact_at_the_borders_of_blocks_and_programs(numel: int, dtype: torch.dtype) -> None:
+    flat = torch.arange(-1.0, numel - 1, device=KERNEL_DEVICE).remainder_(31).to(dtype)
+    wide = flat.double()
+    names = ("numel", "nan_count", "inf_count", "min", "max", "zero_fraction", "mean", "l1", "std")
+    found = measure_by_kernel(flat, names).read()
+    zeros = int((flat == 0).sum())
+    counts = [numel, 0, 0, wide.min().item(), wide.max().item(), zeros / numel]
+    assert found == [
+        *counts,
+        wide.mean().item(),
+        wide.abs().sum().item(),
+        pytest.approx(wide.std(correction=0).item(), rel=1e-12),
+    ]
+    assert measure_by_kernel(flat, names).read() == found  # the memory of a stream is used again
+
+
+def test_kernel_is_the_only_launch() -> None:
+    class Operations(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    measure_by_kernel(VALUES, NAMES)  # allocates the memory of the stream
+    for flat in (VALUES, VALUES.bfloat16()):
+        with Operations() as operations, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_kernel, "_measure", {(2,): lambda *given: operations.names.append("kernel")})
+            measure_by_kernel(flat, NAMES)
+        views = ("aten.empty.memory_format", "aten.view.dtype", "aten.detach.default")
+        launches = [name for name in operations.names if name not in views]
+        assert launches == ["kernel"]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from instrument.stats.device_kernel import _measure
+
+for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+    for elements in ("*fp32", "*fp16", "*i16"):
+        types = {"elements": elements, "partials": "*fp64", "arrived": "*i32", "results": "*fp64", "numel": "i64"}
+        constants = {"block_size": 1024, "upper": 1024, "is_bfloat16": elements == "*i16"}
+        code = triton.compile(ASTSource(_measure, types, constants), target=target)
+        print(target.arch, elements, len(code.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 1000)
+"""
+
+
+@pytest.mark.slow
+def test_kernel_compiles_for_gpus_of_two_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{arch} {elements} True" for arch in ("80", "90", "gfx942") for elements in ("*fp32", "*fp16", "*i16")
+    ]
