@@ -616,6 +616,7 @@ def test_graph_with_gradient_hooks_is_freed_immediately(backward: bool) -> None:
         probe.end_step()
 
 
+@pytest.mark.slow
 def test_memory_stays_constant_over_many_steps() -> None:
     class Drop(instrument.MemorySink):
         def write(self, table: str, rows: Any) -> None:
