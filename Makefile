@@ -8,7 +8,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scale wheel check format docs pictures site clean
+.PHONY: help demo test test-all bench bench-gpu bench-peers bench-scale wheel check format docs pictures site clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -33,6 +33,9 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -W ignore benchmarks/memory.py
 	$(BIN)/python -W ignore benchmarks/growth.py
 	$(BIN)/python benchmarks/ranks.py
+
+bench-gpu: $(DEV_STAMP)  ## measure steps of ResNet-50 and GPT-2 small on a GPU: time, launches, waits, memory
+	$(BIN)/python -W ignore benchmarks/gpu.py
 
 bench-peers: $(DEV_STAMP)  ## run the same job with other tools, each in its own environment
 	$(BIN)/python -W ignore benchmarks/peers/compare.py

@@ -1,6 +1,6 @@
 """Step time with hooks that write statistics to Parquet, relative to the same step without hooks.
 
-python benchmarks/steps.py [--rounds N] [--only mnist_cnn gpt resnet18] [--device cuda]
+python benchmarks/steps.py [--rounds N] [--only mnist_cnn gpt resnet18]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from measure import Ratio, keep_memory, machine, paired
-from workloads import GPU_WORKLOADS, WORKLOADS, Training, Workload
+from workloads import WORKLOADS, Training, Workload
 
 import instrument
 
@@ -49,9 +49,9 @@ def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
 LOWER_BOUND = "lower bound for the fourth row: one read of each tensor"
 
 
-def measure_lower_bound(workload: Workload, rounds: int, device: str) -> Ratio:
+def measure_lower_bound(workload: Workload, rounds: int) -> Ratio:
     """Measure a step whose hooks only compute the sum of every leaf's output and gradient."""
-    baseline, hooked = workload.training(device), workload.training(device)
+    baseline, hooked = workload.training(), workload.training()
 
     def read_output(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
         output.detach().sum()
@@ -60,12 +60,12 @@ def measure_lower_bound(workload: Workload, rounds: int, device: str) -> Ratio:
 
     for name in hooked.leaves():
         hooked.model.get_submodule(name).register_forward_hook(read_output)
-    return paired(baseline.step, hooked.step, rounds=rounds, device=device)
+    return paired(baseline.step, hooked.step, rounds=rounds)
 
 
-def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, device: str) -> Ratio:
+def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int) -> Ratio:
     """Measure a step with hooks relative to a step without hooks."""
-    baseline, hooked = workload.training(device), workload.training(device)
+    baseline, hooked = workload.training(), workload.training()
     with (
         tempfile.TemporaryDirectory() as folder,
         instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "run") as probe,
@@ -78,29 +78,26 @@ def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, d
             baseline.step().item()
 
         every = 10 if any("every" in spec for spec in specs.values()) else 1
-        return paired(baseline_step, step, rounds=max(4, rounds // every), steps=every, device=device)
+        return paired(baseline_step, step, rounds=max(4, rounds // every), steps=every)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*")
     options = parser.parse_args()
-    table = WORKLOADS if options.device == "cpu" else GPU_WORKLOADS
-    workloads = {name: workload for name, workload in table.items() if not options.only or name in options.only}
-    if options.device == "cpu":
-        keep_memory()
+    workloads = {name: workload for name, workload in WORKLOADS.items() if not options.only or name in options.only}
+    keep_memory()
     print(machine())
     columns: dict[str, dict[str, Ratio]] = {}
     for workload in workloads.values():
         column = columns[workload.name] = {}
-        for name, specs in jobs(workload.training("cpu")).items():
-            column[name] = measure(workload, specs, options.rounds, options.device)
+        for name, specs in jobs(workload.training()).items():
+            column[name] = measure(workload, specs, options.rounds)
             print(
                 f"{workload.name}: {name}: {column[name]}  (baseline {column[name].baseline * 1e3:.1f} ms)", flush=True
             )
-        column[LOWER_BOUND] = measure_lower_bound(workload, options.rounds, options.device)
+        column[LOWER_BOUND] = measure_lower_bound(workload, options.rounds)
         print(f"{workload.name}: {LOWER_BOUND}: {column[LOWER_BOUND]}", flush=True)
     print("\n| recorded | " + " | ".join(columns) + " |")
     print("|---|" + "---|" * len(columns))

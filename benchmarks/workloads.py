@@ -75,22 +75,28 @@ class Workload:
     model: Callable[[], nn.Module]
     batch: Callable[[str], tuple[Tensor, Tensor]]
 
-    def training(self, device: str = "cpu") -> Training:
-        """Create a new model with its optimizer and a batch."""
+    def training(self, device: str = "cpu", precision: torch.dtype | None = None) -> Training:
+        """Create a new model with its optimizer and a batch.
+
+        Args:
+            device: The device of the model and the batch.
+            precision: The dtype of autocast; none by default.
+        """
         torch.manual_seed(0)
-        return Training(self.model().to(device).train(), *self.batch(device))
+        return Training(self.model().to(device).train(), *self.batch(device), precision)
 
 
 class Training:
     """A model with its optimizer. `step` makes a training step on the same batch and returns the loss."""
 
-    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-        self.model, self.inputs, self.targets = model, inputs, targets
+    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor, precision: torch.dtype | None) -> None:
+        self.model, self.inputs, self.targets, self.precision = model, inputs, targets, precision
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(self.inputs).flatten(0, -2), self.targets.flatten())
+        with torch.autocast(self.inputs.device.type, self.precision, enabled=self.precision is not None):
+            loss = F.cross_entropy(self.model(self.inputs).flatten(0, -2), self.targets.flatten())
         loss.backward()
         self.optimizer.step()
         return loss

@@ -334,6 +334,11 @@ class AttachedHook:
             return self._run(tensor, context)
 
     def _run(self, tensor: Tensor, context: Context) -> Tensor:
+        if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise HookError(
+                f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
+                "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
+            )
         try:
             new = self.action(tensor, context)
         # Checkpointing ends a recomputed pass with `_StopRecomputationError`.

@@ -105,6 +105,19 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
 
 
 @pytest.mark.usefixtures("imitated")
+def test_hook_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = {"seen": {"layers": "0", "kind": "forward", "action": "record"}}
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.ReLU())
+        with instrument.attach(model, hooks):
+            model(torch.empty(3, 4, device="cuda"))
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(instrument.HookError, match=r"hook 'seen' .*: a CUDA graph is being captured"):
+                model(torch.empty(3, 4, device="cuda"))
+
+
+@pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
 def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))

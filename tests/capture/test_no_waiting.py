@@ -222,6 +222,19 @@ def test_no_hook_waits_for_a_gpu(change: str) -> None:
 
 
 @pytest.mark.gpu
+def test_hook_in_a_captured_graph_of_a_gpu_is_refused() -> None:
+    model, batch = nn.Linear(4, 4).cuda(), torch.randn(3, 4, device="cuda")
+    model(batch)
+    specs = {"h": {"layers": ".", "kind": "forward", "action": "record"}}
+    with (
+        instrument.attach(model, specs),
+        pytest.raises(instrument.HookError, match="a CUDA graph is being captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        model(batch)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_gpu_statistics_equal_cpu_statistics(dtype: torch.dtype) -> None:
     tensor = torch.randn(3000, 1033).to(dtype)

@@ -1,0 +1,129 @@
+"""Steps on a GPU with hooks: their time relative to the same step without hooks, launches, synchronizations and memory.
+
+python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small] [--precision fp32 bf16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measure import Ratio, machine, paired
+from steps import jobs
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from workloads import GPU_WORKLOADS, Training, Workload
+
+import instrument
+from instrument.stats.device_choice import measured_by
+
+DEVICE = "cuda"  # also the name of ROCm devices
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+PROFILED = 5  # steps
+
+
+class Counts(NamedTuple):
+    """What the profiler counted, per step.
+
+    Attributes:
+        kernels: Kernels that ran on the device.
+        copies: Copies between the device and the host.
+        waits: Calls in which the host waits for the device. On ROCm, the names begin with `hip`.
+    """
+
+    kernels: float
+    copies: float
+    waits: float
+
+
+def counted(step: Callable[[], object]) -> Counts:
+    """Profile some steps."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            step()
+    kernels = copies = waits = 0
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA:
+            copies += event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
+            kernels += not event.name.startswith(("Memcpy", "Memset"))
+        else:
+            waits += event.name.replace("hip", "cuda") in SYNCHRONIZATIONS
+    return Counts(kernels / PROFILED, copies / PROFILED, waits / PROFILED)
+
+
+@contextmanager
+def hooked_step(training: Training, specs: dict[str, dict[str, Any]]) -> Iterator[Callable[[], object]]:
+    """Yield a function that makes a training step with hooks that write to Parquet."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        with instrument.attach(training.model, specs, optimizer=training.optimizer, out=out) as probe:
+            yield lambda: probe.end_step(loss=training.step())
+
+
+class Row(NamedTuple):
+    """The cost of hooks.
+
+    Attributes:
+        time: Duration of a step relative to that without hooks.
+        counts: Counts of a step with hooks.
+        memory: Peak memory of the device in a step with hooks, relative to that without hooks.
+    """
+
+    time: Ratio
+    counts: Counts
+    memory: float
+
+
+def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, precision: str) -> Row:
+    """Measure a step with hooks and a step without."""
+    baseline, hooked = (workload.training(DEVICE, PRECISIONS[precision]) for _ in range(2))
+    with hooked_step(hooked, specs) as step:
+        time = paired(baseline.step, step, rounds=rounds, steps=10, device=DEVICE)
+        peaks = [peak(each) for each in (baseline.step, step)]
+        return Row(time, counted(step), peaks[1] / peaks[0])
+
+
+def peak(step: Callable[[], object]) -> int:
+    """Return the peak memory of a step, in bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--only", nargs="*", choices=GPU_WORKLOADS, default=list(GPU_WORKLOADS))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "benchmarks/gpu.py: PyTorch finds no CUDA or ROCm device\n")
+    print(machine(), torch.cuda.get_device_name())
+    print(
+        "\n| model | precision | recorded | time | kernels | copies | waits | memory |\n|---|---|---|---|---|---|---|---|"
+    )
+    for name in options.only:
+        workload = GPU_WORKLOADS[name]
+        for precision in options.precision:
+            alone = counted(workload.training(DEVICE, PRECISIONS[precision]).step)
+            show(workload.name, precision, "nothing", "1.00", alone, 1.0)
+            for label, specs in jobs(workload.training()).items():
+                row = measure(workload, specs, options.rounds, precision)
+                show(workload.name, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)
+    print("\nstatistics:", measured_by())
+
+
+def show(model: str, precision: str, recorded: str, time: str, counts: Counts, memory: float) -> None:
+    """Print a row of the table."""
+    numbers = " | ".join(f"{number:.0f}" for number in counts)
+    print(f"| {model} | {precision} | {recorded} | {time} | {numbers} | {memory:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
