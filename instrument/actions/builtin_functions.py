@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..stats.device_numbers import copied_to
+
 QUANTIZED_MAX = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
@@ -113,7 +115,7 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
 
     Args:
         tensor: The tensor.
-        recorded: The recorded values, with the shape of the tensor or of the part.
+        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the part.
         part: The index of the part; None for the complete tensor.
 
     Raises:
@@ -122,15 +124,16 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
     where = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     index = (...,) if part is None else tuple(part)
     where[index] = True
-    if recorded.shape != tensor.shape:
-        if recorded.shape != where[index].shape:
-            raise ValueError(
-                f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
-            )
+    if recorded.shape not in (tensor.shape, where[index].shape):
+        raise ValueError(
+            f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
+        )
+    new = copied_to(tensor.device, recorded).to(tensor.dtype)
+    if new.shape != tensor.shape:
         full = torch.zeros_like(tensor)
-        full[index] = recorded.to(tensor.device, tensor.dtype)
-        recorded = full
-    return torch.where(where, recorded.to(tensor.device, tensor.dtype), tensor)
+        full[index] = new
+        new = full
+    return torch.where(where, new, tensor)
 
 
 def straight_through(old: Tensor, new: Tensor) -> Tensor:

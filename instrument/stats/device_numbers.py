@@ -74,6 +74,14 @@ def widest(device: torch.device) -> torch.dtype:
 @lru_cache(maxsize=128)
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return constants [numbers] on a device. They are copied to it once, without waiting."""
-    pinned = device.type == "cuda" and torch.cuda.is_available()
     with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+        return copied_to(device, torch.tensor(numbers, dtype=dtype))
+
+
+def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a CPU tensor on a device. A CUDA device copies it from pinned memory, while the host continues."""
+    return (tensor.pin_memory() if _reads_pinned_memory(device) else tensor).to(device, non_blocking=True)
+
+
+def _reads_pinned_memory(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()

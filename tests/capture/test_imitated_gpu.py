@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
 from instrument.actions.base import Context
+from instrument.actions.builtin_functions import patch
 from instrument.actions.modify import _BUILTIN
 from instrument.capture import device_copy
 from instrument.spec.statistics import DEFAULT
@@ -102,6 +103,28 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
                 assert launches.copies == [] or not step, "only constants, in the first step"
                 probe.end_step()
     assert len(probe.sink.rows["stats" if change == "record" else "effects"]) == 2
+
+
+@pytest.mark.parametrize("part", [None, (slice(None), slice(1, 3))])
+def test_recorded_tensor_is_copied_without_waiting(
+    monkeypatch: pytest.MonkeyPatch, part: tuple[slice, ...] | None
+) -> None:
+    recorded, pinned, copies = torch.ones(3, 4) if part is None else torch.ones(3, 2), [], []
+    monkeypatch.setattr(device_numbers, "_reads_pinned_memory", lambda device: device.type == "cuda")
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].is_cpu:
+                copies.append(kwargs)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies():
+        new = patch(torch.empty(3, 4, device="cuda", dtype=torch.bfloat16), recorded, part)
+    assert (new.device.type, new.dtype, new.shape) == ("cuda", torch.bfloat16, (3, 4))
+    assert pinned == [recorded]
+    (copy,) = copies  # a conversion in the same copy would need unpinned memory
+    assert (copy["device"].type, copy["dtype"], copy["non_blocking"]) == ("cuda", torch.float32, True)
 
 
 @pytest.mark.usefixtures("imitated")
