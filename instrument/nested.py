@@ -140,8 +140,16 @@ def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the value with every tensor on the device.
 
-    The lengths of a packed sequence stay on the CPU, as PyTorch requires.
+    A CUDA device copies from pinned memory, and the host does not wait for it. The lengths of a packed sequence stay on the CPU,
+    as PyTorch requires.
     """
-    if isinstance(value, Tensor | PackedSequence):
-        return value.to(device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence.to takes it too
-    return map_children(value, lambda _, child: to_device(child, device))
+    if not isinstance(value, Tensor | PackedSequence):
+        return map_children(value, lambda _, child: to_device(child, device))
+    is_plain = isinstance(value, PackedSequence) or (value.layout == torch.strided and not value.is_nested)
+    if is_plain and not value.is_cuda and _reads_pinned_memory(device):
+        value = value.pin_memory()
+    return value.to(device, non_blocking=device.type != "cpu")
+
+
+def _reads_pinned_memory(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..stats.device_numbers import copied_to
+from ..nested import to_device
 
 QUANTIZED_MAX = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
@@ -128,7 +128,7 @@ def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) 
         raise ValueError(
             f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
         )
-    new = copied_to(tensor.device, recorded).to(tensor.dtype)
+    new = to_device(recorded, tensor.device).to(tensor.dtype)
     if new.shape != tensor.shape:
         full = torch.zeros_like(tensor)
         full[index] = new

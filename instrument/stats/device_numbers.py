@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nested import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceNumbers:
@@ -75,13 +77,5 @@ def widest(device: torch.device) -> torch.dtype:
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return constants [numbers] on a device. They are copied to it once, without waiting."""
     with torch.inference_mode(False):
-        return copied_to(device, torch.tensor(numbers, dtype=dtype))
-
-
-def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a CPU tensor on a device. A CUDA device copies it from pinned memory, while the host continues."""
-    return (tensor.pin_memory() if _reads_pinned_memory(device) else tensor).to(device, non_blocking=True)
-
-
-def _reads_pinned_memory(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_available()
+        moved: Tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
+    return moved

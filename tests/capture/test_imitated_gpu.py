@@ -6,7 +6,7 @@ gradients are tested with tensors on the meta device, which have no values eithe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
+from instrument import nested
 from instrument.actions.base import Context
 from instrument.actions.builtin_functions import patch
 from instrument.actions.modify import _BUILTIN
@@ -105,12 +106,28 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
     assert len(probe.sink.rows["stats" if change == "record" else "effects"]) == 2
 
 
-@pytest.mark.parametrize("part", [None, (slice(None), slice(1, 3))])
-def test_recorded_tensor_is_copied_without_waiting(
-    monkeypatch: pytest.MonkeyPatch, part: tuple[slice, ...] | None
+def patched(recorded: Tensor) -> Tensor:
+    part = None if recorded.shape == (3, 4) else (slice(None), slice(1, 3))
+    return patch(torch.empty(3, 4, device="cuda", dtype=torch.bfloat16), recorded, part)
+
+
+def batch_on_device(batch: Tensor) -> Tensor:
+    moved: Tensor = nested.to_device({"image": batch}, torch.device("cuda", 0))["image"]
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("copy_to_device", "shape", "dtype"),
+    [(patched, (3, 4), torch.bfloat16), (patched, (3, 2), torch.bfloat16), (batch_on_device, (3, 4), torch.float32)],
+)
+def test_tensor_of_the_host_is_copied_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+    copy_to_device: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
-    recorded, pinned, copies = torch.ones(3, 4) if part is None else torch.ones(3, 2), [], []
-    monkeypatch.setattr(device_numbers, "_reads_pinned_memory", lambda device: device.type == "cuda")
+    host, pinned, copies = torch.ones(shape), [], []
+    monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: device.type == "cuda")
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
 
     class Copies(TorchDispatchMode):
@@ -120,9 +137,9 @@ def test_recorded_tensor_is_copied_without_waiting(
             return func(*args, **(kwargs or {}))
 
     with FakeTensorMode(allow_non_fake_inputs=True), Copies():
-        new = patch(torch.empty(3, 4, device="cuda", dtype=torch.bfloat16), recorded, part)
-    assert (new.device.type, new.dtype, new.shape) == ("cuda", torch.bfloat16, (3, 4))
-    assert pinned == [recorded]
+        new = copy_to_device(host)
+    assert (new.device.type, new.dtype, new.shape) == ("cuda", dtype, (3, 4))
+    assert pinned == [host]
     (copy,) = copies  # a conversion in the same copy would need unpinned memory
     assert (copy["device"].type, copy["dtype"], copy["non_blocking"]) == ("cuda", torch.float32, True)
 
