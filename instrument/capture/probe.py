@@ -21,7 +21,7 @@ from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..spec.budget import BudgetConfig
-from ..stats.device_choice import ONE_LAUNCH, measured_by
+from ..stats.device_choice import BY_KERNEL, measured_by
 from .budget import Budget
 from .collectives import Ranks, own_rank
 from .coverage import coverage_rows, write_coverage
@@ -426,8 +426,8 @@ class Probe:
         for message in [] if self.budget is None else self.budget.summary():
             self.event("budget", message)
         for device, way in measured_by().items():
-            if way != ONE_LAUNCH:
-                self.event("device_statistics", f"each tensor on {device} is measured with {way}", severity="info")
+            if way != BY_KERNEL:
+                self.event("device_statistics", f"{device} is measured with {way}", severity="info")
         if error is not None:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")

@@ -1,4 +1,4 @@
-"""Choice of how a tensor on a device is measured: by one launch of a Triton kernel, or by several operations.
+"""Choice of how a tensor on a device is measured: by a Triton kernel, or by PyTorch operations.
 
 The kernel is used on CUDA and ROCm devices with Triton. Tensors of a dtype are first measured in both ways, and the values are
 compared when they are on the host, without waiting. If they differ, or if the kernel does not compile, the operations are
@@ -8,7 +8,7 @@ used from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from ..spec.statistics import COUNTS
 from .device_numbers import DeviceNumbers, joined
 from .device_operations import measure_by_operations
 
-ONE_LAUNCH = "one launch"
-"""How the kernel measures a tensor; see `measured_by`."""
+BY_KERNEL = "Triton kernel"
+"""The fastest way to measure; see `measured_by`."""
 
-_Key = tuple[torch.device, torch.dtype]
+_Key = tuple[str, torch.device, torch.dtype]
 _TOLERANCE = 1e-3  # the operations are less exact than the kernel, but wrong numbers differ by more
 _ELEMENTS = ("mean", "std", "rms", "min", "max", "abs_max")  # statistics with the magnitude of an element
+_MOVED = 0.1  # largest share of elements that may be in the other of two adjacent bins, because their edge is rounded
 
 _kernel_agrees: dict[_Key, bool] = {}
 _reasons: dict[_Key, str] = {}
@@ -40,33 +41,72 @@ def measure_on_device(flat: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
     Returns:
         The values in the order of `names`.
     """
-    key = flat.device, flat.dtype
-    if _kernel_agrees.get(key) is False or not _is_plain(flat):
-        return measure_by_operations(flat, names)
-    try:
-        kernel, dtypes = _kernel()
-        if flat.dtype not in dtypes:
-            return measure_by_operations(flat, names)
-        by_kernel = kernel(flat, names)
-    except Exception as error:  # Triton's compiler can raise anything
-        _reject(key, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        return measure_by_operations(flat, names)
-    if key in _kernel_agrees:
-        return by_kernel
-    return joined([measure_by_operations(flat, names), by_kernel], partial(_compared, key, names))
+    return _choose(
+        "",
+        flat,
+        lambda: measure_by_operations(flat, names),
+        lambda kernels: kernels.measure_by_kernel(flat, names),
+        partial(_different_statistic, names),
+    )
+
+
+def histogram_on_device(flat: Tensor, bins: int, by_operations: Callable[[], DeviceNumbers]) -> DeviceNumbers:
+    """Compute a histogram of a tensor on a device.
+
+    Args:
+        flat: Shape [elements], real, contiguous.
+        bins: The number of bins.
+        by_operations: Computes it with PyTorch's operations.
+
+    Returns:
+        Minimum, maximum, and the counts [bins].
+    """
+    return _choose(
+        " histogram", flat, by_operations, lambda kernels: kernels.histogram_by_kernel(flat, bins), _different_histogram
+    )
 
 
 def measured_by() -> dict[str, str]:
-    """Return how the devices of this process measured, such as `{"cuda:0 float32": "one launch"}`, for `run.json`.
+    """Return how the devices of this process measured, such as `{"cuda:0 float32": "Triton kernel"}`, for `run.json`.
 
     If the kernel was not used, the reason follows.
     """
     return {
-        f"{device} {str(dtype).removeprefix('torch.')}": ONE_LAUNCH
+        f"{key[1]} {str(key[2]).removeprefix('torch.')}{key[0]}": BY_KERNEL
         if agrees
-        else f"several launches: {_reasons[device, dtype]}"
-        for (device, dtype), agrees in _kernel_agrees.items()
+        else f"PyTorch operations: {_reasons[key]}"
+        for key, agrees in _kernel_agrees.items()
     }
+
+
+def _choose(
+    result: str,
+    flat: Tensor,
+    by_operations: Callable[[], DeviceNumbers],
+    by_kernel: Callable[[Any], DeviceNumbers],
+    different: Callable[[list[Any], list[Any]], str | None],
+) -> DeviceNumbers:
+    """Compute a result with the kernel if it agrees, with operations if it does not, and otherwise in both ways.
+
+    Args:
+        result: What is computed, as a suffix for `measured_by`.
+        flat: The tensor.
+        by_operations: Computes it with operations.
+        by_kernel: Computes it with the module of the kernels.
+        different: Describes a difference between the values of the operations and those of the kernel, if there is one.
+    """
+    key = result, flat.device, flat.dtype
+    if _kernel_agrees.get(key) is False or not _is_plain(flat):
+        return by_operations()
+    try:
+        kernels = _kernels()
+        if flat.dtype not in kernels.DTYPES:
+            return by_operations()
+        found = by_kernel(kernels)
+    except Exception as error:  # Triton's compiler can raise anything
+        _reject(key, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return by_operations()
+    return found if key in _kernel_agrees else joined([by_operations(), found], partial(_compared, key, different))
 
 
 def _is_plain(flat: Tensor) -> bool:
@@ -74,8 +114,8 @@ def _is_plain(flat: Tensor) -> bool:
 
 
 @cache
-def _kernel() -> tuple[Callable[[Tensor, Sequence[str]], DeviceNumbers], tuple[torch.dtype, ...]]:
-    """Return the kernel, and the dtypes that it reads.
+def _kernels() -> Any:
+    """Import the kernels.
 
     Raises:
         ImportError: Triton is not installed.
@@ -83,11 +123,11 @@ def _kernel() -> tuple[Callable[[Tensor, Sequence[str]], DeviceNumbers], tuple[t
     """
     from triton import knobs
 
-    from .device_kernel import DTYPES, measure_by_kernel
+    from . import device_kernel
 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 runs kernels on the CPU")
-    return measure_by_kernel, DTYPES
+    return device_kernel
 
 
 def _reject(key: _Key, reason: str) -> None:
@@ -95,21 +135,31 @@ def _reject(key: _Key, reason: str) -> None:
     _reasons[key] = reason
 
 
-def _compared(key: _Key, names: tuple[str, ...], expected: list[Any], found: list[Any]) -> list[Any]:
+def _compared(
+    key: _Key, different: Callable[[list[Any], list[Any]], str | None], expected: list[Any], found: list[Any]
+) -> list[Any]:
     """Return the values of the operations, after a comparison with those of the kernel if they are on the host."""
-    if any(isinstance(value, Tensor) for value in expected):
-        return expected
-    values = dict(zip(names, expected, strict=True))
-    size = max((abs(values[name]) for name in _ELEMENTS if values.get(name) is not None), default=0.0)
-    for name, other in zip(names, found, strict=True):
-        if not _agree(name, values[name], other, size):
-            _reject(key, f"the kernel returned {name} {other} instead of {values[name]}")
-            return expected
-    _kernel_agrees.setdefault(key, True)
+    if not any(isinstance(value, Tensor) for value in expected):
+        if reason := different(expected, found):
+            _reject(key, f"the kernel returned {reason}")
+        _kernel_agrees.setdefault(key, True)
     return expected
 
 
-def _agree(name: str, one: float | None, other: float | None, size: float) -> bool:
-    if one is None or other is None or name in COUNTS:
-        return one == other
-    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * size)
+def _different_statistic(names: tuple[str, ...], expected: list[Any], found: list[Any]) -> str | None:
+    values = dict(zip(names, expected, strict=True))
+    size = max((abs(values[name]) for name in _ELEMENTS if values.get(name) is not None), default=0.0)
+    for name, other in zip(names, found, strict=True):
+        one = values[name]
+        is_exact = one is None or other is None or name in COUNTS
+        if one != other if is_exact else not math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * size):
+            return f"{name} {other} instead of {one}"
+    return None
+
+
+def _different_histogram(expected: list[Any], found: list[Any]) -> str | None:
+    counts, others = expected[2:], found[2:]
+    moved = sum(abs(one - other) for one, other in zip(counts, others, strict=True))
+    if expected[:2] == found[:2] and sum(counts) == sum(others) and moved <= 2 * _MOVED * sum(counts):
+        return None
+    return f"the ends and counts {found} instead of {expected}"

@@ -1,4 +1,4 @@
-"""Statistics of a tensor by a Triton kernel: one launch that reads every element once.
+"""Statistics and histograms of a tensor by Triton kernels. One launch, which reads every element once, computes all statistics.
 
 Several programs read blocks of the tensor. Each lane sums deviations from a shift, a finite value of the tensor, in float64. The
 distance of the mean from any value is at most sqrt(n) standard deviations, so that the relative error of the variance is at
@@ -9,7 +9,9 @@ The module requires Triton. `instrument.stats.device_choice` decides when it is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -56,8 +58,7 @@ def _measure(  # noqa: PLR0917
     for block in range(program, tl.cdiv(numel, block_size), programs):
         offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
         inside = offsets < numel
-        x = tl.load(elements + offsets, mask=inside, other=0)
-        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if is_bfloat16 else x.to(tl.float32)
+        x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
         finite = inside & (tl.abs(x) < inf)
         low = tl.minimum(low, tl.where(finite, x, inf))
         high = tl.maximum(high, tl.where(finite, x, -inf))
@@ -93,6 +94,11 @@ def _measure(  # noqa: PLR0917
 
 
 @triton.jit
+def _as_float(x, is_bfloat16: tl.constexpr):
+    return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if is_bfloat16 else x.to(tl.float32)
+
+
+@triton.jit
 def _merge(partials, results, programs, upper: tl.constexpr):
     index = tl.arange(0, upper)
     exists = index < programs
@@ -112,6 +118,24 @@ def _merge(partials, results, programs, upper: tl.constexpr):
     tl.store(results + 7, tl.sum(tl.load(each + 7, mask=exists, other=0.0, cache_modifier=".cg"), 0))
 
 
+@triton.jit
+def _count(  # noqa: PLR0917
+    elements, results, counts, numel, bins, block_size: tl.constexpr, upper: tl.constexpr, is_bfloat16: tl.constexpr
+):
+    low, high = tl.load(results + 3), tl.load(results + 4)
+    scale = tl.where(high > low, bins / tl.where(high > low, high - low, 1.0), 0.0)
+    found = tl.zeros([upper], tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(numel, block_size), tl.num_programs(0)):
+        offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
+        inside = offsets < numel
+        x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
+        finite = inside & (tl.abs(x) < float("inf"))
+        position = (tl.where(finite, x.to(tl.float64) - low, 0.0) * scale).to(tl.int32)
+        found += tl.histogram(tl.minimum(position, bins - 1), upper, mask=finite)
+    index = tl.arange(0, upper)
+    tl.atomic_add(counts + index, found, mask=index < bins, sem="relaxed")
+
+
 def measure_by_kernel(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
     """Compute statistics of a tensor with one launch, which reads each element once and needs no memory of its size.
 
@@ -122,24 +146,46 @@ def measure_by_kernel(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
     Returns:
         The values in the order of `names`.
     """
+    return DeviceNumbers((_launch(flat, None),), partial(_statistics, names, flat.numel()))
+
+
+def histogram_by_kernel(flat: Tensor, bins: int) -> DeviceNumbers:
+    """Compute a histogram with three launches: the extremes, zeros for the counts, and the counts.
+
+    Args:
+        flat: A tensor as for `measure_by_kernel`.
+        bins: The number of bins between the minimum and the maximum.
+
+    Returns:
+        Minimum, maximum, and the counts [bins] of the finite elements.
+    """
+    counts = torch.zeros(bins, dtype=torch.int32, device=flat.device)
+    return DeviceNumbers((_launch(flat, counts), counts), _ends_and_counts)
+
+
+def _launch(flat: Tensor, counts: Tensor | None) -> Tensor:
+    """Return the results of `_measure`, float64 [8], and add the elements of each bin to the counts."""
     numel = flat.numel()
     programs = min(triton.cdiv(numel, _BLOCK * _BLOCKS), _PROGRAMS)
     results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
-    if flat.is_cuda:
-        with torch.cuda.device(flat.device):
-            memory = _memory(flat.device, torch.cuda.current_stream().cuda_stream)
-            _launch(flat, memory, results, numel, programs)
-    else:
-        _launch(flat, _memory(flat.device, 0), results, numel, programs)
-    return DeviceNumbers((results,), partial(_statistics, names, numel))
-
-
-def _launch(flat: Tensor, memory: tuple[Tensor, Tensor], results: Tensor, numel: int, programs: int) -> None:
-    partials, arrived = memory
-    upper = max(triton.next_power_of_2(programs), 2)
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
     elements = flat.view(torch.int16) if is_bfloat16 else flat
-    _measure[(programs,)](elements, partials, arrived, results, numel, _BLOCK, upper, is_bfloat16)
+    with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
+        stream = torch.cuda.current_stream().cuda_stream if flat.is_cuda else 0
+        partials, arrived = _memory(flat.device, stream)
+        upper = max(triton.next_power_of_2(programs), 2)
+        _measure[(programs,)](elements, partials, arrived, results, numel, _BLOCK, upper, is_bfloat16)
+        if counts is not None:
+            upper = max(triton.next_power_of_2(len(counts)), 2)
+            _count[(programs,)](elements, results, counts, numel, len(counts), _BLOCK, upper, is_bfloat16)
+    return results
+
+
+def _ends_and_counts(numbers: Sequence[Any]) -> list[Any]:
+    n, _, _, low, high, _, _, _, *counts = numbers
+    if isinstance(n, Tensor):
+        return [*(torch.where(n > 0, end, math.nan) for end in (low, high)), *counts]
+    return [*((low, high) if n else (None, None)), *counts]
 
 
 @cache

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device_choice import histogram_on_device
 from .device_numbers import DeviceNumbers, constants, joined, widest
 from .device_operations import as_comparable_floats
 from .flatten import as_vector
@@ -119,7 +120,8 @@ def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int)
     if levels:
         parts.append(_quantiles_on_device(vector, levels))
     if bins:
-        parts.append(_histogram_on_device(vector.to(widest(vector.device)), bins))
+        by_operations = partial(_histogram_by_operations, vector, bins)
+        parts.append(histogram_on_device(vector, bins, by_operations))
     return joined(parts, lambda *values: [*chain(*values)])
 
 
@@ -154,7 +156,8 @@ def _interpolate(levels: tuple[float, ...], numbers: Sequence[Any]) -> list[Any]
     return [n, *found]
 
 
-def _histogram_on_device(x: Tensor, bins: int) -> DeviceNumbers:
+def _histogram_by_operations(vector: Tensor, bins: int) -> DeviceNumbers:
+    x = vector.to(widest(vector.device))
     if not len(x):
         return DeviceNumbers((), lambda numbers: [None, None, *[0] * bins])
     counts = x.new_zeros(bins + 1)

@@ -247,7 +247,7 @@ def test_gpu_statistics_equal_cpu_statistics(dtype: torch.dtype) -> None:
             exact = name in ("min", "max", "abs_max") or not isinstance(value, float)
             assert name == "step" or row[name] == (value if exact else bound)
     if dtype in DTYPES:  # the first step compares the kernel, the others use it
-        assert measured_by()[f"cuda:0 {str(dtype).removeprefix('torch.')}"] == "one launch"
+        assert measured_by()[f"cuda:0 {str(dtype).removeprefix('torch.')}"] == "Triton kernel"
 
 
 def rows_of_three_steps(tensor: Tensor, specs: dict[str, Any]) -> list[dict[str, Any]]:

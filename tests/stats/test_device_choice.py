@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ import instrument
 from instrument.spec.statistics import VALUE_STATISTICS
 from instrument.stats import device_choice, device_kernel
 from instrument.stats.blocks import measure_blocks
-from instrument.stats.device_kernel import DTYPES, measure_by_kernel
+from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_by_kernel
 from instrument.stats.device_numbers import DeviceNumbers
 from instrument.stats.device_operations import measure_by_operations
+from instrument.stats.distribution import distribution, distribution_on_device
 
 NAMES = VALUE_STATISTICS
 VALUES = torch.linspace(-2.0, 3.0, 5000, device=KERNEL_DEVICE)
@@ -43,7 +46,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(device_choice, "_reasons", {})
     monkeypatch.setattr(device_choice, "_is_plain", lambda flat: type(flat) is Tensor)
     monkeypatch.setattr(device_choice, "measure_by_operations", counted("operations", measure_by_operations))
-    monkeypatch.setattr(device_choice, "_kernel", lambda: (counted("kernel", measure_by_kernel), DTYPES))
+    monkeypatch.setattr(
+        device_choice,
+        "_kernels",
+        lambda: SimpleNamespace(
+            DTYPES=DTYPES,
+            measure_by_kernel=counted("kernel", measure_by_kernel),
+            histogram_by_kernel=counted("kernel", histogram_by_kernel),
+        ),
+    )
     return made
 
 
@@ -56,7 +67,7 @@ def test_first_tensors_are_measured_in_both_ways_and_later_ones_by_the_kernel(ca
     first, second = (device_choice.measure_on_device(VALUES, NAMES) for _ in range(2))
     assert device_choice.measured_by() == {}
     assert first.read() == second.read() == expected(VALUES)
-    assert device_choice.measured_by() == {FLOAT32: "one launch"}
+    assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     assert calls == ["kernel", "operations"] * 2
     assert device_choice.measure_on_device(VALUES, ("mean",)).read() == [pytest.approx(0.5)]
     assert calls[4:] == ["kernel"]
@@ -65,28 +76,61 @@ def test_first_tensors_are_measured_in_both_ways_and_later_ones_by_the_kernel(ca
 
 
 def test_wrong_kernel_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(flat: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
-        return measure_by_kernel(flat * 1.01, names)
-
-    monkeypatch.setattr(device_choice, "_kernel", lambda: (wrong, DTYPES))
+    kernels = device_choice._kernels()
+    monkeypatch.setattr(kernels, "measure_by_kernel", lambda flat, names: measure_by_kernel(flat * 1.01, names))
+    monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
     assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
     (reason,) = device_choice.measured_by().values()
-    assert reason.startswith("several launches: the kernel returned mean 0.50499")
+    assert reason.startswith("PyTorch operations: the kernel returned mean 0.50499")
     assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
     assert calls == ["operations"] * 2
+
+
+def test_histogram_is_counted_by_the_kernel_after_a_comparison(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = VALUES.clone()
+    values[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+    wanted = distribution(values.cpu(), (), 7)
+    assert distribution_on_device(values, (), 7).read() == wanted
+    assert distribution_on_device(values, (), 7).read() == wanted
+    assert device_choice.measured_by() == {f"{FLOAT32} histogram": "Triton kernel"}
+    assert calls == ["kernel", "kernel"]
+    kernels = device_choice._kernels()
+    monkeypatch.setattr(kernels, "histogram_by_kernel", lambda flat, bins: histogram_by_kernel(flat[:-9], bins))
+    monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
+    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
+    assert distribution_on_device(values, (), 7).read() == wanted
+    (reason,) = device_choice.measured_by().values()
+    assert reason.startswith("PyTorch operations: the kernel returned the ends and counts [")
+
+
+@pytest.mark.parametrize("bins", [1, 2, 33, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_histogram_of_the_kernel_equals_that_of_the_cpu(dtype: torch.dtype, bins: int) -> None:
+    cases = [
+        torch.full((5,), math.nan),
+        torch.full((5,), 2.0),
+        torch.tensor([1e-45, 0.0, 3e38, -3e38]),
+        torch.randn(9000),
+    ]
+    for values in cases:
+        assert histogram_by_kernel(values.to(KERNEL_DEVICE, dtype), bins).read() == distribution(
+            values.to(dtype), (), bins
+        )
 
 
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        ({"triton": None}, "several launches: ModuleNotFoundError: import of triton halted; None in sys.modules"),
-        ({}, "several launches: RuntimeError: TRITON_INTERPRET=1 runs kernels on the CPU"),
+        ({"triton": None}, "PyTorch operations: ModuleNotFoundError: import of triton halted; None in sys.modules"),
+        ({}, "PyTorch operations: RuntimeError: TRITON_INTERPRET=1 runs kernels on the CPU"),
     ],
 )
 def test_missing_compiler_is_reported(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, problem: dict[str, None], reason: str
 ) -> None:
-    monkeypatch.setattr(device_choice, "_kernel", importing_kernel)
+    monkeypatch.setattr(device_choice, "_kernels", importing_kernels)
     monkeypatch.setattr("triton.knobs.runtime.interpret", True)
     for name, module in problem.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -95,7 +139,7 @@ def test_missing_compiler_is_reported(
     assert calls == ["operations"]
 
 
-importing_kernel = device_choice._kernel.__wrapped__
+importing_kernels = device_choice._kernels.__wrapped__
 
 
 def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,16 +153,16 @@ def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.
         return instrument.load(tmp_path / name)
 
     run = trained("fast")
-    assert run.info["device_statistics"] == {FLOAT32: "one launch"}
+    assert run.info["device_statistics"] == {FLOAT32: "Triton kernel"}
     assert run.events.empty
     monkeypatch.setattr(device_choice, "_kernel_agrees", {})
-    monkeypatch.setattr(device_choice, "_kernel", importing_kernel)
+    monkeypatch.setattr(device_choice, "_kernels", importing_kernels)
     monkeypatch.setattr("triton.knobs.runtime.interpret", True)
     run = trained("slow")
     (event,) = run.events.to_dict("records")
     assert (event["rule"], event["severity"]) == ("device_statistics", "info")
     assert event["message"] == (
-        f"each tensor on {FLOAT32} is measured with several launches: RuntimeError: TRITON_INTERPRET=1 runs kernels on the CPU"
+        f"{FLOAT32} is measured with PyTorch operations: RuntimeError: TRITON_INTERPRET=1 runs kernels on the CPU"
     )
 
 
@@ -164,14 +208,17 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from instrument.stats.device_kernel import _measure
+from instrument.stats.device_kernel import _count, _measure
 
 for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
     for elements in ("*fp32", "*fp16", "*i16"):
         types = {"elements": elements, "partials": "*fp64", "arrived": "*i32", "results": "*fp64", "numel": "i64"}
         constants = {"block_size": 1024, "upper": 1024, "is_bfloat16": elements == "*i16"}
         code = triton.compile(ASTSource(_measure, types, constants), target=target)
-        print(target.arch, elements, len(code.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 1000)
+        types = {"elements": elements, "results": "*fp64", "counts": "*i32", "numel": "i64", "bins": "i32"}
+        histogram = triton.compile(ASTSource(_count, types, {**constants, "upper": 64}), target=target)
+        binary = "cubin" if target.backend == "cuda" else "hsaco"
+        print(target.arch, elements, all(len(each.asm[binary]) > 1000 for each in (code, histogram)))
 """
 
 
