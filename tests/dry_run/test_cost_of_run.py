@@ -174,7 +174,8 @@ MANY_ROWS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(MANY_ROWS, ["together"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY_ROWS)
 def test_predicted_bytes_are_at_most_45_percent_too_high(tmp_path: Path, name: str) -> None:
     train = {"steps": 200, "batch_size": 16}
     slices = {**CONFIG["data"], "slice": {"split": "train"}}
@@ -318,6 +319,7 @@ def test_dry_run_does_not_exceed_the_scheduler_steps() -> None:
     assert forecast_of({"a": RECORD}, {"steps": 2, "batch_size": 16}, scheduler=scheduler).cost["a"].rows > 0
 
 
+@pytest.mark.slow
 def test_predicted_rows_of_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch, "compile", partial(torch.compile, backend="eager")
