@@ -25,7 +25,7 @@ from instrument.stats.device_choice import measured_by
 DEVICE = "cuda"  # also the name of ROCm devices
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-PROFILED = 5  # steps
+PROFILED = 10  # steps, so that a hook with `every: 10` fires once
 
 
 class Counts(NamedTuple):
@@ -51,7 +51,7 @@ def counted(step: Callable[[], object]) -> Counts:
     for event in profiler.events():
         if event.device_type == DeviceType.CUDA:
             copies += event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
-            kernels += not event.name.startswith(("Memcpy", "Memset"))
+            kernels += not event.is_user_annotation and not event.name.startswith(("Memcpy", "Memset"))
         else:
             waits += event.name.replace("hip", "cuda") in SYNCHRONIZATIONS
     return Counts(kernels / PROFILED, copies / PROFILED, waits / PROFILED)
@@ -82,11 +82,12 @@ class Row(NamedTuple):
 
 def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, precision: str) -> Row:
     """Measure a step with hooks and a step without."""
-    baseline, hooked = (workload.training(DEVICE, PRECISIONS[precision]) for _ in range(2))
-    with hooked_step(hooked, specs) as step:
+    baseline = workload.training(DEVICE, PRECISIONS[precision])
+    baseline.step()
+    alone, held = peak(baseline.step), torch.cuda.memory_allocated()
+    with hooked_step(workload.training(DEVICE, PRECISIONS[precision]), specs) as step:
         time = paired(baseline.step, step, rounds=rounds, steps=10, device=DEVICE)
-        peaks = [peak(each) for each in (baseline.step, step)]
-        return Row(time, counted(step), peaks[1] / peaks[0])
+        return Row(time, counted(step), (peak(step) - held) / alone)
 
 
 def peak(step: Callable[[], object]) -> int:
@@ -111,7 +112,9 @@ def main() -> None:
     for name in options.only:
         workload = GPU_WORKLOADS[name]
         for precision in options.precision:
-            alone = counted(workload.training(DEVICE, PRECISIONS[precision]).step)
+            training = workload.training(DEVICE, PRECISIONS[precision])
+            training.step()  # the first step of an optimizer has other kernels
+            alone = counted(training.step)
             show(workload.name, precision, "nothing", "1.00", alone, 1.0)
             for label, specs in jobs(workload.training()).items():
                 row = measure(workload, specs, options.rounds, precision)
@@ -121,7 +124,7 @@ def main() -> None:
 
 def show(model: str, precision: str, recorded: str, time: str, counts: Counts, memory: float) -> None:
     """Print a row of the table."""
-    numbers = " | ".join(f"{number:.0f}" for number in counts)
+    numbers = " | ".join(f"{number:.1f}" for number in counts)
     print(f"| {model} | {precision} | {recorded} | {time} | {numbers} | {memory:.2f} |", flush=True)
 
 

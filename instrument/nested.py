@@ -145,10 +145,16 @@ def to_device(value: Any, device: torch.device) -> Any:
     """
     if not isinstance(value, Tensor | PackedSequence):
         return map_children(value, lambda _, child: to_device(child, device))
-    is_plain = isinstance(value, PackedSequence) or (value.layout == torch.strided and not value.is_nested)
-    if is_plain and not value.is_cuda and _reads_pinned_memory(device):
+    if _reads_pinned_memory(device) and _can_be_pinned(value.data):
         value = value.pin_memory()
     return value.to(device, non_blocking=device.type != "cpu")
+
+
+def _can_be_pinned(tensor: Tensor) -> bool:
+    """Return whether a tensor is in CPU memory, with an address of its own for each element."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return all(stride or size == 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _reads_pinned_memory(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
-KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"
 if KERNEL_DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's interpreter runs the kernels of a GPU on the CPU.
 

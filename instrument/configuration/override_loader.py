@@ -33,10 +33,11 @@ class ParsedFiles(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source is None or source.scheme() not in ("file", "pkg"):
+        is_installed = source is not None and source.path.startswith(("hydra.", "instrument."))
+        if source is None or not (source.scheme() == "file" or (source.scheme() == "pkg" and is_installed)):
             return super().load_config(config_path)
         key: tuple[object, ...] = (source.provider, source.full_path(), config_path)
-        if source.scheme() == "file":  # the files of an installed package do not change
+        if source.scheme() == "file":  # the files of these packages do not change
             file = Path(source.path, source._normalize_file_name(config_path)).resolve()
             status = file.stat()
             key = (*key, file, status.st_mtime_ns, status.st_size, status.st_ino)

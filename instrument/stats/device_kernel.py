@@ -1,8 +1,9 @@
 """Statistics and histograms of a tensor by Triton kernels. One launch, which reads every element once, computes all statistics.
 
 Several programs read blocks of the tensor. Each lane sums deviations from a shift, a finite value of the tensor, in float64. The
-distance of the mean from any value is at most sqrt(n) standard deviations, so that the relative error of the variance is at
-most n * 2^-52. The program that ends last merges the results of all (Chan, Golub and LeVeque, 1983).
+distance of the mean from any of n values is at most sqrt(n) standard deviations, so that the relative error of the variance
+of a program that reads n elements is at most n * 2^-52. The program that ends last merges the results of all (Chan, Golub
+and LeVeque, 1983).
 
 The module requires Triton. `instrument.stats.device_choice` decides when it is used.
 """
@@ -40,6 +41,7 @@ def _measure(  # noqa: PLR0917
     arrived,
     results,
     numel,
+    blocks,
     block_size: tl.constexpr,
     upper: tl.constexpr,
     is_bfloat16: tl.constexpr,
@@ -55,7 +57,7 @@ def _measure(  # noqa: PLR0917
     squares = tl.zeros([block_size], tl.float64)
     magnitudes = tl.zeros([block_size], tl.float64)
     shift = tl.min(low, 0)
-    for block in range(program, tl.cdiv(numel, block_size), programs):
+    for block in range(program, blocks, programs):
         offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
         inside = offsets < numel
         x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
@@ -85,7 +87,7 @@ def _measure(  # noqa: PLR0917
     tl.store(own + 6, tl.maximum(tl.sum(squares, 0) - total * mean, 0.0))
     tl.store(own + 7, tl.sum(magnitudes, 0))
 
-    # The barrier orders the stores of all threads before the release, and the acquire orders them before the loads.
+    # The barrier orders the stores of all threads before the release, and the acquire orders the stores of other programs before the loads.
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.debug_barrier()
@@ -120,12 +122,20 @@ def _merge(partials, results, programs, upper: tl.constexpr):
 
 @triton.jit
 def _count(  # noqa: PLR0917
-    elements, results, counts, numel, bins, block_size: tl.constexpr, upper: tl.constexpr, is_bfloat16: tl.constexpr
+    elements,
+    results,
+    counts,
+    numel,
+    blocks,
+    bins,
+    block_size: tl.constexpr,
+    upper: tl.constexpr,
+    is_bfloat16: tl.constexpr,
 ):
     low, high = tl.load(results + 3), tl.load(results + 4)
     scale = tl.where(high > low, bins / tl.where(high > low, high - low, 1.0), 0.0)
     found = tl.zeros([upper], tl.int32)
-    for block in range(tl.program_id(0), tl.cdiv(numel, block_size), tl.num_programs(0)):
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
         inside = offsets < numel
         x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
@@ -133,7 +143,7 @@ def _count(  # noqa: PLR0917
         position = (tl.where(finite, x.to(tl.float64) - low, 0.0) * scale).to(tl.int32)
         found += tl.histogram(tl.minimum(position, bins - 1), upper, mask=finite)
     index = tl.arange(0, upper)
-    tl.atomic_add(counts + index, found, mask=index < bins, sem="relaxed")
+    tl.atomic_add(counts + index, found.to(tl.int64), mask=index < bins, sem="relaxed")
 
 
 def measure_by_kernel(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
@@ -159,14 +169,15 @@ def histogram_by_kernel(flat: Tensor, bins: int) -> DeviceNumbers:
     Returns:
         Minimum, maximum, and the counts [bins] of the finite elements.
     """
-    counts = torch.zeros(bins, dtype=torch.int32, device=flat.device)
+    counts = torch.zeros(bins, dtype=torch.int64, device=flat.device)
     return DeviceNumbers((_launch(flat, counts), counts), _ends_and_counts)
 
 
 def _launch(flat: Tensor, counts: Tensor | None) -> Tensor:
     """Return the results of `_measure`, float64 [8], and add the elements of each bin to the counts."""
     numel = flat.numel()
-    programs = min(triton.cdiv(numel, _BLOCK * _BLOCKS), _PROGRAMS)
+    blocks = triton.cdiv(numel, _BLOCK)
+    programs = min(triton.cdiv(blocks, _BLOCKS), _PROGRAMS)
     results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
     elements = flat.view(torch.int16) if is_bfloat16 else flat
@@ -174,10 +185,10 @@ def _launch(flat: Tensor, counts: Tensor | None) -> Tensor:
         stream = torch.cuda.current_stream().cuda_stream if flat.is_cuda else 0
         partials, arrived = _memory(flat.device, stream)
         upper = max(triton.next_power_of_2(programs), 2)
-        _measure[(programs,)](elements, partials, arrived, results, numel, _BLOCK, upper, is_bfloat16)
+        _measure[(programs,)](elements, partials, arrived, results, numel, blocks, _BLOCK, upper, is_bfloat16)
         if counts is not None:
             upper = max(triton.next_power_of_2(len(counts)), 2)
-            _count[(programs,)](elements, results, counts, numel, len(counts), _BLOCK, upper, is_bfloat16)
+            _count[(programs,)](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
     return results
 
 

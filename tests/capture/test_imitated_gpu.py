@@ -127,6 +127,7 @@ def test_tensor_of_the_host_is_copied_without_waiting(
     dtype: torch.dtype,
 ) -> None:
     host, pinned, copies = torch.ones(shape), [], []
+    assert not nested._can_be_pinned(torch.ones(1, 5).expand(4, 5)), "its rows share their memory"
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: device.type == "cuda")
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
 
