@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Write bytecode, so that test modules are compiled once: rewriting their assertions takes longer than their imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"
 if KERNEL_DEVICE == "cpu":
