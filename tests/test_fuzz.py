@@ -69,7 +69,7 @@ def test_base_configuration_is_valid() -> None:
     assert plan_exit_code(CONFIG) == 0
 
 
-@pytest.mark.parametrize("numbers", portions(50, 10_000, 1_110))
+@pytest.mark.parametrize("numbers", portions(100, 10_000, 1_100))
 def test_mutated_configurations_run_or_are_refused(numbers: range) -> None:
     codes = exit_codes(numbers)
     assert set(codes) == {0, 2}
@@ -90,7 +90,7 @@ def command_line_exit_codes(cli: Callable[..., Any], numbers: range) -> Counter[
     return codes
 
 
-@pytest.mark.parametrize("numbers", portions(10, 1_000, 140))
+@pytest.mark.parametrize("numbers", portions(20, 1_000, 140))
 def test_mutated_command_lines_run_or_are_refused(cli: Callable[..., Any], numbers: range) -> None:
     assert set(command_line_exit_codes(cli, numbers)) == {0, 2}
     assert list(Path.cwd().iterdir()) == []

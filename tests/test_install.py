@@ -108,7 +108,6 @@ def test_installed_command_runs_with_a_local_model(installed: Path, tmp_path: Pa
     assert (tmp_path / "out" / "stats").is_dir()
 
 
-@pytest.mark.slow
 def test_installed_command_uses_its_own_configurations(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     done = call(installed / "instrument", *TINY, "hydra.run.dir=out", cwd=tmp_path)

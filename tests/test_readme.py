@@ -108,7 +108,6 @@ def with_newest(text: str) -> str:
     return text.replace(EXAMPLE_RUN, str(max(Path("runs/mnist_hooks").glob("2*/run.json")).parent))
 
 
-@pytest.mark.slow
 def test_overrides_named_in_the_readme_are_accepted(follow: Callable[[str], Answer]) -> None:
     named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
     assert len(named) >= 6

@@ -150,7 +150,6 @@ def test_rerun_keeps_the_numbers_of_unfinished_jobs(
             pd.testing.assert_frame_equal(left, right, check_exact=True)
 
 
-@pytest.mark.slow
 def test_rerun_continues_after_a_job_fails_again(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("broken").touch()
     for attempt in (1, 2):
@@ -170,7 +169,6 @@ def test_rerun_does_not_change_a_finished_sweep(seeds: Path, capfd: pytest.Captu
     assert {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.slow
 def test_rerun_uses_the_launcher_of_the_sweep(
     cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +317,6 @@ def test_jobs_in_renamed_folders_are_listed_without_rerun(cli: Cli, capfd: pytes
     assert "hydra.sweep.subdir" in err
 
 
-@pytest.mark.slow
 def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
     assert cli("-m", *TINY, "train.steps=1", "name=a,b", "seed=1,-2", *folder).code == 2

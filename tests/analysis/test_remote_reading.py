@@ -160,7 +160,6 @@ def test_damaged_remote_part_is_reported_and_the_rest_is_read(
     assert problem.startswith("stats/part-0000-000001.parquet: cannot be read")
 
 
-@pytest.mark.slow
 @IN_S3
 def test_report_of_a_remote_run_is_written_locally(
     remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -69,7 +69,6 @@ def test_unused_parameters_are_reported_before_the_step(tmp_path: Path, rank: st
     assert set(run.stats["step"]) == {0, 1}, "a step without gradient reduction should not be recorded"
 
 
-@pytest.mark.slow
 def test_find_unused_parameters_skips_unused_layers(tmp_path: Path) -> None:
     arguments = [*TRAINED, "model={_target_: distributed_models.UnusedLayer, after: 6}", "train.parallel=ddp"]
     result = run_processes(
@@ -113,7 +112,6 @@ def test_error_on_one_rank_before_training_names_the_rank(tmp_path: Path) -> Non
     assert instrument.load(tmp_path / "out").info["failed_rank"] == 1
 
 
-@pytest.mark.slow
 def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
     done = run_processes(
         tmp_path,
@@ -127,7 +125,6 @@ def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
     assert set(instrument.load(tmp_path / "out").stats["step"]) == set(range(6))
 
 
-@pytest.mark.slow
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
     task = [
         "model=mlp",

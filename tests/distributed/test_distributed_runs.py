@@ -196,7 +196,6 @@ def test_each_rank_records_its_own_rows(runs: Runs) -> None:
     assert (seen.loc[0]["numel"] == seen.loc[1]["numel"]).all()
 
 
-@pytest.mark.slow
 def test_sharded_parameters_have_rows_per_shard(runs: Runs) -> None:
     shards, one = runs["shards"].stats, runs["one"].stats
     weights = shards[shards["hook"] == "weights"]

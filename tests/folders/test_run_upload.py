@@ -72,7 +72,6 @@ def test_run_without_a_remote_folder_has_no_address(baseline: tuple[Path, str]) 
     assert json.loads((baseline[0] / "run.json").read_text())["remote"] is None
 
 
-@pytest.mark.slow
 def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, bucket: str) -> None:
     answer = cli("-m", *TINY, f"sink.remote={bucket}", "seed=1,2", "hydra.sweep.dir=runs/tiny/sweep_1")
     assert answer.code == 0, answer.err

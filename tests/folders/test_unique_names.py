@@ -46,7 +46,6 @@ def test_folder_that_cannot_be_created_is_returned_unchanged(tmp_path: Path) -> 
     assert create_unique_folder(tmp_path / "file" / "now") == tmp_path / "file" / "now"
 
 
-@pytest.mark.slow
 def test_runs_and_sweeps_with_equal_names_get_numbered_folders(cli: Cli) -> None:
     for _ in range(2):
         assert cli(*TINY, "hydra.run.dir=runs/${now:%Y}").code == 0

@@ -29,8 +29,10 @@ HOOKS = record_hooks(GRADIENT_LOCATIONS)
 STEPS = 2
 ARCHITECTURES = {str(each): each for each in (*map(of_torchvision, TORCHVISION), *map(of_timm, TIMM))}
 QUICK = (
+    "torchvision googlenet",  # auxiliary outputs
     "torchvision resnet18",  # sums in place
     "torchvision shufflenet_v2_x0_5",  # chunks
+    "timm deit_tiny_distilled_patch16_224",  # two outputs
     "timm test_efficientnet",  # activations in place
 )
 Digest = bytes

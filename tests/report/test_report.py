@@ -152,7 +152,6 @@ def test_numbers_have_six_digits_and_non_finite_values_are_null() -> None:
 # --------------------------------------------------------------------------------------------------- sizes and states
 
 
-@pytest.mark.slow
 def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
     locations, steps, statistics = 130, 1_000, ("mean", "std", "min", "max", "l2", "rms")
     layers = [f"l{i}" for i in range(locations)]

@@ -17,7 +17,7 @@ from instrument.capture.tables import TABLES
 from instrument.sinks.parts import journals_of
 
 
-@pytest.fixture(scope="module", params=portions(4, 100, 48))
+@pytest.fixture(scope="module", params=portions(10, 100, 45))
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     """Folders of killed runs, and the last step that each had reported as complete."""
     numbers: range = request.param
