@@ -28,8 +28,8 @@ _TOLERANCE = 1e-3  # the operations are less exact than the kernel, but wrong nu
 _ELEMENTS = ("mean", "std", "rms", "min", "max", "abs_max")  # statistics with the magnitude of an element
 _MOVED = 0.1  # largest share of elements that may be in the other of two adjacent bins, because their edge is rounded
 
-_kernel_agrees: dict[_Key, bool] = {}
-_reasons: dict[_Key, str] = {}
+_reasons: dict[_Key, str | None] = {}
+"""Why the kernel is not used, by what was compared; None if it is used."""
 
 
 def measure_on_device(flat: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
@@ -73,10 +73,10 @@ def measured_by() -> dict[str, str]:
     If the kernel was not used, the reason follows.
     """
     return {
-        f"{key[1]} {str(key[2]).removeprefix('torch.')}{key[0]}": BY_KERNEL
-        if agrees
-        else f"PyTorch operations: {_reasons[key]}"
-        for key, agrees in _kernel_agrees.items()
+        f"{device} {str(dtype).removeprefix('torch.')}{result}": BY_KERNEL
+        if reason is None
+        else f"PyTorch operations: {reason}"
+        for (result, device, dtype), reason in _reasons.items()
     }
 
 
@@ -97,7 +97,7 @@ def _choose(
         different: Describes a difference between the values of the operations and those of the kernel, if there is one.
     """
     key = result, flat.device, flat.dtype
-    if _kernel_agrees.get(key) is False or not _is_plain(flat):
+    if _reasons.get(key) is not None or not _is_plain(flat):
         return by_operations()
     try:
         kernels = _kernels()
@@ -107,9 +107,9 @@ def _choose(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton's compiler can raise anything
-        _reject(key, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        _reasons[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return by_operations()
-    return found if key in _kernel_agrees else joined([by_operations(), found], partial(_compared, key, different))
+    return found if key in _reasons else joined([by_operations(), found], partial(_compared, key, different))
 
 
 def _is_plain(flat: Tensor) -> bool:
@@ -131,21 +131,15 @@ def _kernels() -> Any:
     return device_kernel
 
 
-def _reject(key: _Key, reason: str) -> None:
-    _kernel_agrees[key] = False
-    _reasons[key] = reason
-
-
 def _compared(
     key: _Key, different: Callable[[list[Any], list[Any]], str | None], expected: list[Any], found: list[Any]
 ) -> list[Any]:
     """Return the values of the operations, and compare them with those of the kernel."""
     if any(isinstance(value, Tensor) for value in expected):
-        if key not in _kernel_agrees:
-            _reject(key, "values that are merged on the device are not compared with the kernel")
-    elif reason := different(expected, found):
-        _reject(key, f"the kernel returned {reason}")
-    _kernel_agrees.setdefault(key, True)
+        _reasons.setdefault(key, "values that are merged on the device are not compared with the kernel")
+    elif difference := different(expected, found):
+        _reasons[key] = f"the kernel returned {difference}"
+    _reasons.setdefault(key, None)
     return expected
 
 

@@ -42,7 +42,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
     monkeypatch.setattr(device_choice, "_reasons", {})
     monkeypatch.setattr(device_choice, "_is_plain", lambda flat: type(flat) is Tensor)
     monkeypatch.setattr(device_choice, "measure_by_operations", counted("operations", measure_by_operations))
@@ -97,13 +96,13 @@ def test_histogram_is_counted_by_the_kernel_after_a_comparison(
     assert device_choice.measured_by() == {f"{FLOAT32} histogram": "Triton kernel"}
     assert calls == ["kernel", "kernel"]
     empty = torch.full((5,), math.nan, device=KERNEL_DEVICE)
-    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
+    monkeypatch.setattr(device_choice, "_reasons", {})
     assert distribution_on_device(empty, (), 7).read()[2:] == [0] * 7
     assert device_choice.measured_by() == {f"{FLOAT32} histogram": "Triton kernel"}
     kernels = device_choice._kernels()
     monkeypatch.setattr(kernels, "histogram_by_kernel", lambda flat, bins: histogram_by_kernel(flat[:-9], bins))
     monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
-    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
+    monkeypatch.setattr(device_choice, "_reasons", {})
     assert distribution_on_device(values, (), 7).read() == wanted
     (reason,) = device_choice.measured_by().values()
     assert reason.startswith("PyTorch operations: the kernel returned the ends and counts [")
@@ -179,7 +178,7 @@ def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.
     run = trained("fast")
     assert run.info["device_statistics"] == {FLOAT32: "Triton kernel"}
     assert run.events.empty
-    monkeypatch.setattr(device_choice, "_kernel_agrees", {})
+    monkeypatch.setattr(device_choice, "_reasons", {})
     monkeypatch.setattr(device_choice, "_kernels", importing_kernels)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     run = trained("slow")
