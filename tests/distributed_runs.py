@@ -7,6 +7,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from fork_server import Command
 from waiting import TIMEOUT
@@ -35,6 +36,8 @@ def run_processes(
     if processes > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         common |= {**address, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    if processes > torch.cuda.device_count():  # NCCL refuses two processes on one GPU
+        common["CUDA_VISIBLE_DEVICES"] = ""
     started = [
         Command(folder, module, arguments, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, f"rank{rank}")
         for rank in range(processes)

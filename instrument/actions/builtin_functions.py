@@ -84,7 +84,7 @@ def insert_value(tensor: Tensor, value: float, count: int, generator: torch.Gene
     """Set `count` elements, drawn without replacement, to `value`. All elements if there are fewer."""
     indices = torch.randperm(tensor.numel(), generator=generator, device=tensor.device)[:count]
     mask = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
-    mask[indices] = True
+    mask.index_fill_(0, indices, True)  # `mask[indices] = True` copies a number from the host and waits
     return tensor.masked_fill(mask.view(tensor.shape), value)
 
 

@@ -1,12 +1,12 @@
-"""Asynchronous copies of numbers from a device to the host.
+"""Asynchronous copies from a device to the host.
 
-A copy starts when a step ends and is read when the next step ends. The device has completed it by then, so the host
-does not wait.
+Numbers are copied when a step ends and read when the next step ends. The device has completed the copy by then, so the
+host does not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,52 @@ from torch import Tensor
 _HOST = torch.device("cpu")
 
 
-class Transfer:
-    """Copies the numbers of many small tensors, with one copy per device and dtype."""
+class HostCopy:
+    """A copy of a tensor in CPU memory. A CUDA device may not have completed it yet.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Args:
+        tensor: Strided, on any device.
+        memory: Strided CPU memory of the same shape, pinned if the tensor is on a CUDA device. Its dtype is the dtype
+            of the copy. Default: new memory, with the dtype of the tensor.
+    """
+
+    def __init__(self, tensor: Tensor, memory: Tensor | None = None) -> None:
+        if memory is None:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        # A copy from CUDA that also converts the dtype would wait.
+        memory.copy_(tensor.detach().to(memory.dtype) if tensor.is_cuda else tensor.detach(), non_blocking=True)
+        self._memory = memory
+        self._copied = _recorded_event(tensor.device) if tensor.is_cuda else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the copy can be read without waiting."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> Tensor:
+        """Return the copy, once it is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class Transfer:
+    """Copies the numbers of many small tensors, with one copy per device and dtype.
+
+    Args:
+        tensors: The tensors.
+        devices: CUDA devices whose earlier copies of other tensors are part of the transfer.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], devices: Iterable[torch.device] = ()) -> None:
+        self.devices = tuple(devices)
+        self._events = [_recorded_event(device) for device in self.devices]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
         self._copies: dict[tuple[torch.device, torch.dtype], _Copy | _HostNumber] = {}
         if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss
@@ -34,11 +76,16 @@ class Transfer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the numbers can be read without waiting, because all of them were in CPU memory."""
-        return all(device.type == "cpu" for device, _ in self._copies)
+        """Whether everything can be read without waiting, because it was in CPU memory."""
+        return not self._events and all(device.type == "cpu" for device, _ in self._copies)
 
     def read(self) -> Iterator[list[float]]:
-        """Yield the numbers of each tensor in order. This waits for copies that are not complete."""
+        """Return an iterator over the numbers of each tensor in order. This waits for copies that are not complete."""
+        for event in self._events:
+            event.synchronize()
+        return self._numbers()
+
+    def _numbers(self) -> Iterator[list[float]]:
         numbers = {key: copy.numbers() for key, copy in self._copies.items()}
         offsets = dict.fromkeys(numbers, 0)
         for key, count in self._layout:
@@ -48,21 +95,14 @@ class Transfer:
 
 
 class _Copy:
-    """An asynchronous copy of one vector to the CPU. From a CUDA device, it goes to pinned memory."""
+    """A vector that is read later. Only CUDA copies it asynchronously."""
 
     def __init__(self, vector: Tensor) -> None:
-        self.vector = vector
-        self.copied_event: torch.cuda.Event | None = None
-        if vector.is_cuda:
-            self.vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            self.vector.copy_(vector, non_blocking=True)
-            self.copied_event = torch.cuda.Event()
-            self.copied_event.record(torch.cuda.current_stream(vector.device))
+        self._vector = HostCopy(vector) if vector.is_cuda else vector
 
     def numbers(self) -> list[float]:
-        if self.copied_event is not None:
-            self.copied_event.synchronize()
-        values: list[float] = self.vector.tolist()
+        vector = self._vector.wait() if isinstance(self._vector, HostCopy) else self._vector
+        values: list[float] = vector.tolist()
         return values
 
 

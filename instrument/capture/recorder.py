@@ -62,6 +62,7 @@ class Recorder:
         self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution]] = []
         self._effects: list[tuple[Row, Effect]] = []
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
+        self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
 
     def merges(self, context: Context) -> bool:
@@ -112,6 +113,8 @@ class Recorder:
         else:
             self.rows_written += 1
             self.bytes[context.hook, context.layer, context.path] += stored
+            if tensor.is_cuda:
+                self._copied_from.add(tensor.device)
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
@@ -145,7 +148,7 @@ class Recorder:
         self.rows_written += len(rows)
 
     def end_step(self, *, any_scheduled: bool = True, local_only: bool = False) -> None:
-        """Pass the rows of the step to the sink. Numbers on a GPU follow at the end of the next step.
+        """Pass the rows of the step to the sink: at the end of the next step, if numbers or tensors are on a GPU.
 
         Args:
             any_scheduled: Whether any hook was scheduled; equal in all processes.
@@ -163,7 +166,8 @@ class Recorder:
             on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
         deferred, self._deferred = self._deferred, []
-        self._pending = _Step(stats, distributions, effects, merged, deferred, Transfer(on_device))
+        devices, self._copied_from = self._copied_from, set()
+        self._pending = _Step(stats, distributions, effects, merged, deferred, Transfer(on_device, devices))
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -171,7 +175,9 @@ class Recorder:
     def has_pending_rows(self) -> bool:
         """Whether rows of hooks are still being copied. Writing them will take time in the current step."""
         step = self._pending
-        return step is not None and bool(step.stats or step.distributions or step.effects or step.merged)
+        if step is None:
+            return False
+        return bool(step.stats or step.distributions or step.effects or step.merged or step.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
         """Write a row that is computed when the rows of the step are passed to the sink."""

@@ -37,7 +37,10 @@ class Sink(Protocol):
         """
 
     def end_step(self) -> None:
-        """End a step: all of its rows were passed, and must survive the end of the process from now on."""
+        """End a step: all of its rows were passed, and must survive the end of the process from now on.
+
+        The tensors of the next step may be here already. A sink does not wait for copies that a GPU has not completed.
+        """
 
     def close(self) -> None:
         """End the recording: no more rows will come, and all rows must be readable from now on."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..capture.device_copy import HostCopy
 from ..capture.sink_interface import Row
 from ..capture.tables import TABLES
 
@@ -28,6 +30,7 @@ class MemorySink:
         self.rows: dict[str, list[Row]] = {name: [] for name in TABLES}
         self.steps = 0
         self.closed = False
+        self._copies: deque[tuple[Row, HostCopy]] = deque()  # tensors, with the columns before the values
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Append rows to a table.
@@ -41,7 +44,7 @@ class MemorySink:
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Append a copy of a tensor to the `tensors` table, on the CPU.
+        """Append a copy of a tensor to the `tensors` table, on the CPU: if a GPU copies it, when the copy is complete.
 
         Args:
             key: The identity columns of the row.
@@ -52,17 +55,25 @@ class MemorySink:
         Returns:
             The size of the copy in bytes.
         """
-        copied = tensor.to("cpu", dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
-        name = str(copied.dtype).removeprefix("torch.")
-        self.rows["tensors"].append((*key, name, list(copied.shape), list(source_shape), copied, None))
-        return copied.nbytes
+        tensor = tensor.to(dtype or tensor.dtype)
+        name = str(tensor.dtype).removeprefix("torch.")
+        self._copies.append(((*key, name, list(tensor.shape), list(source_shape)), HostCopy(tensor)))
+        self._append_copies()
+        return tensor.nbytes
+
+    def _append_copies(self, *, wait: bool = False) -> None:
+        while self._copies and (wait or self._copies[0][1].is_complete):
+            columns, copy = self._copies.popleft()
+            self.rows["tensors"].append((*columns, copy.wait(), None))
 
     def end_step(self) -> None:
         """Count the step."""
+        self._append_copies()
         self.steps += 1
 
     def close(self) -> None:
-        """Mark the sink as closed."""
+        """Append the last tensors, and mark the sink as closed."""
+        self._append_copies(wait=True)
         self.closed = True
 
     def records(self, table: str) -> list[dict[str, Any]]:

@@ -116,16 +116,19 @@ class ParquetSink:
             return None
 
     def end_step(self) -> None:
-        """Write the rows and tensors of the step to the operating system.
+        """Write the rows and tensors of the step to the operating system. Tensors that a GPU is still copying follow later.
 
         Raises:
             SinkError: They cannot be written.
         """
+        self._end_step()
+
+    def _end_step(self, *, wait: bool = False) -> None:
         if self.failure is not None:
             return
         try:
             self._reserve_space()
-            self._tensors.end_step()
+            self._tensors.end_step(wait=wait)
             for name in [name for name in TABLES if name in self._rows]:
                 self._writers[name].append(self._message(name, self._rows[name]))
             self._count()
@@ -156,6 +159,7 @@ class ParquetSink:
             SinkError: A part cannot be written.
         """
         try:
+            self._tensors.end_step(wait=True)
             for writer in self._writers.values():
                 writer.finish_part()
             self._count()
@@ -169,7 +173,7 @@ class ParquetSink:
         Raises:
             SinkError: A part cannot be written. Rows in journals are kept.
         """
-        self.end_step()
+        self._end_step(wait=True)
         self._tensors.stop()
         try:
             if self.failure is None:

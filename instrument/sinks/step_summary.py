@@ -66,11 +66,17 @@ class SummaryCollector:
         if not known and (tiles := tiles_of(key[_KIND], tensor, dtype)) is not None:
             self._steps[key[0]].pictures[tag] = tiles
 
-    def take(self) -> Iterator[tuple[int, StepSummary]]:
-        """Yield the collected summaries in the order of the steps. Steps without content are omitted."""
-        collected, self._steps = self._steps, defaultdict(_CollectedStep)
-        for step in sorted(collected):
-            yield step, collected[step].summary()
+    def take(self, *, wait: bool = False) -> Iterator[tuple[int, StepSummary]]:
+        """Yield the collected summaries in the order of the steps. Steps without content are omitted.
+
+        Args:
+            wait: Whether to wait for pictures that a GPU is still copying. Default: they remain, and so do the summaries
+                of their step and of later steps.
+        """
+        for step in sorted(self._steps):
+            if not wait and not self._steps[step].is_complete:
+                return
+            yield step, self._steps.pop(step).summary()
 
 
 @dataclass
@@ -79,6 +85,10 @@ class _CollectedStep:
     histograms: defaultdict[str, list[Histogram]] = field(default_factory=lambda: defaultdict(list))
     pictures: dict[str, PendingTiles] = field(default_factory=dict)
     texts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def is_complete(self) -> bool:
+        return all(tiles.copy.is_complete for tiles in self.pictures.values())
 
     def summary(self) -> StepSummary:
         return StepSummary(

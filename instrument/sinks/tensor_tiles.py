@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..capture.device_copy import HostCopy
 from ..spec.kinds import KINDS
 
 TILES = 64
@@ -32,18 +33,14 @@ class PendingTiles(NamedTuple):
     """Tiles in CPU memory, or being copied to it.
 
     Attributes:
-        tiles: float32, shape [tiles, height, width].
-        arrived: The event that marks the end of the copy from a GPU; None if the tiles are in CPU memory.
+        copy: The copy: float32, shape [tiles, height, width].
     """
 
-    tiles: Tensor
-    arrived: torch.cuda.Event | None = None
+    copy: HostCopy
 
     def wait(self) -> np.ndarray[Any, Any]:
         """Return the tiles. Wait for the copy if necessary."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        found: np.ndarray[Any, Any] = self.tiles.numpy()
+        found: np.ndarray[Any, Any] = self.copy.wait().numpy()
         return found
 
     def draw(self) -> Image.Image:
@@ -67,13 +64,7 @@ def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Pen
         return None
     shown = shown.to(dtype or shown.dtype)
     shown = shown.abs() if shown.is_complex() else shown
-    if not shown.is_cuda:
-        return PendingTiles(shown.to("cpu", torch.float32, copy=True))
-    host = torch.empty(shown.shape, dtype=torch.float32, pin_memory=True)
-    host.copy_(shown.to(torch.float32), non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(shown.device))
-    return PendingTiles(host, arrived)
+    return PendingTiles(HostCopy(shown.to(torch.float32)))
 
 
 def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:

@@ -1,14 +1,17 @@
 """Writing of recorded tensors: copied once in the hook, written by a thread.
 
 Training continues while the thread writes. `end_step` waits for the thread, so that a completed step is never only in
-memory. If a step has few tensors, they go to the journal. If it has many, the thread writes a part directly, since
-writing them twice would halve the speed.
+memory. It does not wait for a GPU: the thread receives a tensor when its copy is complete.
+
+If a step has few tensors, they go to the journal. If it has many, the thread writes a part directly, since writing them
+twice would halve the speed.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -20,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from ..capture.device_copy import HostCopy
 from ..capture.sink_interface import Row
 from ..capture.tables import TABLES, as_table
 from .buffer_pool import CHECK_SECONDS, Pool
@@ -43,14 +47,14 @@ class CopiedTensor(NamedTuple):
         flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
         as_list: Whether it is stored in `values`.
         buffer: The buffer.
-        arrived: The event that marks the end of the copy from a GPU; None for a CPU tensor.
+        copy: The copy into the buffer.
     """
 
     row: Row
     flat: Tensor
     as_list: bool
     buffer: Tensor
-    arrived: torch.cuda.Event | None
+    copy: HostCopy
 
 
 class TensorWriter:
@@ -72,6 +76,8 @@ class TensorWriter:
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._copying: deque[CopiedTensor] = deque()  # in the order of the hooks
+        self._passing = threading.Lock()  # hooks of several GPUs run in several threads
         # The following attributes belong to the thread.
         self._pending: list[CopiedTensor] = []
         self._pending_bytes = 0
@@ -99,22 +105,35 @@ class TensorWriter:
         if buffer is None:
             return None
         flat = buffer[:size].view(stored)
-        flat.view(tensor.shape).copy_(tensor, non_blocking=True)
-        arrived = None
-        if tensor.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(tensor.device))
+        copy = HostCopy(tensor, flat.view(tensor.shape))
         name = str(tensor.dtype).removeprefix("torch.")
         row = (*key, name, list(tensor.shape), list(source_shape))
-        self._submit(partial(self._receive, CopiedTensor(row, flat, as_list, buffer, arrived)))
+        self._copying.append(CopiedTensor(row, flat, as_list, buffer, copy))
+        self._pass_on()
         return size
 
-    def end_step(self) -> None:
-        """Wait until all tensors are written.
+    def _pass_on(self, *, wait: bool = False) -> None:
+        """Pass the tensors whose copies are complete to the thread, in order.
+
+        Args:
+            wait: Whether to wait for the other copies.
+        """
+        with self._passing:
+            while self._copying and (wait or self._copying[0].copy.is_complete):
+                copied = self._copying.popleft()
+                copied.copy.wait()
+                self._submit(partial(self._receive, copied))
+
+    def end_step(self, *, wait: bool = False) -> None:
+        """Wait until all tensors are written, except those that a GPU is still copying.
+
+        Args:
+            wait: Whether to wait for the copies as well.
 
         Raises:
             OSError: They could not be written.
         """
+        self._pass_on(wait=wait)
         if self._thread is not None:
             written = threading.Event()
             self._submit(self._end_step)
@@ -142,6 +161,7 @@ class TensorWriter:
     def _write_now(self) -> None:
         """Write the collected tensors now, since no buffer is available."""
         self.check()
+        self._pass_on(wait=True)
         self._submit(self._write_group)
 
     def _submit(self, task: Callable[[], None]) -> None:
@@ -163,8 +183,6 @@ class TensorWriter:
                         self._end_of_part.__exit__(type(error), error, error.__traceback__)
 
     def _receive(self, copied: CopiedTensor) -> None:
-        if copied.arrived is not None:
-            copied.arrived.synchronize()
         self._pending.append(copied)
         self._pending_bytes += copied.flat.nbytes
         if self._pending_bytes >= ROW_GROUP_BYTES:

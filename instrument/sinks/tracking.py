@@ -118,14 +118,17 @@ class TrackingSink:
 
     def end_step(self) -> None:
         """Pass the collected summaries to the tracker."""
-        for step, summary in self._collector.take():
+        self._log()
+
+    def _log(self, *, wait: bool = False) -> None:
+        for step, summary in self._collector.take(wait=wait):
             with _calling(self.name):
                 self.tracker.log(step, summary)
 
     def close(self) -> None:
         """Pass on the remaining summaries and end the run."""
         try:
-            self.end_step()
+            self._log(wait=True)
         finally:
             with _calling(self.name):
                 self.tracker.close(self.outcome)

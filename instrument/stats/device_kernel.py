@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from .device_numbers import DeviceNumbers
 from .formulas import Sums, apply_formulas
@@ -176,20 +177,26 @@ def histogram_by_kernel(flat: Tensor, bins: int) -> DeviceNumbers:
 def _launch(flat: Tensor, counts: Tensor | None) -> Tensor:
     """Return the results of `_measure`, float64 [8], and add the elements of each bin to the counts."""
     numel = flat.numel()
-    blocks = triton.cdiv(numel, _BLOCK)
-    programs = min(triton.cdiv(blocks, _BLOCKS), _PROGRAMS)
+    blocks = -(-numel // _BLOCK)
+    programs = min(-(-blocks // _BLOCKS), _PROGRAMS)
     results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
     elements = flat.view(torch.int16) if is_bfloat16 else flat
-    with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
-        stream = torch.cuda.current_stream().cuda_stream if flat.is_cuda else 0
+    is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(flat.device):
+        stream = driver.active.get_current_stream(flat.get_device()) if flat.is_cuda else 0
         partials, arrived = _memory(flat.device, stream)
-        upper = max(triton.next_power_of_2(programs), 2)
+        upper = _power_of_2(programs)
         _measure[(programs,)](elements, partials, arrived, results, numel, blocks, _BLOCK, upper, is_bfloat16)
         if counts is not None:
-            upper = max(triton.next_power_of_2(len(counts)), 2)
+            upper = _power_of_2(len(counts))
             _count[(programs,)](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
     return results
+
+
+def _power_of_2(least: int) -> int:
+    """Return the smallest power of 2 from 2 that is not less than a number."""
+    return 1 << max((least - 1).bit_length(), 1)
 
 
 def _ends_and_counts(numbers: Sequence[Any]) -> list[Any]:

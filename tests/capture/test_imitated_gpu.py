@@ -53,8 +53,9 @@ class Launches(TorchDispatchMode):
         self.count += 1
         read = {(id(tensor.untyped_storage()), tensor.storage_offset()): tensor for tensor in inputs}
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*read.values(), *outputs))
-        # A number on the host is an argument of a kernel, not a copy.
-        if any(not tensor.is_cpu for tensor in outputs) and any(tensor.is_cpu and tensor.dim() for tensor in inputs):
+        # A number on the host is an argument of a kernel, not a copy, but `index_put_` copies it.
+        copied = any(tensor.is_cpu and (tensor.dim() or "index_put" in name) for tensor in inputs)
+        if copied and any(not tensor.is_cpu for tensor in outputs):
             self.copies.append(name)
         return result
 
@@ -75,6 +76,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("kinds.attached_hook", "kinds.module_tensors", "kinds.plain_record", "kinds.tensor_gradients"):
         monkeypatch.setattr(f"instrument.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
+    monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)
     caches = (device_numbers.constants, distribution._sample_indices)
     for cache in caches:

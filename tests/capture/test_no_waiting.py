@@ -28,7 +28,7 @@ class WaitedError(Exception):
     """Raised when a hook waits for the device."""
 
 
-class HydraCallback(TorchDispatchMode):
+class NoValues(TorchDispatchMode):
     """Refuse operations whose result depends on device values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fired.append(attached.site.spec.name)
         inside[0] += 1
         try:
-            with HydraCallback():
+            with NoValues():
                 return fire(attached, *args, **kwargs)
         finally:
             inside[0] -= 1

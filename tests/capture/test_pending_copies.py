@@ -1,0 +1,134 @@
+"""Copies that a GPU has not completed: the end of a step does not wait for them, `close` does, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tracker_files import key
+
+import instrument
+from instrument.actions.base import Context, StepContext
+from instrument.capture import device_copy
+from instrument.capture.device_copy import HostCopy
+from instrument.capture.recorder import Recorder
+from instrument.capture.sink_interface import Sink
+from instrument.sinks.memory import MemorySink
+from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.step_summary import SummaryCollector
+
+
+class Gpu:
+    """Completes copies when told to, or when something waits for one.
+
+    Attributes:
+        copied: Whether the copies are complete.
+        waits: How often something waited for a copy that was not complete.
+    """
+
+    def __init__(self) -> None:
+        self.copied = False
+        self.waits = 0
+
+    def query(self) -> bool:
+        return self.copied
+
+    def synchronize(self) -> None:
+        self.waits += not self.copied
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Let a GPU make all copies of tensors."""
+    gpu, create = Gpu(), HostCopy.__init__
+
+    def create_pending(copy: HostCopy, *given: torch.Tensor) -> None:
+        create(copy, *given)
+        copy._copied = gpu  # type: ignore[assignment]
+
+    monkeypatch.setattr(HostCopy, "__init__", create_pending)
+    return gpu
+
+
+def steps_in_memory(sink: Sink) -> list[int]:
+    assert isinstance(sink, MemorySink)
+    return [row["step"] for row in sink.records("tensors")]
+
+
+def steps_in_files(sink: Sink) -> list[int]:
+    assert isinstance(sink, ParquetSink)
+    (sink.folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
+    return list(instrument.load(sink.folder).tensors()["step"])
+
+
+@pytest.mark.parametrize(
+    ("create", "steps"),
+    [(lambda folder: MemorySink(), steps_in_memory), (ParquetSink, steps_in_files)],
+    ids=["MemorySink", "ParquetSink"],
+)
+def test_sink_stores_tensors_when_their_copies_are_complete(
+    gpu: Gpu, tmp_path: Path, create: Callable[[Path], Sink], steps: Callable[[Sink], list[int]]
+) -> None:
+    sink = create(tmp_path)
+    for step in (0, 1):
+        sink.keep(key(step), [3], torch.ones(3))
+        sink.end_step()
+    assert steps(sink) == []
+    gpu.copied = True
+    sink.keep(key(2), [3], torch.ones(3))
+    sink.end_step()
+    assert steps(sink) == [0, 1, 2]
+    assert gpu.waits == 0
+    gpu.copied = False
+    sink.keep(key(3), [3], torch.ones(3))
+    sink.end_step()
+    assert steps(sink) == [0, 1, 2]
+    if isinstance(sink, ParquetSink):  # a checkpoint has to contain all tensors
+        sink.finish_parts()
+        assert (steps(sink), gpu.waits) == ([0, 1, 2, 3], 1)
+        sink.keep(key(4), [3], torch.ones(3))
+    waits = gpu.waits
+    sink.close()
+    assert gpu.waits == waits + 1
+    assert steps(sink)[:4] == [0, 1, 2, 3]
+
+
+def test_full_pool_waits_for_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.sinks.tensors.POOL_BYTES", 4096)
+    sink = ParquetSink(tmp_path)
+    for step in (0, 1):
+        sink.keep(key(step), [3], torch.full((3,), float(step)))
+    assert gpu.waits == 1
+    sink.close()
+    assert steps_in_files(sink) == [0, 1]
+
+
+def test_summary_of_a_step_follows_when_its_pictures_are_copied(gpu: Gpu) -> None:
+    collector = SummaryCollector()
+    collector.add_tensor(key(0), torch.rand(1, 2, 8, 8), None)
+    assert list(collector.take()) == []
+    gpu.copied = True
+    collector.add_tensor(key(1), torch.rand(1, 2, 8, 8), None)
+    assert [step for step, _ in collector.take()] == [0, 1]
+    gpu.copied = False
+    collector.add_tensor(key(2), torch.rand(1, 2, 8, 8), None)
+    assert list(collector.take()) == []
+    assert [step for step, _ in collector.take(wait=True)] == [2]
+
+
+def test_step_with_tensors_of_a_gpu_ends_with_the_next_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copy, "_recorded_event", lambda device: gpu)
+    context = Context("h", "forward", "output", "a", torch.nn.ReLU(), "", StepContext(0, 0, 0, "train"))
+    sink = MemorySink()
+    monkeypatch.setattr(sink, "keep", lambda key, shape, tensor, dtype: 12)
+    recorder = Recorder(sink)
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    recorder.add_tensor(context, [3], on_gpu, None)  # type: ignore[arg-type]
+    recorder.end_step()
+    assert (sink.steps, gpu.waits, recorder.has_pending_rows) == (0, 0, True)
+    recorder.end_step()  # without tensors
+    assert (sink.steps, gpu.waits) == (2, 1)
