@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from ..spec.known_keys import fields_below
 
 
+MOST_COMPOSED = 32  # merged configurations that are kept: half a megabyte each
+
+
 class ParsedFiles(ConfigRepository):
     """Configuration files, each parsed once per process as long as it does not change.
 
@@ -31,21 +34,31 @@ class ParsedFiles(ConfigRepository):
     _parsed: ClassVar[dict[tuple[object, ...], ConfigResult]] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
+        """Load a configuration. The argument is that of `ConfigRepository.load_config`.
+
+        The content of the result is shared by all compositions, and must be copied before it is modified.
+        """
         source = self._find_object_source(config_path, ObjectType.CONFIG)
-        is_installed = source is not None and source.path.startswith(("hydra.", "instrument."))
-        if source is None or not (source.scheme() == "file" or (source.scheme() == "pkg" and is_installed)):
+        if source is None or source.scheme() not in ("file", "pkg", "structured"):
             return super().load_config(config_path)
         key: tuple[object, ...] = (source.provider, source.full_path(), config_path)
-        if source.scheme() == "file":  # the files of these packages do not change
+        if source.scheme() == "file":  # installed files do not change
             file = Path(source.path, source._normalize_file_name(config_path)).resolve()
             status = file.stat()
             key = (*key, file, status.st_mtime_ns, status.st_size, status.st_ino)
         if key not in self._parsed:
             result = super().load_config(config_path)
             assert result is not None
+            is_constant = source.scheme() == "file" or result.path.startswith(("pkg://hydra.", "pkg://instrument."))
+            if not is_constant and result.provider != "hydra":
+                return result
             self._parsed[key] = result
-        return copy.deepcopy(self._parsed[key])
+        return copy.copy(self._parsed[key])
+
+    @classmethod
+    def share(cls, results: Iterable[ConfigResult]) -> bool:
+        """Return whether all results have shared content, whose `id` identifies it."""
+        return {id(result.config) for result in results} <= {id(result.config) for result in cls._parsed.values()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParsedFiles:
         # Each composition copies its repository before it sets the list of sources; the sources are not changed.
@@ -59,6 +72,7 @@ class FieldLoader(ConfigLoaderImpl):
     written.
     """
 
+    _composed: ClassVar[dict[tuple[object, ...], DictConfig]] = {}
     _first: tuple[list[str], DictConfig] | None = None  # overrides and result of the first composition
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
@@ -99,13 +113,32 @@ class FieldLoader(ConfigLoaderImpl):
         return self._given, repository
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        config = super()._compose_config_from_defaults_list(defaults, repo)
+        config = self._merged(defaults, repo)
         added: list[str] = []
         for override in self._given:
             key = override.key_or_group
             if override.type == OverrideType.CHANGE and _is_known(key, config, added):
                 override.type = OverrideType.FORCE_ADD
             added.append(key)
+        return config
+
+
+    def _merged(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        """Merge configurations. The jobs of a sweep often merge the same ones, which is done once."""
+        results = [repo.load_config(default.config_path or "") for default in defaults]
+        loaded = [result for result in results if result is not None]
+        merges = zip(defaults, loaded, strict=True)
+        key = tuple((each.config_path, each.package, each.primary, id(result.config)) for each, result in merges)
+        if key in self._composed:
+            return copy.deepcopy(self._composed[key])
+        is_shared = ParsedFiles.share(loaded)
+        for result in loaded:
+            result.config = copy.deepcopy(result.config)
+        config = super()._compose_config_from_defaults_list(defaults, repo)
+        if is_shared:
+            if len(self._composed) == MOST_COMPOSED:
+                self._composed.clear()
+            self._composed[key] = copy.deepcopy(config)
         return config
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import instrument
 from instrument import verify
+from instrument.configuration import override_loader
 from instrument.configuration.override_loader import FieldLoader
 from instrument.configuration.search_path import conf_folder, config_loader
 from instrument.spec.config import RunConfig
@@ -148,3 +150,30 @@ def test_files_are_parsed_once_and_again_after_a_change(tmp_path: Path, monkeypa
     assert loader.load_configuration("config", overrides=given, run_mode=RunMode.RUN).train.steps == 4
     assert opened == [str(own)]
     assert configs[1].train.steps == 3
+
+
+def test_equal_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    merges = []
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+    monkeypatch.setattr(FieldLoader, "_composed", {})
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "_compose_config_from_defaults_list",
+        lambda loader, defaults, repo: (merges.append(defaults), merge(loader, defaults, repo))[1],
+    )
+    configs = [composed(f"seed={seed}", "model=mlp")[1] for seed in (1, 2)]
+    assert len(merges) == 1
+    configs[0].model.sizes.append(5)
+    configs[0].seed = 2
+    configs[0].hydra.overrides.task[2] = "seed=2"
+    again = composed("seed=2", "model=mlp")[1]
+    assert len(merges) == 1
+    assert OmegaConf.to_yaml(again) == OmegaConf.to_yaml(configs[1]) != OmegaConf.to_yaml(configs[0])
+    monkeypatch.setattr(FieldLoader, "_composed", {})
+    assert OmegaConf.to_yaml(composed("seed=2", "model=mlp")[1]) == OmegaConf.to_yaml(again)
+    composed("seed=2", "model=mnist_cnn")
+    assert len(merges) == 3
+    assert len(FieldLoader._composed) == 2
+    monkeypatch.setattr(override_loader, "MOST_COMPOSED", 2)
+    composed("model=lenet")
+    assert len(FieldLoader._composed) == 1
