@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..spec.known_keys import fields_below
 
-
 MOST_COMPOSED = 32  # merged configurations that are kept: half a megabyte each
 
 
