@@ -167,14 +167,14 @@ def read_sweep(folder: Path) -> DictConfig:
     """
     try:
         with (folder / SWEEP_RECORD).open() as file:
-            record = OmegaConf.load(file)
+            record: DictConfig = OmegaConf.create(yaml.load(file, yaml.CSafeLoader))
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
     if reason:
         message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
         raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
-    return record  # type: ignore[return-value]
+    return record
 
 
 def has_known_jobs(hydra: DictConfig) -> bool:
