@@ -230,7 +230,7 @@ class Archive(Protocol):
             ConfigError: The run or its tensors cannot be found.
         """
 
-    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+    def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
         """Return the tensor that was recorded for the same layer, role, path, call and batch.
 
         Args:
@@ -238,6 +238,10 @@ class Archive(Protocol):
             hook: The name of the record hook; None for any.
             step: The step at which the tensor was recorded; None for the step of `context`.
             context: The call that uses the tensor.
+            pinned: Whether the tensor is in pinned memory, from which a GPU copies.
+
+        Returns:
+            The tensor in CPU memory. It must not be modified.
 
         Raises:
             LookupError: No tensor matches, or several do.
@@ -255,7 +259,15 @@ class NoArchive:
         """
         raise ConfigError(Problem(f"{where}.run", "this probe was created without an archive of other runs", given=run))
 
-    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+    def find(
+        self,
+        run: str,
+        hook: str | None,
+        step: int | None,
+        context: Context,
+        *,
+        pinned: bool = False,  # noqa: ARG002
+    ) -> Tensor:
         """Find nothing.
 
         Raises:

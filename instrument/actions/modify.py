@@ -124,7 +124,8 @@ def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
     archive.open(spec.run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
-        return builtin_functions.patch(tensor, archive.find(spec.run, spec.hook, spec.step, context), part)
+        found = archive.find(spec.run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
+        return builtin_functions.patch(tensor, found, part)
 
     return replace
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -18,11 +21,51 @@ from .load import load
 from .run_tables import RunTables
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
+_Source = tuple[str, str | None, int | None]  # folder of the run, hook, and step of a spec
 _INDEX = ("step", "micro_step", "rank", "hook", *_LIKE, "scope", "shape", "source_shape")
 
 
+class _Place(NamedTuple):
+    """What a hook asks for: the tensor that was recorded at the same place as its own one.
+
+    Attributes:
+        like: Pairs of columns and their values.
+        has_samples: Whether dimension 0 contains the samples of a batch.
+        rank: The rank of the hook.
+    """
+
+    like: tuple[tuple[str, object], ...]
+    has_samples: bool
+    rank: int
+
+    @classmethod
+    def of(cls, context: Context) -> _Place:
+        kind = KINDS[context.kind]
+        columns = ["micro_step"] if kind.frequency == "micro_step" else []
+        moment = {"micro_step": context.moment.micro_step}
+        like = tuple((name, moment.get(name, getattr(context, name, None))) for name in (*columns, *_LIKE))
+        return cls(like, kind.family == "module", context.rank)
+
+
+class _Step(NamedTuple):
+    """The tensors of a recorded step that a hook uses.
+
+    Attributes:
+        number: The recorded step.
+        rows: Rows of the tensors table.
+        tensors: The tensors that were asked for, in CPU memory.
+    """
+
+    number: int
+    rows: pd.DataFrame
+    tensors: dict[_Place, Tensor]
+
+
 class RunArchive:
-    """Reads tensors from the folders of runs; caches those of the step that was requested last.
+    """Reads tensors from the folders of runs.
+
+    For each hook, the tensors of the step that was requested last are kept. If the steps advance, a thread reads the next
+    one meanwhile, and prepares the tensors that were asked for.
 
     Args:
         ranks: Number of processes of the current run.
@@ -33,7 +76,9 @@ class RunArchive:
         self.ranks = ranks
         self.shard = shard
         self._runs: dict[str, RunTables] = {}
-        self._steps: dict[str, tuple[int, pd.DataFrame]] = {}
+        self._steps: dict[_Source, _Step] = {}
+        self._next: dict[_Source, tuple[int, Future[_Step]]] = {}
+        self._thread = ThreadPoolExecutor(1, "instrument-archive")
 
     def open(self, run: str, hook: str | None, where: str) -> None:
         """Check that a run exists and has tensors of the hook.
@@ -71,7 +116,7 @@ class RunArchive:
         ranks: int = self._runs[run].info.get("ranks", 1)
         return ranks
 
-    def find(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+    def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
         """Return the tensor that was recorded at the same layer, role, path and call as the context, for the same
         batch.
 
@@ -83,44 +128,66 @@ class RunArchive:
             hook: Name of the hook that recorded the tensor; None for any hook.
             step: The recorded step; None for the step of the context.
             context: The context of the hook.
+            pinned: Whether the tensor is in pinned memory, from which a GPU copies.
+
+        Returns:
+            The tensor in CPU memory. It must not be modified.
 
         Raises:
             LookupError: No tensor or several tensors match, or the shards cannot be assembled.
         """
-        recorded_step = context.step if step is None else step
-        rows = self._at_step(run, recorded_step)
-        like = {column: getattr(context, column) for column in _LIKE}
-        if KINDS[context.kind].frequency == "micro_step":
-            like = {"micro_step": context.moment.micro_step, **like}
-        for column, value in like.items():
+        source, place = (run, hook, step), _Place.of(context)
+        current = self._at_step(source, context.step if step is None else step, pinned=pinned)
+        if place not in current.tensors:
+            current.tensors[place] = self._tensor(run, current, place, pinned=pinned)
+        return current.tensors[place]
+
+    def _tensor(self, run: str, step: _Step, place: _Place, *, pinned: bool) -> Tensor:
+        rows = step.rows
+        for column, value in place.like:
             rows = rows[rows[column] == value]
-        if hook is not None:
-            rows = rows[rows["hook"] == hook]
         ranks = self.ranks_of(run)
         one_stands_for_all = rows["scope"].isin(["global", "averaged"]).all()
         are_shards = len(rows) > 0 and rows["scope"].eq("shard").all()  # interventions operate on the full tensor
         if ranks > 1 and not are_shards and (one_stands_for_all or ranks == self.ranks):
-            rows = rows[rows["rank"] == (0 if one_stands_for_all else context.rank)]
-        location = ", ".join(f"{column} {value!r}" for column, value in like.items() if value or column != "backward")
+            rows = rows[rows["rank"] == (0 if one_stands_for_all else place.rank)]
+        location = ", ".join(f"{column} {value!r}" for column, value in place.like if value or column != "backward")
         if rows.empty or rows["rank"].duplicated().any():
             if rows.empty:
-                raise LookupError(f"{run} has no tensor of step {recorded_step} at {location}")
+                raise LookupError(f"{run} has no tensor of step {step.number} at {location}")
             hooks = sorted(set(rows["hook"]))
             count = f"{len(rows)} tensors (hooks {', '.join(hooks)})"
             fix = "; set 'hook'" if len(hooks) > 1 else ""
-            raise LookupError(f"ambiguous: {run} has {count} of step {recorded_step} at {location}{fix}")
-        of_samples = KINDS[context.kind].family == "module"
-        if len(rows) > 1 and not are_shards and (self.ranks > 1 or not of_samples):
+            raise LookupError(f"ambiguous: {run} has {count} of step {step.number} at {location}{fix}")
+        if len(rows) > 1 and not are_shards and (self.ranks > 1 or not place.has_samples):
             counts = f"recorded by {ranks} processes; cannot be used with {self.ranks}"
-            raise LookupError(f"{run}: the tensor of step {recorded_step} at {location} was {counts}")
+            raise LookupError(f"{run}: the tensor of step {step.number} at {location} was {counts}")
         values = np.concatenate([*rows.sort_values("rank")["values"]])
-        if ranks == 1 and of_samples and self.shard is not None and values.ndim:
+        if ranks == 1 and place.has_samples and self.shard is not None and values.ndim:
             samples = self.shard(range(len(values)))
             values = values[samples.start : samples.stop]
-        return torch.from_numpy(values)
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory() if pinned else tensor
 
-    def _at_step(self, run: str, step: int) -> pd.DataFrame:
-        cached = self._steps.get(run)
-        if cached is None or cached[0] != step:
-            cached = self._steps[run] = (step, self._runs[run].tensors(step=step))
-        return cached[1]
+    def _at_step(self, source: _Source, number: int, *, pinned: bool) -> _Step:
+        """Return a recorded step. Start to read the next one, if the distance of the last two predicts it."""
+        current = self._steps.get(source)
+        if current is not None and current.number == number:
+            return current
+        expected, reading = self._next.pop(source, (None, None))
+        step = reading.result() if reading is not None and expected == number else self._read(source, number)
+        self._steps[source] = step
+        if current is not None and number > current.number:
+            places = tuple(current.tensors)
+            ahead = 2 * number - current.number
+            self._next[source] = ahead, self._thread.submit(self._read, source, ahead, places, pinned=pinned)
+        return step
+
+    def _read(self, source: _Source, number: int, places: Iterable[_Place] = (), *, pinned: bool = False) -> _Step:
+        run, hook, _ = source
+        of_hook = {} if hook is None else {"hook": hook}
+        step = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
+        for place in places:
+            with suppress(LookupError):  # it is raised if a hook asks for this tensor
+                step.tensors[place] = self._tensor(run, step, place, pinned=pinned)
+        return step

@@ -121,7 +121,6 @@ class FieldLoader(ConfigLoaderImpl):
             added.append(key)
         return config
 
-
     def _merged(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         """Merge configurations. The jobs of a sweep often merge the same ones, which is done once."""
         results = [repo.load_config(default.config_path or "") for default in defaults]

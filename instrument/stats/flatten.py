@@ -21,6 +21,9 @@ def as_vector(tensor: Tensor) -> Tensor:
         Shape [elements], contiguous, detached; a view if the layout allows it.
     """
     tensor = tensor.detach().resolve_neg()
+    # On a GPU, `unbind` would wait for the lengths. Without lengths of its own, a jagged tensor uses all values.
+    if tensor.layout == torch.jagged and not tensor.is_cpu and tensor.lengths() is None:  # type: ignore[attr-defined]
+        return as_vector(tensor.values())
     if tensor.is_nested:
         return torch.cat([as_vector(part) for part in tensor.unbind()])
     if tensor.layout != torch.strided:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import ConfigError, HookError
+from instrument.actions.base import Context, StepContext
+from instrument.analysis.run_tables import RunTables
+from instrument.analysis.tensors_of_earlier_runs import RunArchive
 
 
 def model_of(seed: int) -> nn.Module:
@@ -78,3 +82,36 @@ def test_missing_run_or_run_without_tensors_is_an_error(tmp_path: Path, kind: st
     with pytest.raises(ConfigError) as caught:
         run(model_of(1), patch_hook(tmp_path / kind, fn="replace"))
     assert caught.value.problems[0].where == "hooks.p.run"
+
+
+def test_tensors_of_the_next_step_are_read_and_pinned_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    model = nn.Sequential(nn.Identity())
+    with instrument.attach(model, {"kept": keep}, out=tmp_path / "clean") as probe:
+        for step in range(10):
+            model(torch.full((2, 3), float(step)))
+            probe.end_step()
+    run = str(tmp_path / "clean")
+    done: list[tuple[str, bool]] = []
+    read = RunTables.tensors
+
+    def note(what: str) -> None:
+        done.append((what, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(
+        RunTables, "tensors", lambda tables, **where: (note(f"read {where['step']}"), read(tables, **where))[1]
+    )
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (note(f"pin {tensor[0, 0]:.0f}"), tensor)[1])
+    archive = RunArchive()
+    archive.open(run, "kept", "hooks.p")
+    for step in (0, 2, 4, 6, 3):  # with a distance of two, and a jump back
+        moment = StepContext(step, 0, 0, "train")
+        context = Context("p", "forward", "output", "0", nn.Identity(), "", moment)
+        found = [archive.find(run, "kept", None, context, pinned=True) for _ in range(2)]
+        assert found[0] is found[1], "each is prepared once"
+        assert torch.equal(found[0], torch.full((2, 3), float(step)))
+    archive._thread.shutdown()
+    in_hooks = [what for what, in_main in done if in_main]
+    ahead = [what for what, in_main in done if not in_main]
+    assert in_hooks == [f"{what} {step}" for step in (0, 2, 3) for what in ("read", "pin")]
+    assert ahead == [f"{what} {step}" for step in (4, 6, 8) for what in ("read", "pin")]

@@ -27,6 +27,7 @@ from instrument.spec.statistics import DEFAULT
 from instrument.stats import device_numbers, distribution
 from instrument.stats.device_numbers import DeviceNumbers
 from instrument.stats.device_operations import count_changed, measure_by_operations
+from instrument.stats.flatten import as_vector
 from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_fraction_on_device
 
 NO_LAUNCH = ("empty", "detach", "view", "promote_types", "prim.")
@@ -106,6 +107,11 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
                 assert launches.copies == [] or not step, "only constants, in the first step"
                 probe.end_step()
     assert len(probe.sink.rows["stats" if change == "record" else "effects"]) == 2
+
+
+def test_jagged_tensor_on_a_device_is_read_without_its_lengths() -> None:
+    values, offsets = torch.empty(5, 2, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+    assert as_vector(torch.nested.nested_tensor_from_jagged(values, offsets)).shape == (10,)
 
 
 def patched(recorded: Tensor) -> Tensor:
