@@ -82,19 +82,21 @@ class Row(NamedTuple):
 
 def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, precision: str) -> Row:
     """Measure a step with hooks and a step without."""
+    before = torch.cuda.memory_allocated()
     baseline = workload.training(DEVICE, PRECISIONS[precision])
     baseline.step()
-    alone, held = peak(baseline.step), torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated() - before
     with hooked_step(workload.training(DEVICE, PRECISIONS[precision]), specs) as step:
         time = paired(baseline.step, step, rounds=rounds, steps=10, device=DEVICE)
-        return Row(time, counted(step), (peak(step) - held) / alone)
+        return Row(time, counted(step), (held + peak(step)) / (held + peak(baseline.step)))
 
 
 def peak(step: Callable[[], object]) -> int:
-    """Return the peak memory of a step, in bytes."""
+    """Return the memory that a step takes in addition to that before it, in bytes."""
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     step()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def main() -> None:
@@ -115,7 +117,9 @@ def main() -> None:
             training = workload.training(DEVICE, PRECISIONS[precision])
             training.step()  # the first step of an optimizer has other kernels
             alone = counted(training.step)
-            show(workload.name, precision, "nothing", "1.00", alone, 1.0)
+            seconds = paired(training.step, training.step, rounds=3, device=DEVICE).baseline
+            show(workload.name, precision, "nothing", f"{1e3 * seconds:.1f} ms", alone, 1.0)
+            del training
             for label, specs in jobs(workload.training()).items():
                 row = measure(workload, specs, options.rounds, precision)
                 show(workload.name, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)

@@ -7,6 +7,7 @@ columns at once when the step ends.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -101,9 +102,11 @@ class StepStatistics:
 
 def _as_memory(names: tuple[str, ...], values: Sequence[float | None]) -> bytes:
     """Return values as the memory of a float64 array: the statistics `NATIVE` if the others have no value, otherwise all."""
-    numbers = np.full(len(ALL), math.nan)
-    numbers[list(positions(names))] = np.array(values, dtype=np.float64)
-    return numbers.tobytes() if not np.isnan(numbers[len(NATIVE) :]).all() else numbers[: len(NATIVE)].tobytes()
+    numbers = [math.nan] * len(ALL)
+    for position, value in zip(positions(names), values, strict=True):
+        numbers[position] = math.nan if value is None else value
+    has_others = not all(map(math.isnan, numbers[len(NATIVE) :]))
+    return array("d", numbers if has_others else numbers[: len(NATIVE)]).tobytes()
 
 
 class StatisticsRows(Sequence[Row]):
