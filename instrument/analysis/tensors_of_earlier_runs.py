@@ -32,19 +32,21 @@ class _Place(NamedTuple):
         like: Pairs of columns and their values.
         has_samples: Whether dimension 0 contains the samples of a batch.
         rank: The rank of the hook.
+        pinned: Whether the tensor is in pinned memory.
     """
 
     like: tuple[tuple[str, object], ...]
     has_samples: bool
     rank: int
+    pinned: bool
 
     @classmethod
-    def of(cls, context: Context) -> _Place:
+    def of(cls, context: Context, *, pinned: bool) -> _Place:
         kind = KINDS[context.kind]
         columns = ["micro_step"] if kind.frequency == "micro_step" else []
         moment = {"micro_step": context.moment.micro_step}
         like = tuple((name, moment.get(name, getattr(context, name, None))) for name in (*columns, *_LIKE))
-        return cls(like, kind.family == "module", context.rank)
+        return cls(like, kind.family == "module", context.rank, pinned)
 
 
 class _Step(NamedTuple):
@@ -52,11 +54,13 @@ class _Step(NamedTuple):
 
     Attributes:
         number: The recorded step.
+        distance: The distance from the step that was requested before; 0 for the first one.
         rows: Rows of the tensors table.
         tensors: The tensors that were asked for, in CPU memory.
     """
 
     number: int
+    distance: int
     rows: pd.DataFrame
     tensors: dict[_Place, Tensor]
 
@@ -64,8 +68,9 @@ class _Step(NamedTuple):
 class RunArchive:
     """Reads tensors from the folders of runs.
 
-    For each hook, the tensors of the step that was requested last are kept. If the steps advance, a thread reads the next
-    one meanwhile, and prepares the tensors that were asked for.
+    For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept. If the
+    last two distances of the steps are equal, a thread reads the next one meanwhile, and prepares the tensors that were
+    asked for. It does not if the run is still being recorded.
 
     Args:
         ranks: Number of processes of the current run.
@@ -136,13 +141,13 @@ class RunArchive:
         Raises:
             LookupError: No tensor or several tensors match, or the shards cannot be assembled.
         """
-        source, place = (run, hook, step), _Place.of(context)
-        current = self._at_step(source, context.step if step is None else step, pinned=pinned)
+        place = _Place.of(context, pinned=pinned)
+        current = self._at_step((run, hook, step), context.step if step is None else step)
         if place not in current.tensors:
-            current.tensors[place] = self._tensor(run, current, place, pinned=pinned)
+            current.tensors[place] = self._tensor(run, current, place)
         return current.tensors[place]
 
-    def _tensor(self, run: str, step: _Step, place: _Place, *, pinned: bool) -> Tensor:
+    def _tensor(self, run: str, step: _Step, place: _Place) -> Tensor:
         rows = step.rows
         for column, value in place.like:
             rows = rows[rows[column] == value]
@@ -167,27 +172,33 @@ class RunArchive:
             samples = self.shard(range(len(values)))
             values = values[samples.start : samples.stop]
         tensor = torch.from_numpy(values)
-        return tensor.pin_memory() if pinned else tensor
+        return tensor.pin_memory() if place.pinned else tensor
 
-    def _at_step(self, source: _Source, number: int, *, pinned: bool) -> _Step:
-        """Return a recorded step. Start to read the next one, if the distance of the last two predicts it."""
+    def _at_step(self, source: _Source, number: int) -> _Step:
+        """Return a recorded step. Start to read the next one, if the last two distances predict it."""
         current = self._steps.get(source)
         if current is not None and current.number == number:
             return current
+        distance = 0 if current is None else number - current.number
         expected, reading = self._next.pop(source, (None, None))
-        step = reading.result() if reading is not None and expected == number else self._read(source, number)
+        if reading is not None and expected == number:
+            step = reading.result()
+        else:
+            if reading is not None:
+                reading.cancel()
+            step = self._read(source, number, distance)
         self._steps[source] = step
-        if current is not None and number > current.number:
-            places = tuple(current.tensors)
-            ahead = 2 * number - current.number
-            self._next[source] = ahead, self._thread.submit(self._read, source, ahead, places, pinned=pinned)
+        is_complete = self._runs[source[0]].info["status"] != "running"
+        if current is not None and distance == current.distance and is_complete:
+            ahead, places = number + distance, tuple(current.tensors)
+            self._next[source] = ahead, self._thread.submit(self._read, source, ahead, distance, places)
         return step
 
-    def _read(self, source: _Source, number: int, places: Iterable[_Place] = (), *, pinned: bool = False) -> _Step:
+    def _read(self, source: _Source, number: int, distance: int, places: Iterable[_Place] = ()) -> _Step:
         run, hook, _ = source
         of_hook = {} if hook is None else {"hook": hook}
-        step = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
+        step = _Step(number, distance, self._runs[run].tensors(step=number, **of_hook), {})
         for place in places:
             with suppress(LookupError):  # it is raised if a hook asks for this tensor
-                step.tensors[place] = self._tensor(run, step, place, pinned=pinned)
+                step.tensors[place] = self._tensor(run, step, place)
         return step

@@ -26,9 +26,13 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, memory: Tensor | None = None) -> None:
         if memory is None:
-            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        # A copy from CUDA that also converts the dtype would wait.
-        memory.copy_(tensor.detach().to(memory.dtype) if tensor.is_cuda else tensor.detach(), non_blocking=True)
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        tensor = tensor.detach()
+        if (
+            tensor.is_cuda
+        ):  # a copy that also converts the dtype would wait, and one without waiting ignores conjugation
+            tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
+        memory.copy_(tensor, non_blocking=tensor.is_cuda)
         self._memory = memory
         self._copied = _recorded_event(tensor.device) if tensor.is_cuda else None
 

@@ -39,7 +39,8 @@ class Sink(Protocol):
     def end_step(self) -> None:
         """End a step: all of its rows were passed, and must survive the end of the process from now on.
 
-        The tensors of the next step may be here already. A sink does not wait for copies that a GPU has not completed.
+        Tensors of the next step may have been passed already, with copies that a GPU has not completed. The sink does not
+        wait for these.
         """
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Pool:
             while self._idle_bytes and self.used + self._idle_bytes > self.limit:
                 self._free_one()
         with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ class MemorySink:
         self.steps = 0
         self.closed = False
         self._copies: deque[tuple[Row, HostCopy]] = deque()  # tensors, with the columns before the values
+        self._appending = threading.Lock()  # hooks of several GPUs run in several threads
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Append rows to a table.
@@ -62,9 +64,13 @@ class MemorySink:
         return tensor.nbytes
 
     def _append_copies(self, *, wait: bool = False) -> None:
-        while self._copies and (wait or self._copies[0][1].is_complete):
-            columns, copy = self._copies.popleft()
-            self.rows["tensors"].append((*columns, copy.wait(), None))
+        with self._appending:
+            while self._copies and (wait or self._copies[0][1].is_complete):
+                columns, copy = self._copies[0]
+                values = copy.wait()
+                # Pinned memory is not kept: it cannot be swapped, and is reused for the next copies.
+                self.rows["tensors"].append((*columns, values.clone() if values.is_pinned() else values, None))
+                self._copies.popleft()
 
     def end_step(self) -> None:
         """Count the step."""

@@ -116,7 +116,8 @@ class ParquetSink:
             return None
 
     def end_step(self) -> None:
-        """Write the rows and tensors of the step to the operating system. Tensors that a GPU is still copying follow later.
+        """Write the rows and tensors of the step to the operating system. Tensors that a GPU is still copying follow
+        at the end of a later step.
 
         Raises:
             SinkError: They cannot be written.
@@ -159,7 +160,8 @@ class ParquetSink:
             SinkError: A part cannot be written.
         """
         try:
-            self._tensors.end_step(wait=True)
+            if self.failure is None:
+                self._tensors.end_step(wait=True)
             for writer in self._writers.values():
                 writer.finish_part()
             self._count()

@@ -70,8 +70,8 @@ class SummaryCollector:
         """Yield the collected summaries in the order of the steps. Steps without content are omitted.
 
         Args:
-            wait: Whether to wait for pictures that a GPU is still copying. Default: they remain, and so do the summaries
-                of their step and of later steps.
+            wait: Whether to wait for pictures that a GPU is still copying, and to include a step of which only pictures
+                are known. Default: these steps and later ones remain.
         """
         for step in sorted(self._steps):
             if not wait and not self._steps[step].is_complete:
@@ -88,6 +88,8 @@ class _CollectedStep:
 
     @property
     def is_complete(self) -> bool:
+        if self.pictures and not self.scalars:  # the step has not ended
+            return False
         return all(tiles.copy.is_complete for tiles in self.pictures.values())
 
     def summary(self) -> StepSummary:

@@ -101,6 +101,7 @@ class TensorWriter:
         as_list = self.as_list and tensor.dtype in FITS_FLOAT32
         stored = torch.float32 if as_list else tensor.dtype
         size = tensor.numel() * stored.itemsize
+        self._pass_on()
         buffer = self.pool.take(size, pinned=tensor.is_cuda, wait=self._write_now if self.waits else None)
         if buffer is None:
             return None
@@ -109,7 +110,6 @@ class TensorWriter:
         name = str(tensor.dtype).removeprefix("torch.")
         row = (*key, name, list(tensor.shape), list(source_shape))
         self._copying.append(CopiedTensor(row, flat, as_list, buffer, copy))
-        self._pass_on()
         return size
 
     def _pass_on(self, *, wait: bool = False) -> None:
@@ -117,12 +117,17 @@ class TensorWriter:
 
         Args:
             wait: Whether to wait for the other copies.
+
+        Raises:
+            OSError: A GPU could not copy a tensor.
         """
         with self._passing:
-            while self._copying and (wait or self._copying[0].copy.is_complete):
-                copied = self._copying.popleft()
-                copied.copy.wait()
-                self._submit(partial(self._receive, copied))
+            try:
+                while self._copying and (wait or self._copying[0].copy.is_complete):
+                    self._copying[0].copy.wait()
+                    self._submit(partial(self._receive, self._copying.popleft()))
+            except RuntimeError as error:
+                raise OSError(f"the GPU could not copy a recorded tensor: {error}") from error
 
     def end_step(self, *, wait: bool = False) -> None:
         """Wait until all tensors are written, except those that a GPU is still copying.

@@ -156,6 +156,17 @@ def error_of(info: Mapping[str, Any]) -> str | None:
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
+class _RecordLoader(yaml.CSafeLoader):  # type: ignore[misc]
+    """Loader for the YAML that OmegaConf writes, which is several times faster than OmegaConf's own one."""
+
+
+for _name in ("Path", "PosixPath", "WindowsPath"):
+    _RecordLoader.add_constructor(
+        f"tag:yaml.org,2002:python/object/apply:pathlib.{_name}",
+        lambda loader, node: Path(*loader.construct_sequence(node)),
+    )
+
+
 def read_sweep(folder: Path) -> DictConfig:
     """Read the sweep record of Hydra: the configuration from which the jobs are composed.
 
@@ -167,7 +178,7 @@ def read_sweep(folder: Path) -> DictConfig:
     """
     try:
         with (folder / SWEEP_RECORD).open() as file:
-            record: DictConfig = OmegaConf.create(yaml.load(file, yaml.CSafeLoader))
+            record: DictConfig = OmegaConf.create(yaml.load(file, _RecordLoader))
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)

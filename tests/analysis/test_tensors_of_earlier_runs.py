@@ -113,5 +113,21 @@ def test_tensors_of_the_next_step_are_read_and_pinned_ahead(tmp_path: Path, monk
     archive._thread.shutdown()
     in_hooks = [what for what, in_main in done if in_main]
     ahead = [what for what, in_main in done if not in_main]
-    assert in_hooks == [f"{what} {step}" for step in (0, 2, 3) for what in ("read", "pin")]
-    assert ahead == [f"{what} {step}" for step in (4, 6, 8) for what in ("read", "pin")]
+    assert in_hooks == [f"{what} {step}" for step in (0, 2, 4, 3) for what in ("read", "pin")]
+    assert ahead == [f"{what} {step}" for step in (6, 8) for what in ("read", "pin")]
+
+
+def test_run_that_is_still_recorded_is_not_read_ahead(tmp_path: Path) -> None:
+    model, other = model_of(0), model_of(1)
+    keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    with instrument.attach(model, {"kept": keep}, out=tmp_path / "clean") as recording:
+        model(torch.zeros(5, 3))
+        recording.end_step()
+        with instrument.attach(other, patch_hook(tmp_path / "clean", fn="replace")) as probe:
+            for step in range(5):
+                batch = torch.full((5, 3), float(step))
+                output = other(batch)
+                probe.end_step()
+                model(batch + 1)
+                recording.end_step()
+                assert torch.equal(output, other[2](model[:2](batch)))

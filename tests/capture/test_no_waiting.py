@@ -227,19 +227,23 @@ def test_no_hook_waits_for_a_gpu(change: str) -> None:
     "change", [{"fn": "replace"}, {"fn": "patch", "slice": ":, 0:2"}], ids=lambda change: change["fn"]
 )
 def test_recorded_tensors_replace_those_of_a_gpu_without_waiting(tmp_path: Path, change: dict[str, Any]) -> None:
-    model, batch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    model, batches = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(6, 3, 4)
     recorded = {"kept": {"layers": "0", "kind": "forward", "action": "record", "tensors": True}}
     with instrument.attach(model, recorded, out=tmp_path / "run") as probe:
-        for _ in range(6):
-            expected = model(batch)
+        for batch in batches:
+            expected = model(batch).detach()
             probe.end_step()
-    model, on_gpu = model.cuda(), batch.cuda()
+    model, on_gpu = model.cuda(), batches.cuda()
+    torch.nn.init.zeros_(model[0].weight)
+    torch.nn.init.zeros_(model[0].bias)
+    if change["fn"] == "patch":
+        expected[:, 2:] = 0.0
     spec = {"layers": "0", "kind": "forward", "action": "modify", "run": str(tmp_path / "run"), **change}
     with instrument.attach(model, {"p": spec}) as probe:
         for step in range(6):
             torch.cuda.set_sync_debug_mode("error" if step else "default")
             try:
-                output = model(on_gpu)
+                output = model(on_gpu[step])
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             probe.end_step()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tracker_files import key
+from tracker_files import key, metrics
+from waiting import wait_until
 
 import instrument
 from instrument.actions.base import Context, StepContext
@@ -17,6 +21,7 @@ from instrument.capture import device_copy
 from instrument.capture.device_copy import HostCopy
 from instrument.capture.recorder import Recorder
 from instrument.capture.sink_interface import Sink
+from instrument.sinks.buffer_pool import Pool
 from instrument.sinks.memory import MemorySink
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.step_summary import SummaryCollector
@@ -91,10 +96,10 @@ def test_sink_stores_tensors_when_their_copies_are_complete(
         sink.finish_parts()
         assert (steps(sink), gpu.waits) == ([0, 1, 2, 3], 1)
         sink.keep(key(4), [3], torch.ones(3))
-    waits = gpu.waits
+    waits, expected = gpu.waits, [0, 1, 2, 3, 4] if isinstance(sink, ParquetSink) else [0, 1, 2, 3]
     sink.close()
     assert gpu.waits == waits + 1
-    assert steps(sink)[:4] == [0, 1, 2, 3]
+    assert steps(sink) == expected
 
 
 def test_full_pool_waits_for_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +115,72 @@ def test_full_pool_waits_for_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pyte
 def test_summary_of_a_step_follows_when_its_pictures_are_copied(gpu: Gpu) -> None:
     collector = SummaryCollector()
     collector.add_tensor(key(0), torch.rand(1, 2, 8, 8), None)
+    collector.add("metrics", [metrics(0, loss=1.0)])
     assert list(collector.take()) == []
     gpu.copied = True
     collector.add_tensor(key(1), torch.rand(1, 2, 8, 8), None)
-    assert [step for step, _ in collector.take()] == [0, 1]
+    assert [step for step, _ in collector.take()] == [0], "the other step has not ended"
+    collector.add("metrics", [metrics(1, loss=1.0)])
+    assert [step for step, _ in collector.take()] == [1]
     gpu.copied = False
     collector.add_tensor(key(2), torch.rand(1, 2, 8, 8), None)
     assert list(collector.take()) == []
     assert [step for step, _ in collector.take(wait=True)] == [2]
+
+
+def test_completed_copies_make_room_for_others(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.sinks.tensors.POOL_BYTES", 4096)
+    monkeypatch.setattr("instrument.sinks.tensors.ROW_GROUP_BYTES", 1)  # the thread writes each tensor at once
+    sink = ParquetSink(tmp_path, when_full="drop")
+    assert sink.keep(key(0), [3], torch.ones(3)) is not None
+    assert sink.keep(key(1), [3], torch.ones(3)) is None
+    gpu.copied = True
+    wait_until(lambda: sink.keep(key(2), [3], torch.ones(3)) is not None)
+    sink.close()
+    assert steps_in_files(sink) == [0, 2]
+
+
+def test_gpu_that_cannot_copy_stops_the_recording_like_a_full_disk(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+    sink = ParquetSink(tmp_path, on_error="continue", report=reports.append)
+    sink.write("metrics", [metrics(0, loss=1.0)])
+    sink.end_step()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    sink.keep(key(1), [3], torch.ones(3))
+    monkeypatch.setattr(gpu, "synchronize", fail)
+    monkeypatch.setattr(gpu, "query", fail)
+    sink.end_step()
+    for _ in range(3):
+        assert sink.finish_parts()["metrics"] == 1, "a checkpoint keeps the earlier rows"
+    sink.close()
+    (report,) = reports
+    assert "the GPU could not copy a recorded tensor: CUDA error" in report
+    (tmp_path / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    assert list(instrument.load(tmp_path).metrics["step"]) == [0]
+
+
+def test_hooks_of_several_gpus_keep_tensors_at_the_same_time(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "query", lambda: time.sleep(0) is None)  # lets another thread run
+    sink = MemorySink()
+    keep = partial(sink.keep, key(0), [3])
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(keep, [torch.ones(3)] * 400))
+    assert len(sink.rows["tensors"]) == 400
+
+
+def test_copies_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    sink = MemorySink()
+    with torch.device("meta"):
+        sink.keep(key(0), [3], torch.ones(3, device="cpu"))
+        pooled = Pool(4096).take(8, pinned=False, wait=None)
+    assert sink.rows["tensors"][0][-2].tolist() == [1.0, 1.0, 1.0]
+    assert pooled is not None
+    assert pooled.is_cpu
 
 
 def test_step_with_tensors_of_a_gpu_ends_with_the_next_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

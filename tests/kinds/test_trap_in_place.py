@@ -16,6 +16,7 @@ import pytest
 import torch
 from architectures import CLASSES, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
 from hook_locations import GRADIENT_LOCATIONS, INTERVENTION_LOCATIONS, record_hooks
+from large_networks import run_by_size
 from tiers import tiered
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -162,7 +163,7 @@ def check(architecture: Architecture) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", tiered(ARCHITECTURES, QUICK))
 def test_gradients_equal_those_without_in_place_operations(name: str) -> None:
-    check(ARCHITECTURES[name])
+    run_by_size(name, check, ARCHITECTURES[name])
 
 
 @pytest.mark.parametrize(("kind", "role"), INTERVENTION_LOCATIONS)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import itertools
 import json
-import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +17,14 @@ import torch
 from architectures import CLASSES, TIMM, TORCHVISION, Architecture, of_timm, of_torchvision
 from conftest import Answer
 from device_statistics import use_general_path
+from large_networks import run_by_size
 from tiers import tiered
 from torch import Tensor, nn
 
 from instrument.actions.record import Record
-from instrument.spec.config import RunConfig
 from instrument.spec.parse import parse_config
 from instrument.tasks import NextToken, Outcome
-from instrument.verification.comparison import Certificate, verify
+from instrument.verification.comparison import verify
 from instrument.verification.fingerprints import _record_outputs, digest, trace
 
 HOOKS = {
@@ -118,21 +114,9 @@ def config_of(model: dict[str, Any], hooks: dict[str, Any] = HOOKS, steps: int =
     }
 
 
-LARGE = ("vgg", "regnet_x_32gf", "regnet_y_32gf", "regnet_y_128gf", "convnext_large", "wide_resnet101")
-
-
-def verify_in_a_process(config: RunConfig) -> Certificate:
-    """Verify in a process of its own, which returns its memory; only one at a time, since two need more than 24 GB."""
-    with open(Path(tempfile.gettempdir()) / "large-network.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(verify, config).result()
-
-
 @pytest.mark.parametrize("name", tiered(MODELS, QUICK))
 def test_recording_is_bit_identical_on_every_architecture(name: str) -> None:
-    is_large = any(large in name for large in LARGE)
-    certificate = (verify_in_a_process if is_large else verify)(parse_config(config_of(MODELS[name]())))
+    certificate = run_by_size(name, verify, parse_config(config_of(MODELS[name]())))
     assert certificate.holds, str(certificate.difference)
     assert certificate.steps == 2
     assert certificate.tensors > 10
