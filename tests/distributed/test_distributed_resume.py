@@ -46,7 +46,7 @@ STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
     scope="module",
     params=[
         pytest.param((*STRATEGIES[0], "cpu"), id="ddp-global"),
-        pytest.param((*STRATEGIES[1], "cpu"), id="fsdp2-none", marks=pytest.mark.slow),
+        pytest.param((*STRATEGIES[1], "cpu"), id="fsdp2-none"),
         *(
             pytest.param((*strategy, "cuda"), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
             for strategy in STRATEGIES
