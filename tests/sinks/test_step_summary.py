@@ -77,7 +77,7 @@ def test_first_image_of_a_tag_is_kept_as_a_copy() -> None:
     collector.add_tensor(key(1), shown, None)
     shown.fill_(1.0)
     collector.add_tensor(key(1, micro_step=1), written_over, None)
-    ((step, summary),) = collector.take()
+    ((step, summary),) = collector.take(wait=True)
     assert (step, list(summary.pictures)) == (1, ["seen/a.0/image"])
     assert summary.pictures["seen/a.0/image"].convert("RGB").getpixel((0, 0)) == (0, 0, 0)
 
