@@ -7,6 +7,7 @@ gradients are tested with tensors on the meta device, which have no values eithe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -181,6 +182,30 @@ def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) 
             assert launches.copies == [] or not step
             probe.end_step()
     assert len(probe.sink.rows["stats" if change == "record" else "effects"]) >= 2
+
+
+@pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [{"fn": "replace"}, {"fn": "patch", "slice": "0:2"}], ids=["replace", "patch"])
+def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[str, str], kind: str) -> None:
+    def train(device: str, spec: dict[str, Any], out: Path | None = None) -> list[list[str]]:
+        model = nn.Sequential(nn.Linear(4, 4, device=device), nn.ReLU(), nn.Linear(4, 4, device=device))
+        optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
+        hooks = {"h": {"layers": "0", "kind": kind, **spec}}
+        with instrument.attach(model, hooks, optimizer=optimizer, out=out) as probe:
+            for _ in range(3):
+                with Launches() as launches:
+                    loss = model(torch.zeros(3, 4, device=device, requires_grad=True)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                copies.append(launches.copies)
+                probe.end_step()
+        return copies
+
+    train("cpu", {"action": "record", "tensors": True}, tmp_path / "run")
+    firings = 2 if kind == "parameter_grad" else 1  # weight and bias
+    found = train("meta", {"action": "modify", "run": str(tmp_path / "run"), **change})
+    assert found == [["aten._to_copy.default"] * firings] * 3
 
 
 BIG = 1_000_000
