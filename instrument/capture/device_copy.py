@@ -28,9 +28,8 @@ class HostCopy:
         if memory is None:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         tensor = tensor.detach()
-        if (
-            tensor.is_cuda
-        ):  # a copy that also converts the dtype would wait, and one without waiting ignores conjugation
+        if tensor.is_cuda:
+            # A copy that also converts the dtype would wait, and a copy without waiting ignores conjugation.
             tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
         memory.copy_(tensor, non_blocking=tensor.is_cuda)
         self._memory = memory

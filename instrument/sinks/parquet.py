@@ -116,8 +116,9 @@ class ParquetSink:
             return None
 
     def end_step(self) -> None:
-        """Write the rows and tensors of the step to the operating system. Tensors that a GPU is still copying follow
-        at the end of a later step.
+        """Write the rows and tensors of the step to the operating system.
+
+        Tensors that a GPU is still copying follow at the end of a later step.
 
         Raises:
             SinkError: They cannot be written.
