@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,11 @@ WIDTH, BATCH = 64, 32
 HOOKS = 5  # on each layer, for the growth with the number of layers
 RECORD: dict[str, Any] = {"layers": "*", "kind": "forward", "action": "record"}
 GRADIENT: dict[str, Any] = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
+NEVER = {"start": 10**9}
+NEVER_AT_ROOT: dict[str, Any] = {**RECORD, "layers": ".", **NEVER}
+NOT_SCHEDULED = "instrument: not scheduled, per module call, without the end of the step"
 Step = Callable[[], object]
+Open = Callable[["Training"], AbstractContextManager[Step]]
 
 
 class Training:
@@ -155,26 +159,19 @@ def growth(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
     return extra / (HOOKS * layers), statistics.median(ends) / (HOOKS * layers)
 
 
-def variants(
-    layers: int, folder: Path
-) -> Iterator[tuple[str, int, Callable[[Training], AbstractContextManager[Step]]]]:
+def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     """Yield the label of each row, the number of tensors by which its time is divided, and the function that opens it."""
 
-    def hooks(**specs: dict[str, Any]) -> Callable[[Training], AbstractContextManager[Step]]:
+    def hooks(**specs: dict[str, Any]) -> Open:
         return lambda training: with_instrument(training, specs)
 
-    def callback(make: Callable[[], Callable[[Tensor], object]], gradients: bool) -> Callable[[Training], Any]:
+    def callback(make: Callable[[], Callable[[Tensor], object]], gradients: bool) -> Open:
         return lambda training: with_callback(training, make(), gradients=gradients)
 
-    never = {"start": 10**9}
     yield "instrument: outputs", layers, hooks(outputs=RECORD)
     yield "instrument: outputs and their gradients", 2 * layers, hooks(outputs=RECORD, gradients=GRADIENT)
-    yield (
-        "instrument: not scheduled, per module call",
-        layers,
-        hooks(outputs={**RECORD, **never}, gradients={**GRADIENT, **never}),
-    )
-    yield "instrument: the end of a step without rows, per step", 1, hooks(root={**RECORD, "layers": ".", **never})
+    yield "instrument: the end of a step without rows, per step", 1, hooks(root=NEVER_AT_ROOT)
+    yield NOT_SCHEDULED, layers, hooks(outputs={**RECORD, **NEVER}, gradients={**GRADIENT, **NEVER})
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
     yield "instrument: clip by value", layers, hooks(clip=clip)
     yield "instrument: scale", layers, hooks(scale={"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9})
@@ -213,10 +210,12 @@ def main() -> None:
                 if options.only not in label:
                     continue
                 bare, hooked = Training(options.layers), Training(options.layers)
-                with open_step(hooked) as step:
-                    extra, duration = extra_microseconds(
-                        lambda bare=bare: bare.step().item(), step, rounds=options.rounds, steps=options.steps
-                    )
+                with ExitStack() as stack:
+                    baseline: Step = lambda bare=bare: bare.step().item()  # noqa: E731
+                    if label == NOT_SCHEDULED:
+                        baseline = stack.enter_context(with_instrument(bare, {"root": NEVER_AT_ROOT}))
+                    step = stack.enter_context(open_step(hooked))
+                    extra, duration = extra_microseconds(baseline, step, rounds=options.rounds, steps=options.steps)
                 table.setdefault(label, []).append(f"{extra / tensors:.1f}")
                 print(
                     f"{threads} threads: {label}: {extra / tensors:.1f} us  (bare step {duration / 1e3:.2f} ms)",

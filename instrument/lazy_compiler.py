@@ -17,6 +17,12 @@ def compiler_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled any function in this process."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return compiler is not None and bool(compiler.counters["frames"])
+
+
 @cache
 def exclude_from_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.

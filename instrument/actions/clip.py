@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -13,6 +15,7 @@ from ..dtensor import full_tensor
 from ..spec.clip_and_scale import ClipSpec
 from ..stats.device_numbers import widest
 from ..stats.directed_rounding import round_down, round_up, toward_zero
+from ..stats.single_pass import avoids
 from .base import Context
 
 EPSILON = 1e-6  # As in `torch.nn.utils.clip_grad_norm_`: added to the norm, which may be zero.
@@ -39,6 +42,11 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
     if tensor.element_size() < 4:
         low = None if low is None else round_up(low, tensor.dtype)
         high = None if high is None else round_down(high, tensor.dtype)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        # Same values, and one operation for the gradient instead of five. At a bound, only the gradient of clamp passes.
+        lower, upper = -math.inf if low is None else low, math.inf if high is None else high
+        if lower <= upper and avoids(tensor, lower, upper):
+            return F.hardtanh(tensor, lower, upper)
     return tensor.clamp(low, high)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -12,10 +13,12 @@ from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
 from ..kinds.hook_group_interface import HookGroup
 from ..kinds.loss import LossHooks
+from ..kinds.module_tensors import ModuleHooks
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter_gradients import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
 from ..kinds.site_grouping import attach_sites
+from ..lazy_compiler import has_compiled
 from ..plan.hook_plan import HookPlan
 from .non_finite_alerts import EventWriter
 from .optimizer_checks import optimizers_of
@@ -74,7 +77,15 @@ class HookSet:
             self.clock.amp_scale = self._scaler_watch.scale
         if self.optimizers:
             self.steps = StepWatch(self.optimizers)
-        for group in attach_sites(self.attached_hooks, self.optimizers, self.clock, steps_by_loop=self.steps_by_loop):
+        # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
+        encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+        for group in attach_sites(
+            self.attached_hooks,
+            self.optimizers,
+            self.clock,
+            steps_by_loop=self.steps_by_loop,
+            never_suspended={part for encoder in encoders for part in encoder.modules()},
+        ):
             self._groups.append(group)
         if any(isinstance(group, GradientHooks) for group in self._groups):
             self._load_watch = LoadWatch(self.model, self.clock, self.report_replacements)
@@ -88,9 +99,15 @@ class HookSet:
                 watch.detach()
 
     def refresh(self) -> None:
-        """Notify the hooks that some of them start or stop being scheduled."""
+        """Notify the hooks that some of them start or stop being scheduled, or that code was compiled.
+
+        Code that was compiled without a suspended hook is discarded, since it would never call the hook.
+        """
+        was_suspended = any(isinstance(group, ModuleHooks) and group.is_suspended for group in self._groups)
         for group in self._groups:
             group.refresh()
+        if was_suspended and has_compiled():
+            torch.compiler.reset()
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
+from ..lazy_compiler import has_compiled
 from ..spec.hooks import HookSpec
 
 
@@ -17,7 +18,8 @@ class ScheduledHooks:
         attached_hooks: All sites of the plan.
         specs: The specs of the plan by name.
         clock: The current step and phase, which this object changes.
-        on_change: Called after scheduled hooks have changed, with those that are not of checkpoints.
+        on_change: Called after scheduled hooks have changed, with those that are not of checkpoints, and after the first
+            compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
 
     Attributes:
@@ -41,6 +43,7 @@ class ScheduledHooks:
         self._is_scheduled: dict[str, bool] = {}  # by spec
         self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
         self._is_sampled = is_sampled
+        self._has_compiled = has_compiled()
         self._interrupted_micro_step = 0  # of the training step that an evaluation interrupts
 
     def advance(self, *, update_all: bool = False, **moment: Any) -> None:
@@ -55,7 +58,8 @@ class ScheduledHooks:
         step, phase = self.clock.moment.step, self.clock.moment.phase
         self.clock.phases.add(phase)
         self.clock.micro_step_index += 1
-        changed = phase != previous_phase
+        changed = phase != previous_phase or has_compiled() != self._has_compiled
+        self._has_compiled = has_compiled()
         is_scheduled = {name: spec.schedule.includes(step, phase) for name, spec in self.specs.items()}
         # Without a budget, hooks are only sampled if a state with one was loaded.
         is_sampled = self._is_sampled or any(attached.subsampling > 1 for attached in self.attached_hooks)

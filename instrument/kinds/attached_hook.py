@@ -143,6 +143,11 @@ class AttachedHook:
         """Note an opportunity while the hook is not scheduled."""
         self.other_phases.add(self.clock.moment.phase)
 
+    @property
+    def is_phase_counted(self) -> bool:
+        """Whether an opportunity while it is not scheduled is noted for this phase already."""
+        return self.clock.moment.phase in self.other_phases
+
     def update_coverage(self, reason: str | None = None) -> None:
         """End a micro-step in which the hook was scheduled, and update its coverage.
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import exclude_from_graphs
+from ..lazy_compiler import exclude_from_graphs, has_compiled
 from ..nested import map_tensors
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
@@ -24,6 +23,7 @@ from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .plain_record import PlainModuleHooks
 from .reasons import NO_TENSOR, TRANSFORMED
+from .suspendable_hook import SuspendableHook
 from .tensor_gradients import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -36,9 +36,19 @@ _transform = (
 
 
 class ModuleHooks(InertWhenCopied):
-    """All sites at one module, served by two hooks that stay registered for the complete run.
+    """All sites at one module, served by two hooks.
 
-    If no site is scheduled, each hook only tests a flag.
+    If no site is scheduled, the hooks are suspended, in each phase after the first call of the module. They stay registered
+    if they were prepended, or if any code was compiled: compiled code calls only the hooks that were registered when it was
+    compiled.
+
+    Args:
+        module: The module.
+        attached_hooks: The sites.
+        clock: The clock of the probe.
+        prepend: Whether the hooks run before those that are registered already.
+        always_call: Whether the forward hook also runs if the forward pass raises an exception.
+        suspend: Whether the hooks may be suspended.
     """
 
     plain: PlainModuleHooks | None = None  # the scheduled sites, if all of them record plain tensors
@@ -51,6 +61,7 @@ class ModuleHooks(InertWhenCopied):
         *,
         prepend: bool = False,
         always_call: bool = False,
+        suspend: bool = True,
     ) -> None:
         self.attached_hooks = attached_hooks
         self.clock = clock
@@ -66,12 +77,14 @@ class ModuleHooks(InertWhenCopied):
         self.output: list[AttachedHook] = []
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
-        self.handles: list[RemovableHandle] = [
+        handles = (
             module.register_forward_pre_hook(self._bound(ModuleHooks.before), prepend=prepend, with_kwargs=True),
             module.register_forward_hook(
                 self._bound(ModuleHooks.after), prepend=prepend, with_kwargs=True, always_call=always_call
             ),
-        ]
+        )
+        self.hooks = [SuspendableHook(handle) for handle in handles]
+        self._may_suspend = suspend and not prepend
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of this object that torch.compile does not trace.
@@ -86,6 +99,11 @@ class ModuleHooks(InertWhenCopied):
         roles = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in scheduled]
         self.active = bool(scheduled)
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
+        if self.active or has_compiled() or not all(attached.is_phase_counted for attached in self.unscheduled):
+            for hook in self.hooks:
+                hook.resume()
+        else:
+            self._suspend()
         self.pre = [attached for kind, _, attached in roles if kind == "forward_pre"]
         self.forward_input = [attached for kind, role, attached in roles if kind == "forward" and role == "input"]
         self.output = [attached for kind, role, attached in roles if kind == "forward" and role == "output"]
@@ -107,6 +125,16 @@ class ModuleHooks(InertWhenCopied):
         self._plain = PlainModuleHooks.of(self.output, first + then) if self.active and only_outputs else None
         self.plain = None if self.unscheduled else self._plain
 
+    def _suspend(self) -> None:
+        if self._may_suspend and not has_compiled():
+            for hook in self.hooks:
+                hook.suspend()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the module does not call the hooks."""
+        return any(hook.is_suspended for hook in self.hooks)
+
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if self.plain is not None and _transform() is None:
@@ -120,6 +148,7 @@ class ModuleHooks(InertWhenCopied):
             self.unscheduled = []
             self.plain = self._plain
         if not self.active:
+            self._suspend()
             return None
         with self.clock.timer or _UNMEASURED:
             return self._before(module, args, kwargs)
@@ -200,8 +229,8 @@ class ModuleHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
-        while self.handles:
-            self.handles.pop().remove()
+        while self.hooks:
+            self.hooks.pop().remove()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
 

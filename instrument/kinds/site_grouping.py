@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from torch import nn
 from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
@@ -26,6 +27,7 @@ def attach_sites(
     clock: Clock,
     *,
     steps_by_loop: bool = False,
+    never_suspended: Collection[nn.Module] = (),
 ) -> Iterator[HookGroup]:
     """Attach all sites. Each group is yielded as soon as it is attached, so that it can be detached after an error.
 
@@ -35,6 +37,7 @@ def attach_sites(
         clock: The clock of the probe.
         steps_by_loop: Whether the loop announces optimizer steps itself, because a hook on the optimizer would run too
             early.
+        never_suspended: The modules whose hooks stay registered in steps without a scheduled site.
     """
     groups: dict[Location, list[AttachedHook]] = {}
     for attached in attached_hooks:
@@ -42,7 +45,8 @@ def attach_sites(
     for (group_type, _, prepend, always_call), sites in groups.items():
         module = sites[0].site.layer.module
         if group_type is ModuleHooks:
-            yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call)
+            suspend = module not in never_suspended
+            yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call, suspend=suspend)
         elif group_type is ModuleBackwardHooks:
             yield ModuleBackwardHooks(module, sites, clock, prepend=prepend)
         elif group_type is StateDictHooks:

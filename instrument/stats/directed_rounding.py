@@ -34,7 +34,7 @@ def round_down(bound: float, dtype: torch.dtype) -> float:
 
 def round_up(bound: float, dtype: torch.dtype) -> float:
     """Return the smallest number of a floating-point dtype that is not below a bound; see `round_down`."""
-    return -round_down(-bound, dtype)
+    return 0.0 - round_down(-bound, dtype)  # not -0.0 for a bound of zero
 
 
 def toward_zero(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,6 +20,11 @@
    Returns three numbers: how many elements differ (two NaN are equal), and the L2 norms over the finite elements (NaN if
    there is none). None for tensors that `record` does not support, or that differ in dtype or strides.
 
+   avoids(tensor, low, high) -> bool
+
+   Whether all elements are finite and none equals low or high, as numbers of the tensor's dtype. False for tensors that
+   `record` does not support.
+
    connect(tensor class, parameter class, exchange API) -> bool
 
    Gives access to tensors of these two classes. The exchange API is the capsule `__dlpack_c_exchange_api__` of the class,
@@ -388,6 +393,58 @@ CHANGED(changed_float32, float, AS_IT_IS)
 CHANGED(changed_bfloat16, uint16_t, from_bfloat16)
 CHANGED(changed_float64, double, AS_IT_IS)
 
+#define AVOIDS(NAME, ELEMENT, READ, NUMBER)                                                                            \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static int NAME(const ELEMENT *x, size_t count, double low, double high) {                                        \
+        const NUMBER lower = (NUMBER)low, upper = (NUMBER)high;                                                       \
+        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
+            const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
+            int found = 0;                                                                                            \
+            for (size_t i = start; i < start + size; i++) {                                                           \
+                const NUMBER value = READ(x[i]);                                                                      \
+                found |= (value == lower) | (value == upper) | (value - value != 0);                                  \
+            }                                                                                                         \
+            if (found)                                                                                                \
+                return 0;                                                                                             \
+        }                                                                                                             \
+        return 1;                                                                                                     \
+    }
+
+AVOIDS(avoids_float32, float, AS_IT_IS, float)
+AVOIDS(avoids_bfloat16, uint16_t, from_bfloat16, float)
+AVOIDS(avoids_float64, double, AS_IT_IS, double)
+
+static int avoids_any(const void *memory, size_t count, int kind, double low, double high) {
+    return kind == FLOAT32    ? avoids_float32(memory, count, low, high)
+           : kind == BFLOAT16 ? avoids_bfloat16(memory, count, low, high)
+                              : avoids_float64(memory, count, low, high);
+}
+
+static PyObject *avoids(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    DLTensor t;
+    int kind, result;
+    const void *memory;
+    (void)self;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "avoids takes three arguments");
+        return NULL;
+    }
+    const double low = PyFloat_AsDouble(args[1]), high = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
+    if (!numel)
+        Py_RETURN_FALSE;
+    if (numel <= SMALL) {
+        result = avoids_any(memory, numel, kind, low, high);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        result = avoids_any(memory, numel, kind, low, high);
+        Py_END_ALLOW_THREADS
+    }
+    return PyBool_FromLong(result);
+}
+
 static int write_effect(const void *before, const void *after, size_t count, int kind, double *out) {
     const void *both[] = {before, after};
     out[0] = (double)(kind == FLOAT32    ? changed_float32(before, after, count)
@@ -520,6 +577,7 @@ static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
     {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted) -> bytes or None"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
+    {"avoids", (PyCFunction)(void (*)(void))avoids, METH_FASTCALL, "avoids(tensor, low, high) -> bool"},
     {"statistics", statistics, METH_VARARGS, "statistics(address, count, kind, wanted) -> tuple or None"},
     {"moments", moments, METH_VARARGS,
      "moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)"},

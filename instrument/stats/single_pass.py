@@ -106,6 +106,14 @@ def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:
     return native.effect(before, after)
 
 
+def avoids(tensor: Tensor, low: float, high: float) -> bool:
+    """Return whether all elements of a plain tensor are finite, and none equals `low` or `high` in the tensor's dtype.
+
+    False if the tensor is not plain; see `record_plain`.
+    """
+    return _connected and not tensor.is_neg() and native.avoids(tensor, low, high)
+
+
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
     """Count the elements of a CPU vector between `low` and `high` in equal-width bins.
 

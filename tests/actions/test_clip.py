@@ -131,6 +131,37 @@ def test_clip_keeps_shape_dtype_device_and_graph(dtype: torch.dtype, fields: dic
     assert tensor.grad.any()
 
 
+@pytest.mark.parametrize("special", [[], [0.5], [-0.25], [-0.0], [math.nan], [math.inf], [-math.inf]], ids=str)
+@pytest.mark.parametrize("bounds", [(-0.25, 0.5), (0.0, 0.5), (None, 0.5), (-0.25, None), (0.5, -0.25)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_clip_values_and_its_gradients_equal_clamp(
+    dtype: torch.dtype, bounds: tuple[float | None, float | None], special: list[float]
+) -> None:
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    values = values[(values != 0.5) & (values != -0.25)]
+    values[1234 : 1234 + len(special)] = torch.tensor(special, dtype=dtype)
+    results = []
+    for clip in (clip_values, torch.clamp):
+        tensor = values.clone().requires_grad_()
+        clipped = clip(tensor, *bounds)
+        (first,) = torch.autograd.grad(clipped.square().sum(), tensor, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), tensor)
+        results.append((clipped.detach(), first.detach(), second))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    for ours, expected in zip(
+        *(result[:2] for result in results), strict=True
+    ):  # zeros of second derivatives differ in sign
+        assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_gradient_of_clip_values_is_one_operation() -> None:
+    tensor = torch.randn(100, requires_grad=True)
+    assert type(clip_values(tensor, -1.0, None).grad_fn).__name__ == "HardtanhBackward0"
+    at_the_bound = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert type(clip_values(at_the_bound, -1.0, 1.0).grad_fn).__name__ == "ClampBackward1"
+
+
 def test_clip_norm_is_differentiable() -> None:
     tensor = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: clip_norm(t, 0.5)[0], (tensor,))

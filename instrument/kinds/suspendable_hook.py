@@ -1,0 +1,72 @@
+"""A hook on a module that can be taken out for some steps and put back at its place among the module's other hooks.
+
+PyTorch calls a module without any hook faster. A hook that is registered again would run after the hooks of the user that
+were registered in the meantime.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+
+class SuspendableHook:
+    """One registered hook.
+
+    Args:
+        handle: The handle that PyTorch returned at the registration, which was without `prepend=True`.
+    """
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._handle = handle
+        self._hook: Callable[..., Any] | None = None  # while it is suspended
+        self._before: frozenset[int] = frozenset()  # the hooks that ran before it when it was suspended
+        self._after: frozenset[int] = frozenset()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the module does not call the hook."""
+        return self._hook is not None
+
+    def suspend(self) -> None:
+        """Take the hook out of the module, if it is registered."""
+        hooks, own = self._hooks, self._handle.id
+        if own not in hooks:
+            return
+        ids = list(hooks)
+        position = ids.index(own)
+        self._before, self._after = frozenset(ids[:position]), frozenset(ids[position + 1 :])
+        self._hook = hooks.pop(own)
+
+    def resume(self) -> None:
+        """Put the hook back, if it is suspended.
+
+        It follows the hooks that ran before it. If none is left, it precedes those that ran after it, and otherwise those that
+        were registered later.
+        """
+        if self._hook is None:
+            return
+        hooks = self._hooks
+        ids, own = list(hooks), self._handle.id
+        position = max((i + 1 for i, each in enumerate(ids) if each in self._before), default=None)
+        if position is None:
+            following = [i for i, each in enumerate(ids) if each in self._after or each > own]
+            position = next((i for i in following if ids[i] in self._after), min(following, default=len(ids)))
+        hooks[own] = self._hook
+        for each in ids[position:]:
+            hooks.move_to_end(each)
+        self._hook = None
+
+    def remove(self) -> None:
+        """Remove the hook for good."""
+        self._hook = None
+        self._handle.remove()
+
+    @property
+    def _hooks(self) -> OrderedDict[int, Callable[..., Any]]:
+        """The dictionary of the module, or an empty one if the module was deleted."""
+        hooks: OrderedDict[int, Callable[..., Any]] | None = self._handle.hooks_dict_ref()
+        return OrderedDict() if hooks is None else hooks
