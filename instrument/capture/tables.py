@@ -96,11 +96,15 @@ AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
 
 MOMENT = (
     Column(
-        "step", pa.int64(), "step", "optimizer step, from 0; for an evaluation, the number of steps completed before it"
+        "step",
+        pa.int64(),
+        "step",
+        "optimizer step, or batch in mode: forward, from 0; for an evaluation and the probe batch, the number of steps "
+        "completed before it",
     ),
     Column("micro_step", pa.int32(), "batch", "micro-batch in the step, or batch in the evaluation, from 0"),
     Column("epoch", pa.int32(), "epoch", "pass over the data, from 0"),
-    Column("phase", _LABEL, "", "train or eval"),
+    Column("phase", _LABEL, "", "train, eval, probe (the probe batch), or forward (mode: forward)"),
     Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
 )
 IDENTITY = (
