@@ -207,10 +207,11 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
     Raises:
         InstrumentError: The file cannot be written.
     """
-    state = {
-        name: full_tensor(value).cpu() if isinstance(value, Tensor) else value
-        for name, value in experiment.model.state_dict().items()
-    }
+    state: dict[str, Any] = {}
+    for name, value in experiment.model.state_dict().items():
+        full = full_tensor(value) if isinstance(value, Tensor) else value  # Collective, so in all processes.
+        if own_rank() == 0:
+            state[name] = full.cpu() if isinstance(full, Tensor) else full
     with synced_errors(experiment.strategy.processes):
         if own_rank() == 0:
             path = folder / WEIGHTS

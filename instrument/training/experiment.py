@@ -27,7 +27,7 @@ from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_paths
 from ..spec.config import RunConfig
-from ..spec.field_types import LARGEST, Target
+from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
@@ -210,12 +210,12 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None
     Returns:
         The origin of the weights; None without `init_from`.
     """
-    if config.init_from is None or (
-        config.mode == "train" and config.resume is not None
-    ):  # A checkpoint replaces them.
+    # The checkpoint of a resumed training contains the weights.
+    source = config.init_from if config.mode == "forward" or config.resume is None else None
+    if source is None:
         apply_specs(config.apply, model)
         return None
-    weights = InitialWeights(config.init_from.path, strict=config.init_from.strict)
+    weights = InitialWeights(source.path, strict=source.strict)
     if not weights.is_of_run:
         weights.load(model)
     apply_specs(config.apply, model)
@@ -273,13 +273,12 @@ def _check_shapes(
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
     sizes: dict[str, Callable[[int], Sequence[int]]] = {config.mode: batches.sizes}
-    for phase, dataset, batch_size in (
-        ("eval", data.test, config.train.eval_batch_size),
-        ("probe", data.probe, LARGEST),
-    ):
-        if dataset is not None:
-            of_phase = batch_sizes(len(dataset), batch_size)  # type: ignore[arg-type]
-            sizes[phase] = lambda _, of_phase=of_phase: of_phase  # type: ignore[misc]
+    if data.test is not None:
+        eval_sizes = batch_sizes(len(data.test), config.train.eval_batch_size)  # type: ignore[arg-type]
+        sizes["eval"] = lambda _: eval_sizes
+    if data.probe is not None:
+        probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
+        sizes["probe"] = lambda _: probe_sizes
     batches_by_phase = {
         phase: PhaseBatches(inferred, number_of_samples(trials[phase]), sizes[phase])
         for phase, inferred in inferred_by_phase.items()
@@ -317,15 +316,15 @@ def _infer_shapes(
         The result of shape inference for each phase, and whether a parameter gets no gradient (False without a search).
     """
     has_unused = False
-    computes_gradients = {"train": True, "eval": True, "probe": True, "forward": config.forward.grad}
 
     def forward_and_check(phase: str) -> None:
         nonlocal has_unused
         batch = trials[phase]
-        if phase == "probe" or (phase == "forward" and config.forward.grad):
+        needs_gradients = phase != "forward" or config.forward.grad
+        if phase in ("forward", "probe") and needs_gradients:
             batch = with_input_gradients(batch)
-        unit = _output_unit(config)
-        loss = _forward(task, model, batch, differentiable=computes_gradients[phase], unit=unit)
+        with torch.set_grad_enabled(needs_gradients):
+            loss = _forward(task, model, batch, differentiable=needs_gradients, unit=_output_unit(config))
         if phase == config.mode:
             has_unused = find_unused and has_unused_parameters(model, loss)
             functions.check_loss(loss)

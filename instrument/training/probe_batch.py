@@ -46,10 +46,10 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
     weights, total = batch_weights(experiment, batches)
     with without_side_effects(experiment.model, training=False), _kept_gradients(experiment), probe.in_phase("probe"):
         _seed(experiment)
+        batch = with_input_gradients(to_device(batches[0], experiment.device))
         with experiment.autocast():
-            outcome = experiment.task(
-                experiment.called_model, with_input_gradients(to_device(batches[0], experiment.device))
-            )
+            # A compiled model is not called, because it would be compiled again, and there is a limit for that.
+            outcome = experiment.task(experiment.model, batch)
         loss = probe.loss(outcome.loss)
         experiment.scaler.scale(loss * (weights[0] / total)).backward()
         probe.end_micro_step()

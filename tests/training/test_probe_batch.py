@@ -84,7 +84,7 @@ def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.M
     return fingerprints, sink, experiment, models
 
 
-@pytest.mark.parametrize("train", [{}, {"precision": "bf16"}, {"accumulate": 2}])
+@pytest.mark.parametrize("train", [{}, {"precision": "fp16"}, {"accumulate": 2}])
 def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None:
     settings = {"steps": STEPS, "batch_size": 16, "eval_every": 2, **train}
     hooks = {"maps": MAPS, "flow": FLOW, "weights": WEIGHTS, "sums": SUMS, "trained": TRAINED}
