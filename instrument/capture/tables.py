@@ -326,7 +326,7 @@ TABLES: dict[str, Table] = {
                     _LABEL,
                     "",
                     "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, "
-                    "optimizer, no_end_step, ranks, compiled, graph_break, device_statistics, recording, tracking, "
+                    "optimizer, init_from, no_end_step, ranks, compiled, graph_break, device_statistics, recording, tracking, "
                     "remote, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),

@@ -311,15 +311,21 @@ def test_plots_show_forward_rows_by_default(runs: Path) -> None:
 
 
 def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
+    from instrument import plot
+
     answer = cli(*COMMAND, "plan=true")
     assert answer.code == 0, answer.err
     rows = len(instrument.load(runs / "whole").stats)
     assert "1 hooks in 10 steps" in answer.out
     assert f"{rows}" in answer.out
-    answer = cli("-m", *COMMAND, "objective=accuracy", "seed=0,1", "hydra.sweep.dir=sweep")
+    answer = cli("-m", *COMMAND, "objective=accuracy", "seed=0", "train.batch_size=20,40", "hydra.sweep.dir=sweep")
     assert answer.code == 0, answer.err
     sweep = instrument.load("sweep")
-    assert sweep.metrics.groupby("run").size().tolist() == [10, 10]
+    assert sweep.metrics.groupby("run").size().tolist() == [10, 5]
+    assert "10 steps" in instrument.load("sweep/0")._repr_html_()
+    effects = sweep.effects_of("train.batch_size").query("table == 'metrics' and statistic == 'loss'")
+    assert list(effects.phase) == ["forward"]
+    assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
     answer = cli(*COMMAND, "sink.tensorboard=true", "hydra.run.dir=tracked", "quiet=true")
     assert answer.code == 0, answer.err
 

@@ -227,3 +227,25 @@ def test_resumed_run_requires_the_same_weights(
     Path("weights.pt").write_bytes(content)
     assert cli("resume=out").code == 0
     assert instrument.load("out").info["status"] == "done"
+
+
+def test_resumed_training_needs_no_weights(
+    cli: Cli, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from instrument.training import loop
+
+    torch.save(weights, "weights.pt")
+    with monkeypatch.context() as patch:
+        original, calls = loop.gradient_norm, [0]
+
+        def fail(model: nn.Module) -> torch.Tensor | None:
+            calls[0] += 1
+            if calls[0] > 2:
+                raise RuntimeError("stopped here")
+            return original(model)
+
+        patch.setattr(loop, "gradient_norm", fail)
+        assert cli(*RUN, "init_from=weights.pt", "train.checkpoint.every=1", "hydra.run.dir=out").code == 1
+    Path("weights.pt").unlink()
+    assert cli("resume=out").code == 0
+    assert instrument.load("out").info["init_from"]["path"] == "weights.pt"
