@@ -177,14 +177,16 @@ class ForwardConfig(Spec):
 
 
 def _path_as_mapping(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
+    return {"path": value} if isinstance(value, str) else _empty_if_none(value)
 
 
 class InitFromConfig(Spec):
     """The weights with which a run starts."""
 
-    path: str = Field(
-        min_length=1, description="A .pt, .pth or .safetensors file with a state dict, or the folder of a run."
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="A .pt, .pth or .safetensors file with a state dict, or the folder of a run; null: no weights are loaded.",
     )
     strict: bool = Field(True, description="Raise an error for missing and unexpected names in the state dict.")
 
@@ -250,9 +252,10 @@ class RunConfig(Spec):
         default_factory=ForwardConfig, description="The passes of mode: forward."
     )
     init_from: Annotated[
-        InitFromConfig | None, BeforeValidator(_path_as_mapping, json_schema_input_type=str | InitFromConfig | None)
+        InitFromConfig, BeforeValidator(_path_as_mapping, json_schema_input_type=str | InitFromConfig | None)
     ] = Field(
-        None, description="Weights to load before the first step: a file with a state dict, or the folder of a run."
+        default_factory=InitFromConfig,
+        description="Weights to load before the first step: the path of a file with a state dict, or the folder of a run.",
     )
     plan: bool = Field(False, description="Dry run: print the matching hooks and the predicted cost; do not train.")
     resume: str | None = Field(None, description="The folder of a stopped run to resume from its latest checkpoint.")

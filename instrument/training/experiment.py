@@ -211,11 +211,11 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None
         The origin of the weights; None without `init_from`.
     """
     # The checkpoint of a resumed training contains the weights.
-    source = config.init_from if config.mode == "forward" or config.resume is None else None
-    if source is None:
+    path = config.init_from.path if config.mode == "forward" or config.resume is None else None
+    if path is None:
         apply_specs(config.apply, model)
         return None
-    weights = InitialWeights(source.path, strict=source.strict)
+    weights = InitialWeights(path, strict=config.init_from.strict)
     if not weights.is_of_run:
         weights.load(model)
     apply_specs(config.apply, model)

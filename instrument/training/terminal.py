@@ -92,6 +92,8 @@ class Terminal:
         if (ranks := experiment.strategy.ranks) is not None:
             model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)
+        if experiment.weights is not None:
+            model += f", weights from {experiment.weights.path}"
         self.console.print(
             f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
             f"data  {source['dataset'].rpartition('.')[2]}: {escape(slices)}\n"

@@ -76,5 +76,5 @@ def test_setting_without_effect_is_reported(changes: dict[str, Any], where: str,
 
 def test_path_of_weights_can_be_text() -> None:
     source = parsed(init_from="weights.pt").init_from
-    assert source is not None
     assert (source.path, source.strict) == ("weights.pt", True)
+    assert parsed(init_from=None).init_from.path is None

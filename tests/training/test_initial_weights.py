@@ -157,7 +157,8 @@ def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor])
     head = list(weights)[-2]
     layer = head.removesuffix(".weight")
     fill = f'+apply.head={{layers: "{layer}", action: fill, value: 0.5}}'
-    answer = cli(*RUN, "mode=forward", "init_from=weights.pt", fill, "hydra.run.dir=out", "train.save=true")
+    path = ["init_from.path=weights.pt", "init_from.strict=false"]
+    answer = cli(*RUN, "mode=forward", *path, fill, "hydra.run.dir=out", "train.save=true")
     assert answer.code == 0, answer.err
     saved = torch.load("out/weights.pt", weights_only=True)
     assert saved[head].eq(0.5).all()
