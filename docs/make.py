@@ -20,7 +20,16 @@ from instrument.spec.apply import ACTIONS, ApplyBase
 from instrument.spec.base import HookBase
 from instrument.spec.budget import BudgetConfig
 from instrument.spec.clip_and_scale import ClipSpec, ScaleSpec
-from instrument.spec.config import CheckpointConfig, DataConfig, RunConfig, SinkConfig, SliceSpec, TrainConfig
+from instrument.spec.config import (
+    CheckpointConfig,
+    DataConfig,
+    ForwardConfig,
+    InitFromConfig,
+    RunConfig,
+    SinkConfig,
+    SliceSpec,
+    TrainConfig,
+)
 from instrument.spec.field_types import Selection
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
@@ -39,6 +48,8 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     ),
     "`train`": (TrainConfig, "{train: {steps: 100, batch_size: 32, accumulate: 2, eval_every: 50}}"),
     "`train.checkpoint`": (CheckpointConfig, "{train: {checkpoint: {every: 100}}}"),
+    "`forward`": (ForwardConfig, "{mode: forward, forward: {passes: 2, grad: true, of: 'logits[:, 3]'}}"),
+    "`init_from`": (InitFromConfig, "{init_from: {path: weights.pt, strict: false}}"),
     "`sink`": (SinkConfig, "{sink: {tensorboard: true, on_error: continue}}"),
     "`budget`": (BudgetConfig, "{budget: {time: 5%, bytes: 2GB}}"),
 }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
 
@@ -66,6 +67,19 @@ def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
     placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]
     local, shape, stride = value[_SHARD].to(mesh.device_type), Size(value["shape"]), tuple(value["stride"])
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+
+
+def join_shards(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a state dict with full tensors, given the result of `pack_shards` in each process, in order of rank."""
+    return {name: _joined([state[name] for state in states]) for name in states[0]}
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if not (isinstance(first, Mapping) and _SHARD in first):
+        return first
+    (dim,) = first["placements"]
+    return first[_SHARD] if dim is None else torch.cat([value[_SHARD] for value in values], dim)
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

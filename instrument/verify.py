@@ -50,6 +50,9 @@ def certify(config: DictConfig) -> None:
             raise ConfigError(
                 Problem("", "verification requires a single process", fix="run the same command without torchrun")
             )
+        if parsed.mode != "train":
+            message = "verification compares two trainings, but this mode does not train"
+            raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
             from .verification.comparison import verify
 

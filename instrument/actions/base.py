@@ -29,7 +29,7 @@ class StepContext(NamedTuple):
         step: The optimizer step, from 0.
         micro_step: The index of the micro-step within the step, from 0.
         epoch: The epoch, from 0.
-        phase: `train` or `eval`.
+        phase: `train`, `forward`, `eval` or `probe`.
     """
 
     step: int

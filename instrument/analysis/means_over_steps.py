@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..capture.tables import IDENTITY, TABLES
+from ..spec.schedule import STEP_PHASES
 from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 
@@ -60,7 +61,7 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
     condition = _step_condition(steps)
     if table != "metrics":
         return _means_of_batches(_batches(run, table, keys, [condition, ~ds.field("recompute")]), table)
-    training = _batches(run, table, keys, [condition, ds.field("phase") == "train"])
+    training = _batches(run, table, keys, [condition, ds.field("phase").isin(STEP_PHASES)])
     last = _last_evaluation(run, condition)
     if last is None:
         return _means_of_batches(training, table)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.dataset as ds
 
 from ..capture.tables import TABLES
+from ..spec.schedule import STEP_PHASES
 from .findings import findings
 from .run_tables import RunTables
 
@@ -90,8 +91,8 @@ def _problems(run: RunTables) -> str:
 
 
 def _steps(run: RunTables) -> int:
-    """Return the number of finished training steps."""
-    batches = run.scan("metrics", ["step"], ds.field("phase") == "train")
+    """Return the number of finished steps."""
+    batches = run.scan("metrics", ["step"], ds.field("phase").isin(STEP_PHASES))
     return max((int(batch["step"].to_numpy().max()) + 1 for batch in batches if batch.num_rows), default=0)
 
 

@@ -33,7 +33,7 @@ def select_series(
         hook: Name of the hook; None for any.
         kind: Kind of the hook; None for any.
         role: Role of the tensor; None for any.
-        phase: `train` or `eval`; None for any.
+        phase: Phase of the hook; None for any, but `train` if series of several phases match.
 
     Raises:
         InstrumentError: No series or several series match. The message lists the candidates.
@@ -42,6 +42,8 @@ def select_series(
     for key, word in wanted.items():
         check_choice(word, [getattr(series, key) for series in candidates], key, "no data with this value was recorded")
     fitting = [s for s in candidates if all(getattr(s, key) == word for key, word in wanted.items())]
+    if phase is None:
+        fitting = [series for series in fitting if series.phase == "train"] or fitting
     if len(fitting) == 1:
         return fitting[0]
     given = ", ".join(f"{key}={word!r}" for key, word in wanted.items())

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..actions.base import StepContext
 from ..spec.kinds import KINDS
+from ..spec.schedule import STEP_PHASES
 from .sink_interface import Row
 from .tables import TABLES
 
@@ -114,4 +115,6 @@ def _counted(row: Row) -> str:
 
 
 def _when(step: int, phase: str) -> str:
-    return f"at step {step}" if phase == "train" else f"in the evaluation after {step} steps"
+    if phase in STEP_PHASES:
+        return f"at step {step}"
+    return f"in the {'probe batch' if phase == 'probe' else 'evaluation'} after {step} steps"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -21,6 +21,7 @@ from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..spec.budget import BudgetConfig
+from ..spec.schedule import Phase
 from ..stats.device_choice import BY_KERNEL, measured_by
 from .budget import Budget
 from .collectives import Ranks, own_rank
@@ -35,6 +36,8 @@ from .recorder import Recorder
 from .row_cells import has_lazy_parameters, layer_rows
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Sink
+
+PHASES = (*get_args(Phase), "sanity")
 
 
 class Probe:
@@ -174,39 +177,57 @@ class Probe:
 
     @property
     def phase(self) -> str:
-        """The current phase: `train`, `eval` or `sanity`.
+        """The current phase: `train`, `forward`, `eval`, `probe` or `sanity`.
 
-        `sanity` is Lightning's sanity check; no hook runs in it.
+        A hook runs in the phase of its spec. `train` is the phase of training steps and `forward` that of a loop that
+        does not train; `end_step` ends their steps. `eval` is an evaluation and `probe` the pass of a probe batch, both
+        between two steps; see `in_phase`. `sanity` is Lightning's sanity check; no hook runs in it.
 
         The loop can assign it. This ends the current micro-step.
 
         Raises:
-            ValueError: The assigned value is none of the three.
+            ValueError: The assigned value is no phase.
         """
         return self.clock.moment.phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        if phase not in ("train", "eval", "sanity"):
-            raise ValueError(f"phase must be 'train', 'eval' or 'sanity', not {phase!r}")
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(map(repr, PHASES))}, not {phase!r}")
         self._scheduled.set_phase(phase)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set the phase to `eval` for the duration of a `with` block.
+        """Set the phase to `eval` for the duration of a `with` block; see `in_phase`."""
+        with self.in_phase("eval"):
+            yield
 
-        The rows of the evaluation are written when it ends.
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Set the phase for the duration of a `with` block between two steps, and restore it afterwards.
+
+            with probe.in_phase("probe"):
+                loss_of(model(fixed_batch)).backward()
+
+        The rows of the block are written when it ends.
+
+        Args:
+            phase: The phase: `eval` for an evaluation, `probe` for a probe batch.
+
+        Raises:
+            ValueError: It is no phase.
         """
         started_at = time.perf_counter()
-        self.phase = "eval"
+        previous_phase = self.phase
+        self.phase = phase
         any_scheduled = bool(self._scheduled.names)
         try:
             yield
         finally:
-            self.phase = "train"
+            self.phase = previous_phase
         self.recorder.end_step(any_scheduled=any_scheduled)
         seconds = time.perf_counter() - started_at
-        self._step_started_at += seconds  # an evaluation is not part of the step that it interrupts
+        self._step_started_at += seconds  # the block is not part of the step that it interrupts
         if self.budget is not None and not any_scheduled:
             self.budget.exclude(seconds)
 

@@ -9,6 +9,7 @@ from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
 from ..lazy_compiler import has_compiled
 from ..spec.hooks import HookSpec
+from ..spec.schedule import STEP_PHASES
 
 
 class ScheduledHooks:
@@ -44,7 +45,7 @@ class ScheduledHooks:
         self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
         self._is_sampled = is_sampled
         self._has_compiled = has_compiled()
-        self._interrupted_micro_step = 0  # of the training step that an evaluation interrupts
+        self._interrupted_micro_step = 0  # of the step that an evaluation interrupts
 
     def advance(self, *, update_all: bool = False, **moment: Any) -> None:
         """Set fields of the clock's moment, and update which hooks are scheduled.
@@ -82,11 +83,11 @@ class ScheduledHooks:
         moment = self.clock.moment
         if phase == moment.phase:
             return
-        if self.has_opportunities or (moment.phase == "eval" and not moment.micro_step):
+        if self.has_opportunities or (moment.phase in ("eval", "probe") and not moment.micro_step):
             self.end_micro_step()
-        if moment.phase == "train":
+        if moment.phase in STEP_PHASES:
             self._interrupted_micro_step = self.clock.moment.micro_step
-        self.advance(micro_step=self._interrupted_micro_step if phase == "train" else 0, phase=phase)
+        self.advance(micro_step=self._interrupted_micro_step if phase in STEP_PHASES else 0, phase=phase)
 
     @property
     def has_opportunities(self) -> bool:

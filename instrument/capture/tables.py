@@ -96,11 +96,15 @@ AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
 
 MOMENT = (
     Column(
-        "step", pa.int64(), "step", "optimizer step, from 0; for an evaluation, the number of steps completed before it"
+        "step",
+        pa.int64(),
+        "step",
+        "optimizer step, or batch in mode: forward, from 0; for an evaluation and the probe batch, the number of steps "
+        "completed before it",
     ),
     Column("micro_step", pa.int32(), "batch", "micro-batch in the step, or batch in the evaluation, from 0"),
     Column("epoch", pa.int32(), "epoch", "pass over the data, from 0"),
-    Column("phase", _LABEL, "", "train or eval"),
+    Column("phase", _LABEL, "", "train, eval, probe (the probe batch), or forward (mode: forward)"),
     Column("rank", pa.int32(), "", "process of a distributed run, from 0"),
 )
 IDENTITY = (
@@ -322,7 +326,7 @@ TABLES: dict[str, Table] = {
                     _LABEL,
                     "",
                     "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, "
-                    "optimizer, no_end_step, ranks, compiled, graph_break, device_statistics, recording, tracking, "
+                    "optimizer, init_from, no_end_step, ranks, compiled, graph_break, device_statistics, recording, tracking, "
                     "remote, resumed, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),

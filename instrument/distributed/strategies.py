@@ -278,12 +278,18 @@ class FullySharded(DataParallel):
 
         Returns:
             True: the parameters were replaced.
+
+        Raises:
+            ConfigError: The model has no parameters.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        device = next(model.parameters()).device
-        mesh = init_device_mesh(device.type, (self.processes.size,))
+        first = next(model.parameters(), None)
+        if first is None:
+            message = "the model has no parameters to shard"
+            raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
+        mesh = init_device_mesh(first.device.type, (self.processes.size,))
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

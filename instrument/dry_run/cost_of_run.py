@@ -17,6 +17,7 @@ from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
+from ..spec.schedule import STEP_PHASES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
 from .size_estimates import Sample, bytes_of_rows, bytes_of_tensors
@@ -80,7 +81,7 @@ def _result(
             if step_profile.phase == spec.phase and step_profile.step in due.steps
         ]
         micro_steps = (
-            profile.micro_batches if spec.phase == "train" and spec.definition.frequency == "micro_step" else 1
+            profile.micro_batches if spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step" else 1
         )
         for table in TABLES_OF_ROWS:
             written = [step_profile.rows[table][name] for step_profile in step_profiles]
@@ -92,7 +93,9 @@ def _result(
         times[name] = due.times / micro_steps / max(1, len(step_profiles))
         rows[name] += len(tensor_bytes[name]) // max(1, len(step_profiles)) // micro_steps
     sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, _checkpoints(experiment))
-    seconds, fixed = _seconds(profile, baseline, [name for name, spec in plan.specs.items() if spec.phase == "train"])
+    seconds, fixed = _seconds(
+        profile, baseline, [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
+    )
     cost = {
         name: Cost(
             len(due.steps),
@@ -147,12 +150,12 @@ def _seconds(profile: Profile, baseline: Sequence[float], specs: Sequence[str]) 
     Args:
         profile: The measurements of the steps with hooks.
         baseline: The durations of steps without hooks, in seconds.
-        specs: The names of the specs of the training phase.
+        specs: The names of the specs that run in steps.
 
     Returns:
         Seconds by spec, and seconds per step.
     """
-    step_profiles = [step_profile for step_profile in profile.steps if step_profile.phase == "train"]
+    step_profiles = [step_profile for step_profile in profile.steps if step_profile.phase in STEP_PHASES]
     if not step_profiles:
         return {}, 0.0
     steps = [

@@ -23,7 +23,9 @@ from ..nested import number_of_samples
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
 from ..training.experiment import Experiment
-from ..training.loop import evaluate, train_step
+from ..training.forward import forward_step
+from ..training.loop import StepObserver, evaluate, train_step
+from ..training.probe_batch import run_probe_batch
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
 MIN_REPEATS, MAX_REPEATS, REPEATS_WITH_ROWS = (
@@ -56,7 +58,7 @@ class StepProfile:
 
     Attributes:
         step: The index of the step.
-        phase: `train` or `eval`.
+        phase: `train`, `forward`, `eval` or `probe`.
         rows: The written rows, by table and spec.
         tensor_bytes: By spec, the size of each recorded tensor, in bytes.
         seconds: The duration of the step.
@@ -169,7 +171,7 @@ def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], sec
         The duration of each step, in seconds.
     """
     _reset_compiler(experiment)
-    experiment.model.train()
+    experiment.model.train(experiment.config.mode == "train")
     observer = _NoHooks()
     durations: list[float] = []
     started_at = time.perf_counter()
@@ -177,9 +179,16 @@ def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], sec
         time.perf_counter() - started_at < seconds and len(durations) <= MAX_REPEATS
     ):
         step_started_at = time.perf_counter()
-        train_step(experiment, observer, batches[len(durations) % len(batches)])
+        _run_step(experiment, observer, batches[len(durations) % len(batches)])
         durations.append(time.perf_counter() - step_started_at)
     return durations[1:]
+
+
+def _run_step(experiment: Experiment, observer: StepObserver, batches: StepBatches) -> Mapping[str, float | None]:
+    """Execute one step of the mode of the run, and return its metrics."""
+    if experiment.config.mode == "train":
+        return train_step(experiment, observer, batches)
+    return forward_step(experiment, observer, batches)[0]
 
 
 def _reset_compiler(experiment: Experiment) -> None:
@@ -213,7 +222,7 @@ class _Profiler:
         firings = {name: firings_of(spec, experiment.length) for name, spec in plan.specs.items()}
         self.first_steps = {
             phase: sorted({firings[n].steps[0] for n, s in plan.specs.items() if s.phase == phase and firings[n].steps})
-            for phase in ("train", "eval")
+            for phase in experiment.inferred_by_phase
         }
         self.sink = _RecordingSink(ParquetSink(folder, tensors=config.sink.tensors))
         self.probe = Probe(
@@ -225,23 +234,26 @@ class _Profiler:
             archive=experiment.archive,
         )
         self.timer = self.probe.clock.timer = HookTimer()
-        one_batch: Any = [next(iter(experiment.eval_loader))] if self.first_steps["eval"] else []
+        one_batch: Any = [next(iter(experiment.eval_loader or ()))] if self.first_steps.get("eval") else []
         self.experiment = experiment
+        self.mode = experiment.config.mode
         self.eval_experiment = replace(experiment, eval_loader=one_batch)
         self.batches = {
-            step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in self.first_steps["train"]
+            step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in self.first_steps[self.mode]
         }
 
     def measure(self, step: int, phase: str) -> StepProfile:
-        """Execute and measure one step, or one batch of an evaluation."""
+        """Execute and measure one step, one batch of an evaluation, or one pass of the probe batch."""
         self.sink.step_profile = profile = StepProfile(step, phase)
         self.probe.set_step(step)
         self.timer.reset()
         started_at = time.perf_counter()
-        if phase == "train":
-            metrics = train_step(self.experiment, self.probe, next(self.batches[step]))
-        else:
+        if phase == self.mode:
+            metrics = _run_step(self.experiment, self.probe, next(self.batches[step]))
+        elif phase == "eval":
             metrics = evaluate(self.eval_experiment, self.probe)
+        else:
+            metrics = run_probe_batch(self.experiment, self.probe)
         metrics["loss"]  # Synchronizes with the device.
         profile.seconds = time.perf_counter() - started_at
         profile.hook_seconds = self.timer.seconds
@@ -274,6 +286,7 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
     steps: list[StepProfile] = []
     passes = 0
     with profiler.probe:
+        profiler.probe.phase = profiler.mode
         started_at = time.perf_counter()
         while not passes or (
             sum(sink.sizes) < MAX_BYTES
@@ -285,7 +298,9 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
         for attached in profiler.probe.attached_hooks:
             attached.is_paused = attached.is_record_hook
         unscheduled = [
-            profiler.measure(step, "train") for step in profiler.first_steps["train"][:1] for _ in range(min(passes, 8))
+            profiler.measure(step, profiler.mode)
+            for step in profiler.first_steps[profiler.mode][:1]
+            for _ in range(min(passes, 8))
         ]
     steps_per_pass = len(steps) // passes
     overheads = [profile.hook_seconds - sum(profile.action_seconds.values()) for profile in unscheduled]

@@ -21,6 +21,7 @@ from ..plan.hook_plan import Site
 from ..spec.globs import matches
 from ..spec.modify import FunctionSpec, PenaltySpec
 from ..spec.record import RecordSpec
+from ..spec.schedule import STEP_PHASES
 from ..stats.flatten import unreadable
 from .clock import FIRST_CALL, Clock, Firing
 from .distributed_scope import scope_of
@@ -72,7 +73,7 @@ class AttachedHook:
         self.default_reason = default_reason(site.spec.definition)
         self.is_scheduled = False
         self.was_ever_scheduled = False
-        # Whether a record hook is paused in training steps, to measure them without it.
+        # Whether a record hook is paused in steps, to measure them without it.
         self.is_paused = False
         self.subsampling = 1  # with a budget, it runs at every n-th scheduled step
         self.scheduled_count = 0  # steps at which its schedule is active
@@ -97,7 +98,7 @@ class AttachedHook:
             self.scheduled_count += 1
         scheduled = scheduled and (self.scheduled_count - 1) % self.subsampling == 0
         self.was_ever_scheduled |= scheduled
-        if scheduled and self.is_paused and self.clock.moment.phase == "train":
+        if scheduled and self.is_paused and self.clock.moment.phase in STEP_PHASES:
             scheduled = False
         changed = scheduled != self.is_scheduled
         self.is_scheduled = scheduled

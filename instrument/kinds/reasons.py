@@ -91,9 +91,7 @@ def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None
 
 def phase_never_entered(phase: str) -> str:
     """Return the reason for a hook whose phase never occurred."""
-    return (
-        f"never scheduled: the hook is for phase {phase}, which the loop never entered (with probe.evaluating(): ...)"
-    )
+    return f"never scheduled: the hook is for phase {phase}, which the loop never entered (with probe.in_phase({phase!r}): ...)"
 
 
 def fused_attention_reason(module: Any, parents: Iterable[Any]) -> str | None:

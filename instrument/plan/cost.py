@@ -50,7 +50,7 @@ class Cost:
         rows_per_step: Rows per scheduled step. The last step of an epoch may have fewer.
         rows: Rows in total.
         bytes: Bytes on disk in total.
-        seconds: The time that it adds to a scheduled step, in seconds; 0 for phase eval.
+        seconds: The time that it adds to a scheduled step, in seconds; 0 for the phases eval and probe.
     """
 
     firings: int
@@ -89,7 +89,8 @@ class Firings:
     """The schedule of a spec in a run of a given length.
 
     Attributes:
-        steps: The scheduled steps. For phase eval: the numbers of steps completed before the scheduled evaluations.
+        steps: The scheduled steps. For the phases eval and probe: the numbers of steps completed before the scheduled
+            evaluations, or passes of the probe batch.
         times: How often it acts on each of its tensors in total: once per micro-batch, or once per optimizer step.
         times_per_step: How often it acts in one complete step.
     """
@@ -104,6 +105,9 @@ def firings_of(spec: HookSpec, length: Length) -> Firings:
     if spec.phase == "eval":
         steps = length.evaluations.steps_in(spec.schedule)
         return Firings(steps, len(steps) * length.eval_batches, length.eval_batches)
+    if spec.phase == "probe":
+        steps = spec.schedule.steps_in(range(length.steps + 1))
+        return Firings(steps, len(steps), 1)
     steps = spec.schedule.steps_in(range(length.steps))
     if spec.definition.frequency == "occasion":
         return Firings(steps, 0, 0)

@@ -51,7 +51,7 @@ def misfits_in_smaller_batches(
 ) -> list[Problem]:
     """Check slices and lists of factors along the samples against the smallest batch that their hooks will see.
 
-    Dimension 0 contains the samples if its size is the number of samples, or the same multiple of it in both phases.
+    Dimension 0 contains the samples if its size is the number of samples, or the same multiple of it in two phases.
 
     Args:
         plan: The sites.
@@ -69,7 +69,7 @@ def misfits_in_smaller_batches(
         if spec.definition.family != "module" or not (is_list or is_slice):
             continue
         size, full_size = smallest(spec), samples[spec.phase]
-        (other,) = inferred_by_phase.keys() - {spec.phase}
+        other = next((phase for phase in samples if samples[phase] != full_size), spec.phase)
         for site in plan.of(spec.name) if size < full_size else ():
             other_shapes = {(call, info.path): info.shape for call, info in tensors_at(site, inferred_by_phase[other])}
             for call, info in tensors_at(site, inferred_by_phase[spec.phase]):

@@ -18,6 +18,7 @@ from ..spec.description import describe_action
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
+from ..spec.schedule import STEP_PHASES
 from .cost import Forecast
 from .hook_plan import HookPlan
 from .layer_selection import shorten
@@ -119,7 +120,7 @@ class Costs:
             *([] if narrow else [f"{estimate.rows_per_step:,}"]),
             f"{estimate.rows:,}",
             human_bytes(estimate.bytes),
-            "" if spec.phase == "eval" else f"+{self.forecast.share(name, self.steps):.1%}",
+            "" if spec.phase not in STEP_PHASES else f"+{self.forecast.share(name, self.steps):.1%}",
         ]
 
     def _total(self, *, narrow: bool) -> list[str]:

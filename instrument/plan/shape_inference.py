@@ -93,7 +93,7 @@ def infer_shapes(
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after),
             ]
-        with _without_side_effects(model, training), torch.enable_grad():
+        with without_side_effects(model, training), torch.enable_grad():
             forward()
     except ConfigError:
         raise
@@ -136,8 +136,13 @@ def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def _without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
-    """Restore everything that a forward pass may change: training flags, buffers, random states."""
+def without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
+    """Restore everything that a forward pass may change: training flags, buffers, random states.
+
+    Args:
+        model: The model.
+        training: Whether the model is in training mode inside the block.
+    """
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.detach().clone())

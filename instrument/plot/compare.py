@@ -13,6 +13,7 @@ from ..analysis.plot_data import forward_order, matrices, row_locations
 from ..analysis.series_selection import check_choice, select_location, select_series
 from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
+from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import STATISTICS
 from .compare_drawing import Curves, draw_over_locations, draw_over_override, draw_over_steps
 from .run_labels import combine_runs, overrides_of
@@ -55,7 +56,8 @@ def compare(
         hook: Name of the hook that recorded the statistic; required if several hooks did.
         kind: Kind of the hook, such as `forward`.
         role: Role of the tensor, such as `output`.
-        phase: `train` or `eval`. Default: `eval` if `x` is given and `y` is a metric of evaluations, otherwise `train`.
+        phase: Phase of the rows. Default: `eval` if `x` is given and `y` is a metric of evaluations, otherwise that of
+            steps: `train`, or `forward` for runs that do not train.
 
     Returns:
         The matplotlib figure.
@@ -70,9 +72,9 @@ def compare(
     frame = _frame_of(several, table)
     overrides = overrides_of(frame, table)
     at = _override(x, overrides)
-    wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase or "train"}
+    wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
-        found = _metric(frame, y, phase or ("eval" if x and _has(frame, y, "eval") else "train"))
+        found = _metric(frame, y, phase or _usual_phase(frame, y, x))
     elif layer is not None:
         found = _at_layer(frame, y, layer, wanted)
     elif x is None:
@@ -97,6 +99,12 @@ def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
     if column not in overrides:
         check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
     return column
+
+
+def _usual_phase(metrics: pd.DataFrame, name: str, x: str | None) -> str:
+    """Return the phase of a metric that is plotted by default."""
+    phases = ["eval", *STEP_PHASES] if x else STEP_PHASES
+    return next((phase for phase in phases if _has(metrics, name, phase)), "train")
 
 
 def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:

@@ -51,7 +51,7 @@ def gradient_flow(
     hook: str | None = None,
     kind: str | None = None,
     role: str | None = None,
-    phase: str = "train",
+    phase: str | None = None,
 ) -> Figure:
     """Plot the gradient norms of all layers at the first and the last recorded step, on a logarithmic axis.
 
@@ -63,7 +63,7 @@ def gradient_flow(
         hook: Name of the hook that recorded the gradients. By default hooks of kind `parameter_grad` are preferred.
         kind: Kind of the hook, such as `parameter_grad`.
         role: Role of the tensor, such as `param_grad`.
-        phase: `train` or `eval`.
+        phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
 
     Returns:
         The matplotlib figure.

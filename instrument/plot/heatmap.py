@@ -43,7 +43,7 @@ def heatmap(
     hook: str | None = None,
     kind: str | None = None,
     role: str | None = None,
-    phase: str = "train",
+    phase: str | None = None,
     most_steps: int = 200,
 ) -> Figure:
     """Plot a statistic as a heat map: layers from top to bottom in forward order, steps from left to right.
@@ -55,7 +55,7 @@ def heatmap(
         hook: Name of the hook that recorded the statistic; required if several hooks did.
         kind: Kind of the hook, such as `forward`.
         role: Role of the tensor, such as `output`.
-        phase: `train` or `eval`.
+        phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
         most_steps: Maximum number of columns. If more steps were recorded, neighboring steps share a column, and the
             axis label says so.
 

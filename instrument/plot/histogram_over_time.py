@@ -31,7 +31,7 @@ def histogram_over_time(
     hook: str | None = None,
     kind: str | None = None,
     role: str | None = None,
-    phase: str = "train",
+    phase: str | None = None,
     most_steps: int = 200,
 ) -> Figure:
     """Plot the histograms of one location over the steps, with its quantiles as lines.
@@ -45,7 +45,7 @@ def histogram_over_time(
         hook: Name of the hook that recorded the histograms; required if several hooks did.
         kind: Kind of the hook, such as `forward`.
         role: Role of the tensor, such as `output`.
-        phase: `train` or `eval`.
+        phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
         most_steps: Maximum number of columns. If more steps were recorded, evenly spaced steps are shown, and the axis
             label says so.
 

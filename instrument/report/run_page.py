@@ -15,6 +15,9 @@ from ..analysis.findings import findings
 from ..analysis.load import Run
 from ..analysis.plot_data import location_name
 from ..plot.style import CATEGORIES
+from ..spec.config import ForwardConfig
+from ..spec.description import describe_forward
+from ..spec.schedule import STEP_PHASES
 from .charts import charts
 
 MOST_EVENTS = 200
@@ -77,15 +80,18 @@ def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the facts of the header: model, data, device, duration and versions."""
     data = info.get("data") or {}
     model = ((info.get("config") or {}).get("model") or {}).get("_target_")
-    steps = run.metrics.query("phase == 'train'")["step"].nunique()
+    steps = run.metrics[run.metrics["phase"].isin(STEP_PHASES)]["step"].nunique()
+    forward = _forward_text(info)
+    means = info.get("metrics") or {}
     facts = {
         "model": model,
         "data": data.get("dataset"),
-        "samples": f"{data['train_samples']:,} for training, {data['eval_samples']:,} for evaluation"
-        if data.get("train_samples")
-        else None,
+        "mode": forward,
+        "samples": _samples_text(data, trains=forward is None),
         "device": info.get("device"),
-        "steps": f"{steps:,}",
+        "steps" if forward is None else "batches": f"{steps:,}",
+        **({} if forward is None else {f"mean {name}": _four_digits(means.get(name)) for name in ("loss", "accuracy")}),
+        "weights": (info.get("init_from") or {}).get("path"),
         "seed": info.get("seed"),
         "started": _moment(info.get("started")),
         "duration": _duration(info),
@@ -95,6 +101,25 @@ def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
         "revision": (info.get("git_revision") or "")[:12] or None,
     }
     return [(name, str(value)) for name, value in facts.items() if value is not None]
+
+
+def _forward_text(info: Mapping[str, Any]) -> str | None:
+    """Return a description of a run that does not train; None for a training."""
+    config = info.get("config") or {}
+    if config.get("mode") != "forward":
+        return None
+    return f"forward, no training: {describe_forward(ForwardConfig.model_validate(config.get('forward') or {}))}"
+
+
+def _samples_text(data: Mapping[str, Any], *, trains: bool) -> str | None:
+    if not data.get("train_samples"):
+        return None
+    samples = f"{data['train_samples']:,}"
+    return f"{samples} for training, {data['eval_samples']:,} for evaluation" if trains else samples
+
+
+def _four_digits(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
 
 
 def _moment(text: str | None) -> str | None:

@@ -22,6 +22,7 @@ from ..capture.sink_interface import Row
 from ..capture.step_statistics import StatisticsRows
 from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
+from ..spec.schedule import STEP_PHASES
 from .journal_truncation_check import RowCounts
 from .parts import JOURNALS, disk_reserve_file, row_counts_of
 from .recovery import has_moved
@@ -75,7 +76,7 @@ class ParquetSink:
         # Of the folder. Set with the first rows, since the folder may be created after the sink.
         self._folder_stat: os.stat_result | None = None
         self._has_reserve = False
-        self._step: int | None = None  # the last training step whose rows were written
+        self._step: int | None = None  # the last step whose rows were written
         self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
         self._writers = {
             name: TableWriter(
@@ -138,7 +139,7 @@ class ParquetSink:
             self._fail(error)
         else:
             latest = ((self._rows[name][-1][-1], phase) for name, phase in PHASE.items() if name in self._rows)
-            self._step = max((row[0] for row, phase in latest if row[phase] == "train"), default=self._step)
+            self._step = max((row[0] for row, phase in latest if row[phase] in STEP_PHASES), default=self._step)
             self._rows = {}
 
     def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:

@@ -38,7 +38,11 @@ class HookBase(Selection):
     steps: tuple[Index, ...] | None = Field(
         None, min_length=1, description="These steps only. Cannot be combined with every, start or stop."
     )
-    phase: Phase = Field("train", description="Run in training steps (train) or in evaluations (eval).")
+    phase: Phase = Field(
+        "train",
+        description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), or in mode: forward "
+        "(forward, the default there).",
+    )
 
     @property
     def schedule(self) -> Schedule:
@@ -66,6 +70,11 @@ class HookBase(Selection):
             raise ValueError("'steps' cannot be combined with every, start or stop")
         if self.phase == "eval" and self.definition.gradient:
             raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
+        if self.phase in ("forward", "probe") and self.definition.frequency != "micro_step":
+            makes_step = self.definition.frequency == "step"
+            missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
+            fix = "; parameter_grad_micro sees the gradients of parameters without a step" if makes_step else ""
+            raise ValueError(f"kind {self.kind} requires {missing}, which phase {self.phase} does not have{fix}")
         return self
 
     @model_validator(mode="after")

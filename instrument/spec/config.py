@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, field_validator, model_validator
 
 from .apply import ApplySpec
+from .base import parse_slice
 from .budget import BudgetConfig
 from .field_types import Count, Index, Seed, Spec, Target, number_to_text
 from .hooks import HookSpec
@@ -50,6 +52,13 @@ class SliceSpec(Spec):
         return self
 
 
+def _probe_slice(value: Any) -> Any:
+    """Convert a number of samples to a slice."""
+    if isinstance(value, Mapping) and "split" in value:
+        raise ValueError("the probe batch consists of samples of data.eval_slice, which has the split")
+    return {"stop": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 class DataConfig(Spec):
     """The dataset, and its slices for training and evaluation."""
 
@@ -63,6 +72,13 @@ class DataConfig(Spec):
     eval_slice: Annotated[SliceSpec, BeforeValidator(_default_to_test_split)] = Field(
         default_factory=lambda: SliceSpec(split="test"),
         description="The evaluation samples, from the split `test` by default.",
+    )
+    probe_batch: Annotated[
+        SliceSpec | None, BeforeValidator(_probe_slice, json_schema_input_type=Count | SliceSpec | None)
+    ] = Field(
+        None,
+        description="Samples of the evaluation slice that hooks of phase `probe` see as one fixed batch: the first N, or "
+        "a slice of them such as {per_class: 1}.",
     )
     fallback: Literal["digits"] | None = Field(
         None, description="The dataset to use, with a warning, if the dataset is missing."
@@ -106,6 +122,17 @@ class TrainConfig(Spec):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Checkpoints from which a stopped run is resumed."
     )
+    save: bool = Field(
+        False,
+        description="Save the final weights of the model to the file weights.pt in the run folder, for init_from.",
+    )
+
+    @field_validator("steps", "epochs", mode="before")
+    @classmethod
+    def _validate_not_zero(cls, value: Any) -> Any:
+        if value == 0 and not isinstance(value, bool):
+            raise ValueError("must be at least 1; to run the model without training, set mode=forward")
+        return value
 
     @model_validator(mode="after")
     def _validate_length(self) -> TrainConfig:
@@ -113,6 +140,55 @@ class TrainConfig(Spec):
             given = "neither is set" if self.steps is None else f"steps is {self.steps} and epochs is {self.epochs}"
             raise ValueError(f"exactly one of steps and epochs must be set, the other must be null; {given}")
         return self
+
+
+OUTPUT_UNIT = re.compile(r"(?P<path>[^\[\]]*)(?:\[(?P<slice>[^\[\]]*)\])?")
+
+
+def _output_unit_text(text: str) -> str:
+    match = OUTPUT_UNIT.fullmatch(text.strip())
+    if not match or not text.strip():
+        raise ValueError(
+            f"{text!r} is not a part of the model's output such as 'logits[:, 3]', or '[:, 3]' for a tensor"
+        )
+    if match["slice"] is not None:
+        parse_slice(match["slice"])
+    return text.strip()
+
+
+class ForwardConfig(Spec):
+    """The passes over the data in `mode: forward`, which change no parameter and no buffer."""
+
+    passes: Count = Field(1, description="Number of passes over data.slice, in order.")
+    grad: bool = Field(
+        False, description="Compute gradients, with respect to the inputs too, without an optimizer step."
+    )
+    of: Annotated[str, AfterValidator(_output_unit_text)] | None = Field(
+        None,
+        description="Compute gradients of this part of the model's output, summed over its elements, instead of the loss: "
+        "'logits[:, 3]', or '[:, 3]' if the output is a tensor.",
+    )
+
+    @model_validator(mode="after")
+    def _validate_of(self) -> ForwardConfig:
+        if self.of is not None and not self.grad:
+            raise ValueError("'of' requires 'grad: true', since no gradients are computed otherwise")
+        return self
+
+
+def _path_as_mapping(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else _empty_if_none(value)
+
+
+class InitFromConfig(Spec):
+    """The weights with which a run starts."""
+
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="A .pt, .pth or .safetensors file with a state dict, or the folder of a run; null: no weights are loaded.",
+    )
+    strict: bool = Field(True, description="Raise an error for missing and unexpected names in the state dict.")
 
 
 # Further destinations of rows, in addition to Parquet.
@@ -169,6 +245,18 @@ class RunConfig(Spec):
         "auto", description="auto: a CUDA GPU if one is available, otherwise cpu."
     )
     deterministic: bool = Field(False, description="Raise an error for nondeterministic algorithms.")
+    mode: Literal["train", "forward"] = Field(
+        "train", description="train, or forward: run the model on data.slice without training."
+    )
+    forward: Annotated[ForwardConfig, BeforeValidator(_empty_if_none)] = Field(
+        default_factory=ForwardConfig, description="The passes of mode: forward."
+    )
+    init_from: Annotated[
+        InitFromConfig, BeforeValidator(_path_as_mapping, json_schema_input_type=str | InitFromConfig | None)
+    ] = Field(
+        default_factory=InitFromConfig,
+        description="Weights to load before the first step: the path of a file with a state dict, or the folder of a run.",
+    )
     plan: bool = Field(False, description="Dry run: print the matching hooks and the predicted cost; do not train.")
     resume: str | None = Field(None, description="The folder of a stopped run to resume from its latest checkpoint.")
     objective: str = Field(

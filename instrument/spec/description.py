@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from .config import ForwardConfig
 from .hooks import HookSpec
 from .record import RecordSpec
+
+
+def describe_forward(config: ForwardConfig) -> str:
+    """Describe the passes of `mode: forward`: `1 pass in order, gradients of logits[:, 3]`."""
+    gradients = f"gradients of {config.of or 'the loss'}" if config.grad else "no gradients"
+    return f"{config.passes:,} pass{'es' * (config.passes > 1)} in order, {gradients}"
 
 
 def describe_action(spec: HookSpec) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,7 +20,9 @@ from .config import RunConfig
 from .field_types import number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
+from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
+from .schedule import Phase
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -39,7 +42,8 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """
     problems: list[Problem] = []
     parsed = {}
-    for section, parse in (("hooks", parse_hooks), ("apply", parse_apply)):
+    phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
+    for section, parse in (("hooks", partial(parse_hooks, phase=phase)), ("apply", parse_apply)):
         try:
             parsed[section] = parse(raw.get(section))
         except ConfigError as error:
@@ -68,6 +72,8 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         config = RunConfig.model_validate({**rest, **parsed})
     except ValidationError as error:
         problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
+    else:
+        problems += mode_problems(config)
     if problems:
         raise ConfigError(*problems)
     return config
@@ -97,8 +103,12 @@ def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
     return None if raw is None else _build(BudgetConfig, dict(raw), "budget")
 
 
-def parse_hooks(raw: Any) -> dict[str, HookSpec]:
+def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
     """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
+
+    Args:
+        raw: The mapping or list.
+        phase: The phase of specs that set none. Default: `train`.
 
     Returns:
         The specs by name.
@@ -106,7 +116,7 @@ def parse_hooks(raw: Any) -> dict[str, HookSpec]:
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
-    return _parse_section("hooks", raw, _hook_class)
+    return _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
@@ -118,10 +128,12 @@ def parse_apply(raw: Any) -> dict[str, ApplySpec]:
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
-    return _parse_section("apply", raw, _apply_class)
+    return _parse_section("apply", raw, _apply_class, {})
 
 
-def _parse_section(section: str, raw: Any, model_for: Callable[[Mapping[str, Any], str], Any]) -> dict[str, Any]:
+def _parse_section(
+    section: str, raw: Any, model_for: Callable[[Mapping[str, Any], str], Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     specs: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, value in _named_specs(section, raw):
@@ -150,7 +162,9 @@ def _parse_section(section: str, raw: Any, model_for: Callable[[Mapping[str, Any
                 )
             if name in specs:
                 raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
-            specs[name] = _build(_model_of(section, model_for, value, where), {**value, "name": name}, where)
+            specs[name] = _build(
+                _model_of(section, model_for, value, where), {**defaults, **value, "name": name}, where
+            )
         except ConfigError as error:
             problems += error.problems
     if problems:

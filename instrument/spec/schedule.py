@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-Phase = Literal["train", "eval"]
+Phase = Literal["train", "forward", "eval", "probe"]
+
+STEP_PHASES = ("train", "forward")
+"""The phases that consist of steps. The phases `eval` and `probe` run between two steps."""
 
 
 def common(one: range, other: range) -> range:
@@ -57,8 +60,8 @@ class Evaluations:
 class Schedule:
     """Every N-th step of the half-open interval [start, stop), or a list of steps, in one phase.
 
-    A step is an optimizer step, counted from 0. An evaluation has the number of completed steps: the evaluation after
-    50 steps runs at step 50.
+    A step is an optimizer step, or a batch in `mode: forward`, counted from 0. Evaluations and passes of the probe batch
+    have the number of completed steps: the evaluation after 50 steps runs at step 50.
     """
 
     every: int = 1
@@ -93,4 +96,4 @@ class Schedule:
             text = "every step" if self.every == 1 else f"every {self.every} steps"
             if self.start or self.stop is not None:
                 text += f" of [{self.start}, {'end' if self.stop is None else self.stop})"
-        return text if self.phase == "train" else f"{text}, in eval"
+        return text if self.phase in STEP_PHASES else f"{text}, in {self.phase}"

@@ -92,11 +92,12 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def check_outcome(outcome: object) -> None:
-    """Check that the result of a task can be used for training.
+def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
+    """Check the result of a task.
 
     Args:
         outcome: The result of the task.
+        differentiable: Whether gradients of the loss are required. Default: True.
 
     Raises:
         TypeError: The result is not an `Outcome`, or its loss is not a scalar tensor.
@@ -107,7 +108,7 @@ def check_outcome(outcome: object) -> None:
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
         raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
-    if not outcome.loss.requires_grad:
+    if differentiable and not outcome.loss.requires_grad:
         raise ValueError("the loss does not depend on any trainable parameter")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import Outcome, Task
+from .output_unit import OutputUnit, captured_outputs, last_output
 
 
 class Forward(nn.Module):
@@ -21,26 +22,43 @@ class Forward(nn.Module):
         model: The model that the task gets.
         task: Computes the loss of a batch. It is not registered as a submodule.
         precision: Returns the autocast context of the task.
+        unit: The part of the output of the model's last call that replaces the loss in the backward pass. Default: None,
+            the loss.
     """
 
     task: Task
 
-    def __init__(self, model: nn.Module, task: Task, precision: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        precision: Callable[[], AbstractContextManager[Any]],
+        unit: OutputUnit | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
         self.precision = precision
+        self.unit = unit
 
     def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
         """Compute the outcome of a batch and the loss for the backward pass.
 
         Args:
             batch: The batch, on the device of the model.
-            loss_hook: Called with the loss; returns the loss that replaces it.
+            loss_hook: Called with the loss, or the sum of the output unit; returns the scalar that replaces it.
 
         Returns:
-            The outcome of the task, and the loss that `loss_hook` returned.
+            The outcome of the task, and the scalar that `loss_hook` returned.
+
+        Raises:
+            ConfigError: The output has no such unit.
         """
-        with self.precision():
-            outcome: Outcome = self.task(self.model, batch)
-        return outcome, loss_hook(outcome.loss)
+        outcome: Outcome
+        if self.unit is None:
+            with self.precision():
+                outcome = self.task(self.model, batch)
+            return outcome, loss_hook(outcome.loss)
+        with captured_outputs(self.model) as outputs, self.precision():
+            outcome = self.task(self.model, batch)
+        return outcome, loss_hook(self.unit.sum_in(last_output(outputs)))

@@ -6,7 +6,8 @@
 A checkpoint is written at the end of a step. First, all rows are written to Parquet parts, and the checkpoint stores
 the number of parts. Parts with a higher number belong to steps that are repeated after a resume. The checkpoint is
 written to a temporary file and renamed. Then the previous checkpoint is removed. A checkpoint contains only tensors,
-numbers, strings, lists and dictionaries, so that `torch.load(weights_only=True)` can read it.
+numbers, strings, lists and dictionaries, so that `torch.load(weights_only=True)` can read it. In `mode: forward`, it
+contains the position in the data, the random states and the counts of the hooks, but no weights.
 
 A checkpoint contains the actual values: interventions of the state-dict kinds do not change it. It is loaded before
 hooks are attached.
@@ -24,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..capture.collectives import own_rank
 from ..capture.probe import Probe
 from ..distributed.torchrun import synced_errors
-from ..dtensor import mesh_of, pack_shards, unpack_shards
+from ..dtensor import full_tensor, mesh_of, pack_shards, unpack_shards
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.run_record import CHECKPOINTS
+from ..folders.run_record import CHECKPOINTS, WEIGHTS
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 
@@ -83,7 +84,7 @@ class Checkpoints:
         """
         with probe.saving_checkpoint():
             states = _states(_own(experiment))
-            if experiment.strategy.saves_state:
+            if experiment.optimizer is not None and experiment.strategy.saves_state:
                 states |= pack_shards(_states(_shared(experiment)))
                 states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
         probe.flush()
@@ -138,7 +139,7 @@ class Checkpoints:
         step = int(files[-1].stem.partition("-")[2])
         state: dict[str, Any] = {}
         for saved_rank in (rank,) if rank == 0 else (rank, 0):
-            if "model" not in state:  # If the model is replicated, only the file of rank 0 contains it.
+            if "model" not in state:  # If the model is replicated, at most the file of rank 0 contains it.
                 path = self._file(step, saved_rank)
                 try:
                     state = _read(path) | state
@@ -178,7 +179,7 @@ def _write(state: Mapping[str, Any], temporary: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _read(temporary)  # Report a file that cannot be read back now, not when the run is resumed.
+        _load(temporary)  # Report a file that cannot be read back now, not when the run is resumed.
     except OSError as error:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
@@ -196,17 +197,48 @@ def _replace_final(path: Path) -> None:
         raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
 
 
+def save_weights(experiment: Experiment, folder: Path) -> None:
+    """Save the state dict of the model to a file in the run folder. With several processes, all of them call this.
+
+    Args:
+        experiment: The experiment. No hook is attached to its model.
+        folder: The folder of the run.
+
+    Raises:
+        InstrumentError: The file cannot be written.
+    """
+    state: dict[str, Any] = {}
+    for name, value in experiment.model.state_dict().items():
+        full = full_tensor(value) if isinstance(value, Tensor) else value  # Collective, so in all processes.
+        if own_rank() == 0:
+            state[name] = full.cpu() if isinstance(full, Tensor) else full
+    with synced_errors(experiment.strategy.processes):
+        if own_rank() == 0:
+            path = folder / WEIGHTS
+            _write(state, path.with_suffix(TEMPORARY_SUFFIX))
+            _replace_final(path)
+
+
+def _load(path: Path) -> Any:
+    """Load a file with all tensors on the CPU.
+
+    Raises:
+        InstrumentError: The file cannot be read with `weights_only=True`.
+    """
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch.load raises many types of exceptions for a damaged file
+        reason = str(error).strip().partition("\n")[0]
+        raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Read a checkpoint file.
 
     Raises:
         InstrumentError: The file cannot be read with `weights_only=True`, or has another version.
     """
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch.load raises many types of exceptions for a damaged file
-        reason = str(error).strip().partition("\n")[0]
-        raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
+    state = _load(path)
     version = state.get("version") if isinstance(state, dict) else None
     if not isinstance(state, dict) or version != VERSION:
         version_text = "no version number" if version is None else f"version {version}"
@@ -227,10 +259,13 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None
     """
     mesh = mesh_of(experiment.model)
     try:
-        for name, part in (_shared(experiment) | _own(experiment)).items():
+        parts = _own(experiment)
+        if experiment.optimizer is not None:  # A run that does not train has no state to restore.
+            parts |= _shared(experiment)
+            for name, buffer in _unsaved_buffers(experiment.model, state["model"]):
+                buffer.copy_(state["buffers"][name])
+        for name, part in parts.items():
             part.load_state_dict(state[name] if mesh is None else unpack_shards(state[name], mesh))
-        for name, buffer in _unsaved_buffers(experiment.model, state["model"]):
-            buffer.copy_(state["buffers"][name])
         experiment.batches.load_state_dict(state["batches"])
         probe.load_state_dict(state["probe"])
     except (KeyError, RuntimeError, ValueError) as error:
@@ -289,6 +324,6 @@ def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in parts.items()}
 
 
-def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """Return the names and tensors of buffers that are not in the state dict of the model."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]

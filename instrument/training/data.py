@@ -22,17 +22,19 @@ DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.training.datase
 
 @dataclass(frozen=True)
 class Data:
-    """The two slices of a dataset and their origin.
+    """The slices of a dataset and their origin.
 
     Attributes:
-        train: The training slice.
-        test: The evaluation slice.
-        source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of both slices,
+        train: The slice `data.slice`.
+        test: The evaluation slice; None in `mode: forward`, which has no evaluations.
+        probe: The samples of the probe batch; None without one.
+        source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices,
             and the reason for the fallback (None if the requested dataset is used).
     """
 
     train: Dataset[Any]
-    test: Dataset[Any]
+    test: Dataset[Any] | None
+    probe: Dataset[Any] | None
     source: dict[str, Any]
 
     @property
@@ -42,11 +44,12 @@ class Data:
         return reason
 
 
-def load_data(config: DataConfig) -> Data:
-    """Load both slices.
+def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
+    """Load the slices.
 
     Args:
         config: The `data` section.
+        evaluates: Whether the run has evaluations, and requires the evaluation slice. Default: True.
 
     Returns:
         The slices and their origin.
@@ -56,24 +59,34 @@ def load_data(config: DataConfig) -> Data:
             exception; or a slice is empty.
     """
     target, fallback = config.dataset, None
+    slices = {"data.slice": config.slice} | ({"data.eval_slice": config.eval_slice} if evaluates else {})
     try:
-        train, test = (_load(target, which) for which in (config.slice, config.eval_slice))
+        datasets = [_load(target, which) for which in slices.values()]
     except DatasetMissingError as missing:
         if config.fallback is None:
             raise ConfigError(_missing_dataset_problem(config, missing)) from None
         fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
-        train, test = (_load(target, which) for which in (config.slice, config.eval_slice))
-    chosen = Subset(train, slice_indices(train, config.slice, "data.slice"))
-    evaluated = Subset(test, slice_indices(test, config.eval_slice, "data.eval_slice"))
+        datasets = [_load(target, which) for which in slices.values()]
+    chosen, *evaluated = (
+        _subset(dataset, which, where) for dataset, (where, which) in zip(datasets, slices.items(), strict=True)
+    )
+    test = evaluated[0] if evaluated else None
+    probe = None
+    if test is not None and config.probe_batch is not None:
+        probe = _subset(test, config.probe_batch, "data.probe_batch")
     source = {
         "dataset": target.target,
         "root": config.root,
         "train_samples": len(chosen),
-        "eval_samples": len(evaluated),
+        "eval_samples": 0 if test is None else len(test),
         "fallback": fallback,
     }
-    return Data(chosen, evaluated, source)
+    return Data(chosen, test, probe, source)
+
+
+def _subset(dataset: Dataset[Any], which: SliceSpec, where: str) -> Subset[Any]:
+    return Subset(dataset, slice_indices(dataset, which, where))
 
 
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
@@ -190,27 +203,38 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
 
 
 class Batches:
-    """An iterator over the steps of a training run. The samples are shuffled again in each epoch.
+    """An iterator over the steps of a run. In a training, the samples are shuffled again in each epoch.
 
     Args:
-        dataset: The training slice.
+        dataset: The slice `data.slice`.
         config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
         seed: The seed of the shuffle.
         shard: The part of each batch that this process gets. Default: the full batch.
+        passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
+            None, a training.
 
     Attributes:
         micro_batches_per_epoch: The number of micro-batches per epoch.
-        steps: The number of optimizer steps of the run.
+        steps: The number of steps of the run.
     """
 
-    def __init__(self, dataset: Dataset[Any], config: TrainConfig, seed: int, shard: BatchShard = FULL_BATCH) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        config: TrainConfig,
+        seed: int,
+        shard: BatchShard = FULL_BATCH,
+        passes: int | None = None,
+    ) -> None:
         self.dataset = dataset
+        self.shuffles = passes is None
         self.shard = shard
         self.batch_size = config.batch_size
         self.accumulate = config.accumulate
         self.micro_batches_per_epoch = -(-len(dataset) // config.batch_size)  # type: ignore[arg-type]
         per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
-        self.steps = config.steps if config.steps is not None else per_epoch * (config.epochs or 1)
+        epochs = config.epochs if passes is None else passes
+        self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
         self._generator = torch.Generator().manual_seed(seed)
         self._before_epoch = self._generator.get_state()
         self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
@@ -232,7 +256,8 @@ class Batches:
     def _groups_of_epoch(self) -> Iterator[StepBatches]:
         """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
-        order = torch.randperm(len(self.dataset), generator=self._generator).tolist()  # type: ignore[arg-type]
+        length = len(self.dataset)  # type: ignore[arg-type]
+        order = torch.randperm(length, generator=self._generator).tolist() if self.shuffles else range(length)
         rest = Subset(self.dataset, order[self._taken * self.batch_size :])
         group = StepBatches()
         for index, batch in enumerate(sequential_loader(rest, self.batch_size, self.shard) if len(rest) else ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
-from ..distributed.batch_sharding import check_batch_size, sequential_loader
+from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size, sequential_loader
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
 from ..errors import ConfigError, Problem
@@ -31,11 +32,14 @@ from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
 from ..tasks import Task, check_outcome
 from ..tasks.forward_and_loss import Forward
+from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
 from .data import Batches, Data, batch_sizes, first_batch, load_data
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
+from .initial_weights import InitialWeights, LoadedWeights
+from .input_gradients import with_input_gradients
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
 
@@ -48,11 +52,12 @@ class Experiment:
         config: The configuration.
         device: The device of this process.
         data: The slices of the dataset.
-        batches: The batches of the training.
-        eval_loader: The batches of an evaluation.
+        batches: The batches of the steps.
+        eval_loader: The batches of an evaluation; None in `mode: forward`.
+        probe_batch: The probe batch as one micro-batch; None without one.
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
-        optimizer: The optimizer.
+        optimizer: The optimizer; None in `mode: forward`.
         scheduler: The learning-rate scheduler; None without one.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
         strategy: How one or several processes train the model.
@@ -60,18 +65,20 @@ class Experiment:
         train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
         plan: The plan of the hooks.
-        inferred_by_phase: The result of shape inference for each phase, `train` and `eval`.
+        inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
+        weights: The weights that were loaded; None if the model has its initial weights.
     """
 
     config: RunConfig
     device: torch.device
     data: Data
     batches: Batches
-    eval_loader: DataLoader[Any]
+    eval_loader: DataLoader[Any] | None
+    probe_batch: StepBatches | None
     task: Task
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: Optimizer | None
     scheduler: LRScheduler | None
     scaler: GradScaler
     strategy: Strategy
@@ -80,6 +87,7 @@ class Experiment:
     plan: HookPlan
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
+    weights: LoadedWeights | None
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""
@@ -87,12 +95,12 @@ class Experiment:
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that make the steps. `PerModule` contains several."""
-        return flatten_optimizer(self.optimizer)
+        """The optimizers that make the steps. `PerModule` contains several; `mode: forward` has none."""
+        return () if self.optimizer is None else flatten_optimizer(self.optimizer)
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps of the run."""
+        """The number of steps of the run."""
         return self.batches.steps
 
     @property
@@ -112,57 +120,67 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             process.
 
     Returns:
-        The experiment, ready to train.
+        The experiment, ready to run.
 
     Raises:
         ConfigError: An object that the configuration names does not exist or cannot be built; a spec matches no module,
-            or does not fit the shape of its tensors; or the model has no trainable parameter.
+            or does not fit the shape of its tensors; the weights to load do not fit the model; or the model has no
+            trainable parameter, except in `mode: forward`.
     """
     strategy = strategy or Strategy()
     strategy.check_config(config)
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     model = build_module(config.model, "model")
-    data = load_data(config.data)
-    check_batch_size(data.train, config.train.batch_size, strategy.batch_shard, "train.batch_size")
-    check_batch_size(data.test, config.train.eval_batch_size, strategy.batch_shard, "train.eval_batch_size")
-    batches = Batches(data.train, config.train, config.seed, strategy.batch_shard)
-    eval_loader = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
+    trains = config.mode == "train"
+    data = load_data(config.data, evaluates=trains)
+    shard = strategy.batch_shard
+    check_batch_size(data.train, config.train.batch_size, shard, "train.batch_size")
+    batches = Batches(data.train, config.train, config.seed, shard, None if trains else config.forward.passes)
+    trials: dict[str, Any] = {config.mode: first_batch(data.train, config.train.batch_size, shard)}
+    eval_loader = probe_batch = None
+    if data.test is not None:
+        check_batch_size(data.test, config.train.eval_batch_size, shard, "train.eval_batch_size")
+        eval_loader = sequential_loader(data.test, config.train.eval_batch_size, shard)
+        trials["eval"] = first_batch(data.test, config.train.eval_batch_size, shard)
+    if data.probe is not None:
+        probe_batch = _one_batch(data.probe, shard)
+        trials["probe"] = probe_batch[0]
 
     model.to(device)
-    train_batch = to_device(first_batch(data.train, config.train.batch_size, strategy.batch_shard), device)
-    eval_batch = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.batch_shard), device)
-    materialize(model, partial(_forward, task, model, train_batch))
-    apply_specs(config.apply, model)
-    _check_trainable(config, model)
+    trials = {phase: to_device(batch, device) for phase, batch in trials.items()}
+    materialize(model, partial(_forward, task, model, trials[config.mode], differentiable=trains))
+    weights = _load_and_apply(config, model)
+    if trains:
+        _check_trainable(config, model)
 
     plan = make_plan(config.hooks, model)
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
     functions = FunctionCheck(plan, config.seed)
     inferred_by_phase, has_unused = _infer_shapes(
+        config,
         task,
         model,
-        train_batch,
-        eval_batch,
+        trials,
         functions,
-        find_unused=strategy.needs_all_gradients and find_unused is None,
+        find_unused=trains and strategy.needs_all_gradients and find_unused is None,
     )
-    archive = RunArchive(strategy.batch_shard.size, strategy.batch_shard.indices_of)
-    samples = {"train": number_of_samples(train_batch), "eval": number_of_samples(eval_batch)}
-    _check_shapes(config, plan, archive, inferred_by_phase, samples, batches=batches, eval_loader=eval_loader)
-    strategy.check_model_call(calls_model=id(model) in inferred_by_phase["train"])
+    archive = RunArchive(shard.size, shard.indices_of)
+    length = _length(config, batches, eval_loader)
+    _check_shapes(config, plan, archive, inferred_by_phase, trials, data=data, batches=batches, length=length)
+    strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, shapes_checked=True)
-    optimizer = _build_optimizer(config.optimizer, model)
-    check_optimizers(plan, flatten_optimizer(optimizer))
-    scheduler = None if config.scheduler is None else _build_scheduler(config.scheduler, optimizer, batches.steps)
+    optimizer = _build_optimizer(config.optimizer, model) if trains else None
+    check_optimizers(plan, () if optimizer is None else flatten_optimizer(optimizer))
+    scheduler = None
+    if optimizer is not None and config.scheduler is not None:
+        scheduler = _build_scheduler(config.scheduler, optimizer, batches.steps)
     called_model = _compiled(model) if config.train.compile else model
-    train_module = strategy.wrap(
-        Forward(called_model, task, partial(_autocast, config.train.precision, device)),
-        has_unused=has_unused or bool(find_unused),
-    )
+    forward = Forward(called_model, task, partial(_autocast, config.train.precision, device), _output_unit(config))
+    train_module = strategy.wrap(forward, has_unused=has_unused or bool(find_unused)) if trains else forward
     strategy.seed_ranks(config.seed)
     return Experiment(
         config=config,
@@ -170,18 +188,60 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         data=data,
         batches=batches,
         eval_loader=eval_loader,
+        probe_batch=probe_batch,
         task=task,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        scaler=GradScaler(device.type, enabled=config.train.precision == "fp16"),
+        scaler=GradScaler(device.type, enabled=trains and config.train.precision == "fp16"),
         strategy=strategy,
         called_model=called_model,
         train_module=train_module,
         plan=plan,
         inferred_by_phase=inferred_by_phase,
         archive=archive,
+        weights=weights,
     )
+
+
+def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None:
+    """Load the initial weights, and apply the changes of the `apply` section.
+
+    Returns:
+        The origin of the weights; None without `init_from`.
+    """
+    # The checkpoint of a resumed training contains the weights.
+    path = config.init_from.path if config.mode == "forward" or config.resume is None else None
+    if path is None:
+        apply_specs(config.apply, model)
+        return None
+    weights = InitialWeights(path, strict=config.init_from.strict)
+    if not weights.is_of_run:
+        weights.load(model)
+    apply_specs(config.apply, model)
+    if weights.is_of_run:
+        weights.load(model)
+    return weights.compared_with(model)
+
+
+def _output_unit(config: RunConfig) -> OutputUnit | None:
+    """Return the part of the output whose gradients are computed; None for those of the loss."""
+    of = config.forward.of if config.mode == "forward" else None
+    return None if of is None else OutputUnit(of)
+
+
+def _one_batch(dataset: Dataset[Any], shard: BatchShard) -> StepBatches:
+    """Return all samples of a dataset as one batch; each process gets its part.
+
+    Raises:
+        ConfigError: There are fewer samples than processes.
+    """
+    samples = len(dataset)  # type: ignore[arg-type]
+    check_batch_size(dataset, samples, shard, "data.probe_batch")
+    batch = StepBatches()
+    batch += sequential_loader(dataset, samples, shard)
+    batch.samples = samples
+    return batch
 
 
 def _check_shapes(
@@ -189,10 +249,11 @@ def _check_shapes(
     plan: HookPlan,
     archive: RunArchive,
     inferred_by_phase: dict[str, InferredCalls],
-    samples: dict[str, int],
+    trials: Mapping[str, Any],
     *,
+    data: Data,
     batches: Batches,
-    eval_loader: DataLoader[Any],
+    length: Length,
 ) -> None:
     """Check that the specs fit the tensors of all batches.
 
@@ -200,42 +261,54 @@ def _check_shapes(
         config: The configuration.
         plan: The plan.
         archive: Reads the recorded tensors of other runs.
-        inferred_by_phase: The result of shape inference for each phase, `train` and `eval`.
-        samples: The number of samples in the batch of each trial.
-        batches: The training batches.
-        eval_loader: The evaluation batches.
+        inferred_by_phase: The result of shape inference for each phase.
+        trials: The batch of shape inference for each phase.
+        data: The slices.
+        batches: The batches of the steps.
+        length: The length of the run.
 
     Raises:
         ConfigError: A spec does not fit the shape of its tensors, or names a path that no tensor has.
     """
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
-    sizes = batch_sizes(len(eval_loader.dataset), config.train.eval_batch_size)  # type: ignore[arg-type]
+    sizes: dict[str, Callable[[int], Sequence[int]]] = {config.mode: batches.sizes}
+    if data.test is not None:
+        eval_sizes = batch_sizes(len(data.test), config.train.eval_batch_size)  # type: ignore[arg-type]
+        sizes["eval"] = lambda _: eval_sizes
+    if data.probe is not None:
+        probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
+        sizes["probe"] = lambda _: probe_sizes
     batches_by_phase = {
-        "train": PhaseBatches(inferred_by_phase["train"], samples["train"], batches.sizes),
-        "eval": PhaseBatches(inferred_by_phase["eval"], samples["eval"], lambda _: sizes),
+        phase: PhaseBatches(inferred, number_of_samples(trials[phase]), sizes[phase])
+        for phase, inferred in inferred_by_phase.items()
     }
-    check_batch_shapes(plan, archive, batches_by_phase, _length(config, batches, eval_loader))
+    check_batch_shapes(plan, archive, batches_by_phase, length)
 
 
-def _length(config: RunConfig, batches: Batches, eval_loader: DataLoader[Any]) -> Length:
+def _length(config: RunConfig, batches: Batches, eval_loader: DataLoader[Any] | None) -> Length:
     """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
-    return Length(
-        batches.steps, config.train.accumulate, batches.micro_batches_per_epoch, evaluations, len(eval_loader)
-    )
+    eval_batches = 0 if eval_loader is None else len(eval_loader)
+    return Length(batches.steps, config.train.accumulate, batches.micro_batches_per_epoch, evaluations, eval_batches)
 
 
 def _infer_shapes(
-    task: Task, model: nn.Module, train_batch: Any, eval_batch: Any, functions: FunctionCheck, *, find_unused: bool
+    config: RunConfig,
+    task: Task,
+    model: nn.Module,
+    trials: Mapping[str, Any],
+    functions: FunctionCheck,
+    *,
+    find_unused: bool,
 ) -> tuple[dict[str, InferredCalls], bool]:
     """Run shape inference for each phase.
 
     Args:
+        config: The configuration.
         task: The task.
         model: The model.
-        train_batch: The first training batch.
-        eval_batch: The first evaluation batch.
+        trials: The first batch of each phase. The phase of steps is the first one.
         functions: Calls the custom hook functions.
         find_unused: Whether to search for parameters without a gradient.
 
@@ -244,17 +317,29 @@ def _infer_shapes(
     """
     has_unused = False
 
-    def forward_and_check() -> None:
+    def forward_and_check(phase: str) -> None:
         nonlocal has_unused
-        loss = _forward(task, model, train_batch)
-        has_unused = find_unused and has_unused_parameters(model, loss)
-        functions.check_loss(loss)
-        functions.check_parameters()
+        batch = trials[phase]
+        needs_gradients = phase != "forward" or config.forward.grad
+        if phase in ("forward", "probe") and needs_gradients:
+            batch = with_input_gradients(batch)
+        with torch.set_grad_enabled(needs_gradients):
+            loss = _forward(task, model, batch, differentiable=needs_gradients, unit=_output_unit(config))
+        if phase == config.mode:
+            has_unused = find_unused and has_unused_parameters(model, loss)
+            functions.check_loss(loss)
+            functions.check_parameters()
 
-    forward = partial(_forward, task, model, eval_batch)
-    in_training = infer_shapes(model, forward_and_check, training=True, observe=functions.check_tensors)
-    in_evaluation = infer_shapes(model, forward, training=False, observe=partial(functions.check_tensors, phase="eval"))
-    return {"train": in_training, "eval": in_evaluation}, has_unused
+    inferred = {
+        phase: infer_shapes(
+            model,
+            partial(forward_and_check, phase),
+            training=phase == "train",
+            observe=partial(functions.check_tensors, phase=phase),
+        )
+        for phase in trials
+    }
+    return inferred, has_unused
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -271,11 +356,14 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch, after a check of the task's outcome."""
-    outcome = task(model, batch)
-    check_outcome(outcome)
-    return outcome.loss
+def _forward(
+    task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
+) -> Tensor:
+    """Return the loss of a batch, or the sum of an output unit, after a check of the task's outcome."""
+    with captured_outputs(model) as outputs:
+        outcome = task(model, batch)
+    check_outcome(outcome, differentiable=differentiable and unit is None)
+    return outcome.loss if unit is None else unit.sum_in(last_output(outputs))
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:
@@ -290,6 +378,7 @@ def _check_trainable(config: RunConfig, model: nn.Module) -> None:
                 "model",
                 "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them",
                 given=config.model.target,
+                fix="to run it without training, set mode=forward",
             )
         )
 

@@ -21,6 +21,7 @@ from ..plan.shape_inference import InferredCalls
 from ..spec.base import parse_slice
 from ..spec.hooks import HookSpec
 from ..spec.modify import RecordedSpec
+from ..spec.schedule import STEP_PHASES
 
 Shape = tuple[int, ...]
 ONCE = 0  # The micro-batch index of kinds that act once per step.
@@ -91,7 +92,7 @@ def check_batch_shapes(
     def smallest_batch(spec: HookSpec) -> int:
         """Return the number of samples in the smallest batch of this process at the scheduled steps of a spec."""
         steps = firings_of(spec, length).steps
-        if spec.phase == "train":  # The batch sizes are the same in every epoch.
+        if spec.phase in STEP_PHASES:  # The batch sizes are the same in every epoch.
             steps = sorted({step % length.epoch_steps for step in steps})
         batches = batches_by_phase[spec.phase]
         sizes = [size for step in steps for size in batches.sizes(step)]
@@ -246,7 +247,8 @@ class _RecordingCheck:
 
         The message contains the settings that make them equal.
         """
-        evaluates = self.spec.phase == "eval"
+        phase = self.spec.phase
+        evaluates = phase not in STEP_PHASES
         scales = self.spec.definition.family == "module" and self.shapes[location][:1] == (self.batches.samples,)
         by_step: dict[int, list[int | None]] = {}
         for (source, _), tensors in sorted(self.recorded[location].items()):
@@ -261,10 +263,11 @@ class _RecordingCheck:
         most_recorded_sizes = max(by_step.values(), key=lambda sizes: (len(sizes), sum(filter(None, sizes))))
         settings = []
         if most_recorded_sizes[0] not in (None, usual_sizes[0]):
-            settings.append(f"train.{'eval_batch_size' if evaluates else 'batch_size'}={most_recorded_sizes[0]}")
+            key = {"eval": "train.eval_batch_size", "probe": "data.probe_batch"}.get(phase, "train.batch_size")
+            settings.append(f"{key}={most_recorded_sizes[0]}")
         if not evaluates and len(most_recorded_sizes) != len(usual_sizes):
             settings.append(f"train.accumulate={len(most_recorded_sizes)}")
-        if evaluates and None not in recorded_sizes and (total := sum(filter(None, recorded_sizes))) != sum(here):
+        if phase == "eval" and None not in recorded_sizes and (total := sum(filter(None, recorded_sizes))) != sum(here):
             settings.append(f"a data.eval_slice of {total} samples")
         if settings:
             fix = "set " + " and ".join(settings)

@@ -13,10 +13,12 @@ from torch import Tensor
 from ..capture.probe import Probe
 from ..distributed.batch_sharding import StepBatches
 from ..dtensor import full_tensor
-from ..nested import number_of_samples, to_device
+from ..nested import to_device
 from ..spec.schedule import Evaluations
-from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
+from ..tasks import CountsTerms, Outcome
+from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
+from .probe_batch import has_probe_pass, run_probe_batch
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Progress:
         steps: The number of steps of the run.
         metrics: The metrics of the step or evaluation, such as loss and accuracy. Missing values are None.
         rows: The number of rows recorded so far.
-        phase: `train`, or `eval` for an evaluation.
+        phase: `train`; `eval` for an evaluation; `forward` in mode: forward.
         overhead: The relative overhead of hooks per step; 0.05 means 5%. None if it was not measured.
         warnings: The warnings since the start of the training.
     """
@@ -49,7 +51,7 @@ def train(
     on_step_end: Callable[[Mapping[str, float | None]], None] | None = None,
     last: Mapping[str, float | None] | None = None,
 ) -> Mapping[str, float | None]:
-    """Train to the last step, with scheduled evaluations.
+    """Train to the last step, with scheduled evaluations and passes of the probe batch.
 
     Args:
         experiment: The experiment.
@@ -73,6 +75,8 @@ def train(
     experiment.model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
+        if has_probe_pass(experiment, probe.step):
+            run_probe_batch(experiment, probe)
         metrics = train_step(experiment, probe, micro_batches)
         report(metrics, "train")
         if probe.step in evaluations:
@@ -80,6 +84,8 @@ def train(
             report(last, "eval")
         if on_step_end is not None:
             on_step_end(last)
+    if has_probe_pass(experiment, probe.step):
+        run_probe_batch(experiment, probe)
     return last
 
 
@@ -122,8 +128,9 @@ def train_step(
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     strategy, train_module = experiment.strategy, experiment.train_module
+    assert optimizer is not None, "mode: forward has no optimizer"
     outcomes: list[Outcome] = []
-    weights, total = _weights(experiment, micro_batches)
+    weights, total = batch_weights(experiment, micro_batches)
     optimizer.zero_grad()
     for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
@@ -139,25 +146,8 @@ def train_step(
     scaler.update()
     if scheduler is not None:
         scheduler.step()
-    mean, mean_accuracy = _means(experiment, outcomes, weights)
+    mean, mean_accuracy = means_over_processes(experiment, outcomes, weights)
     return observer.end_step(loss=mean, accuracy=mean_accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples)
-
-
-def _weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[list[int], int]:
-    """Return the weight of each micro-batch in the mean of a step, and the sum of weights over all processes."""
-    if not isinstance(experiment.task, CountsTerms):
-        return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
-    weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
-    return weights, max(1, experiment.strategy.total(sum(weights)))
-
-
-def _means(
-    experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weighted mean loss and accuracy over the batches of all processes."""
-    local_means = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
-    loss, mean_accuracy = experiment.strategy.mean(local_means, sum(weights))
-    return loss, mean_accuracy
 
 
 @torch.no_grad()
@@ -172,6 +162,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
         The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
     """
     model = experiment.model
+    assert experiment.eval_loader is not None, "mode: forward has no evaluations"
     started_at = time.perf_counter()
     was_training = model.training
     model.eval()
@@ -186,7 +177,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
                     outcomes.append(task(experiment.called_model, to_device(batch, experiment.device)))
                 weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
                 probe.end_micro_step()
-            loss, mean_accuracy = _means(experiment, outcomes, weights)
+            loss, mean_accuracy = means_over_processes(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=loss,
                 accuracy=mean_accuracy,

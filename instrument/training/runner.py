@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
 from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
-from .checkpoint import Checkpoints, restore, restore_random
+from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks
 from .device_and_seed import process_state
 from .experiment import Experiment, prepare
+from .forward import run_forward
 from .loop import train
 from .terminal import Terminal
 
@@ -41,7 +42,7 @@ class Result:
 
     Attributes:
         folder: The folder of the run.
-        metrics: The metrics of the last evaluation.
+        metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
     """
 
     folder: Path
@@ -93,11 +94,16 @@ def run(
         ):
             with synced_errors(processes):
                 experiment = prepare(config, strategy)
+                _check_same_weights(experiment, run_folder)
                 run_folder.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
+                if experiment.weights is not None:
+                    run_folder.update(init_from=asdict(experiment.weights))
                 training = _Training(experiment, folder, terminal, raw, copy)
                 training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()
+            if config.train.save:
+                save_weights(experiment, folder)
             if processes is not None:  # The rows of this process are on disk.
                 failures = enumerate(processes.exchange(failure))
                 failure = next((f"rank {rank}: {reason}" for rank, reason in failures if reason), None)
@@ -157,8 +163,19 @@ def _check_report_packages() -> None:
         raise ConfigError(Problem("report", str(error), given=True)) from None
 
 
+def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRunFolder) -> None:
+    """Check that a resumed run loads the weights with which it was started.
+
+    Raises:
+        ConfigError: The file has changed.
+    """
+    recorded = run_folder.record.get("init_from") if isinstance(run_folder, RunFolder) else None
+    if recorded and experiment.weights is not None and recorded["sha256"] != experiment.weights.sha256:
+        raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
+
+
 class _Training:
-    """One training with its hooks, rows and checkpoints. It starts at the last checkpoint if the run is resumed.
+    """One run with its hooks, rows and checkpoints. It starts at the last checkpoint if the run is resumed.
 
     Args:
         experiment: The experiment.
@@ -203,22 +220,27 @@ class _Training:
             restore(self.state, experiment, self.probe)
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
-        """Train to the last step.
+        """Run to the last step.
 
         Returns:
-            The metrics of the last evaluation, and the reason if recording stopped (None otherwise).
+            The metrics of the last evaluation, or the means over all batches in `mode: forward`; and the reason if
+            recording stopped (None otherwise).
         """
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show:
             breaks = graph_breaks()
             last = None
             if self.state is not None:
-                probe.event("resumed", f"training continues after {probe.step} steps", severity="info")
+                work = "training" if experiment.config.mode == "train" else "the run"
+                probe.event("resumed", f"{work} continues after {probe.step} steps", severity="info")
                 last = self.state["metrics"]
                 restore_random(self.state, experiment.device)
             elif experiment.data.fallback:
                 probe.event("fallback", experiment.data.fallback)
-            metrics = train(experiment, probe, show, self._end_step, last)
+            if experiment.weights is not None and (changes := experiment.weights.changes):
+                probe.event("init_from", changes)
+            loop = train if experiment.config.mode == "train" else run_forward
+            metrics = loop(experiment, probe, show, self._end_step, last)
             if message := describe_graph_breaks(breaks):
                 probe.event("graph_break", message, severity="info")
         return metrics, self.sink.failure

@@ -23,6 +23,7 @@ from ..formatting import human_bytes
 from ..plan.cost import Forecast
 from ..plan.display import plan_view
 from ..report import command_for
+from ..spec.description import describe_forward
 from .experiment import Experiment
 from .progress import Show, metric_texts, progress_bar, progress_lines, warnings_only
 
@@ -86,12 +87,16 @@ class Terminal:
         trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
         model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
         slices = f"{source['train_samples']:,} training samples, {source['eval_samples']:,} evaluation samples"
+        if config.mode == "forward":
+            slices = f"{source['train_samples']:,} samples, {describe_forward(config.forward)}"
         if (ranks := experiment.strategy.ranks) is not None:
             model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)
+        if experiment.weights is not None:
+            model += f", weights from {experiment.weights.path}"
         self.console.print(
             f"[bold]{escape(config.name)}[/]  {escape(model)}, seed {config.seed}\n"
-            f"data  {source['dataset'].rpartition('.')[2]}: {slices}\n"
+            f"data  {source['dataset'].rpartition('.')[2]}: {escape(slices)}\n"
             f"hooks {len(experiment.plan.specs)} at {locations} location{'s' * (locations != 1)}: {names}\n"
         )
 
@@ -170,7 +175,7 @@ class Terminal:
         Args:
             experiment: The experiment.
             folder: The folder of the run.
-            metrics: The metrics of the last evaluation.
+            metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
             report: The file of the report. Default: None; the command that creates it is shown instead.
         """
         run = load(folder)
@@ -202,7 +207,8 @@ class Terminal:
             self._warn_at_once(message)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
-            self.console.print(f"evaluation  {evaluation}")
+            label = "evaluation" if experiment.config.mode == "train" else "mean      "
+            self.console.print(f"{label}  {evaluation}")
             self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
             if experiment.config.sink.tensorboard:
                 self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)

@@ -190,7 +190,7 @@ def test_failed_evaluation_restores_the_phase(model: nn.Module) -> None:
 
 
 def test_unknown_phase_is_refused(model: nn.Module) -> None:
-    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'train', 'eval' or 'sanity', not 'test'"):
+    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'probe', 'sanity', not 'test'"):
         probe.phase = "test"
 
 

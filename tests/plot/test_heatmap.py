@@ -122,7 +122,7 @@ def test_single_step_and_non_finite_rows_are_drawn() -> None:
 
 
 def test_ambiguous_or_missing_series_is_an_error_with_options(run: instrument.Run) -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)several series match phase='train'.*hook='acts'.*hook='updates'"):
+    with pytest.raises(InstrumentError, match=r"(?s)several series match; select one of.*hook='acts'.*hook='updates'"):
         heatmap(run)
     with pytest.raises(InstrumentError, match=r"(?s)statistic: .*'l3'.*similar  l2"):
         heatmap(run, "l3")

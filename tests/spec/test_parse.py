@@ -468,7 +468,7 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"name": "../up"}, "name", "pattern"),
         ({"name": ""}, "name", "pattern"),
         ({"deterministic": "perhaps"}, "deterministic", "boolean"),
-        ({"train": {"steps": 0}}, "train.steps", "greater than or equal to 1"),
+        ({"train": {"steps": 0}}, "train.steps", "set mode=forward"),
         ({"train": {}}, "train", "exactly one of steps and epochs must be set, the other must be null; neither is set"),
         ({"train": {"steps": 1, "epochs": 2}}, "train", "steps is 1 and epochs is 2"),
         ({"seed": 2**63}, "seed", "less than"),

@@ -14,10 +14,11 @@ SWEEP.push((report) => {
 });
 
 SWEEP.push((report) => {
-  const names = report.metricNames.filter((name) => report.curves.some((one) => one.train?.[name] || one.eval?.[name]));
+  const phases = ["train", "eval"].filter((phase) => report.curves.some((one) => one[phase]));
+  const names = report.metricNames.filter((name) => report.curves.some((one) => phases.some((phase) => one[phase]?.[name])));
   if (!names.length) return hide("training");
   fillSelect("training-metric", names);
-  fillSelect("training-phase", ["train", "eval"]);
+  fillSelect("training-phase", phases);
   colourBy(report, "training-colour");
   const draw = () => drawRuns(report);
   onChange(["training-metric", "training-phase", "training-scale", "training-colour"], draw);

@@ -1,7 +1,7 @@
 // Training curves, with lanes below that show the steps of interventions and alerts.
 
 RUN.push((report) => {
-  const phases = Object.values(report.metrics);
+  const phases = [report.metrics.train, report.metrics.eval].filter(Boolean);
   const names = report.metricNames.filter((name) => phases.some((phase) => phase[name]));
   if (!names.length) return hide("training");
   fillSelect("training-metric", names);

@@ -1,0 +1,215 @@
+"""The weights that `init_from` loads before the first step.
+
+A file is loaded before `apply` changes the model, because it has the names and shapes of the unchanged model. Weights of
+a run are loaded after `apply`, because the run saved them after its own `apply`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dtensor import join_shards
+from ..errors import ConfigError, Problem, similar_names
+from ..folders.run_record import CHECKPOINTS, WEIGHTS, read_record
+from ..plan.layer_selection import shorten
+
+WHERE = "init_from"
+CONTAINERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts save a state dict
+MOST_NAMES = 8  # maximum number of names in a message
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """The origin of the weights in a model.
+
+    Attributes:
+        path: The file, or the folder of the run.
+        sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
+        tensors: The number of loaded tensors.
+        changed: The names of the loaded tensors that `apply` changed or removed.
+    """
+
+    path: str
+    sha256: str
+    tensors: int
+    changed: tuple[str, ...]
+
+    @property
+    def changes(self) -> str | None:
+        """A message about the tensors that `apply` changed; None without any."""
+        if not self.changed:
+            return None
+        count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
+        return f"apply changed {count}: {shorten(self.changed, MOST_NAMES)}"
+
+
+class InitialWeights:
+    """The weights in a file, or in the folder of a run.
+
+    Args:
+        path: The file, or the folder.
+        strict: Whether missing and unexpected names are errors.
+
+    Attributes:
+        is_of_run: Whether the path is the folder of a run.
+
+    Raises:
+        ConfigError: The file does not exist or contains no state dict, or the run has no weights.
+    """
+
+    def __init__(self, path: str, *, strict: bool) -> None:
+        self.path = path
+        self.strict = strict
+        self.is_of_run = Path(path).is_dir()
+        files = _files_of_run(Path(path)) if self.is_of_run else [Path(path)]
+        states = [state for file in files if (state := _state_dict(file)) is not None]
+        if not states:
+            message = "the checkpoint contains no weights, since the run had mode: forward"
+            raise ConfigError(Problem(WHERE, message, given=path))
+        self._state: Mapping[str, Any] = states[0] if len(files) == 1 else join_shards(states)
+        self._digest = hashlib.sha256()
+        for file in files:
+            with open(file, "rb") as opened:
+                while block := opened.read(1 << 20):
+                    self._digest.update(block)
+
+    def load(self, model: nn.Module) -> None:
+        """Load the weights into a model.
+
+        Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`).
+
+        Raises:
+            ConfigError: Names are missing or unexpected, no name matches, or a shape differs.
+        """
+        own = model.state_dict()
+        by_plain_name = {_plain_name(name): name for name in own}
+        self._state = {
+            name if name in own else by_plain_name.get(_plain_name(name), _plain_name(name)): value
+            for name, value in self._state.items()
+        }
+        if not self._state.keys() & own.keys():
+            message = "no name in the state dict is a name in the model"
+            names = shorten([*self._state], MOST_NAMES)
+            raise ConfigError(Problem(WHERE, message, given=names, allowed=shorten([*own], MOST_NAMES)))
+        try:
+            missing, unexpected = model.load_state_dict(self._state, strict=False)
+        except RuntimeError as error:
+            problems = [*_shape_problems(self._state, own)] or [Problem(WHERE, str(error).strip(), given=self.path)]
+            missing, unexpected = [*own.keys() - self._state.keys()], [*self._state.keys() - own.keys()]
+        else:
+            problems = []
+        if self.strict:
+            loaded = {_address(own[name]) for name in own.keys() & self._state.keys()}
+            missing = [name for name in missing if name not in own or _address(own[name]) not in loaded]  # tied
+            problems += _name_problems("the state dict lacks names of the model", sorted(missing), unexpected)
+            problems += _name_problems("the state dict has names that the model lacks", sorted(unexpected), missing)
+        if problems:
+            raise ConfigError(*problems)
+
+    def compared_with(self, model: nn.Module) -> LoadedWeights:
+        """Return the origin of the weights, and the names of those that are not in a model any more."""
+        own = model.state_dict()
+        tensors = {name: value for name, value in self._state.items() if isinstance(value, Tensor)}
+        changed = tuple(name for name, value in tensors.items() if not _is_in(own.get(name), value))
+        return LoadedWeights(self.path, self._digest.hexdigest(), len(tensors), changed)
+
+
+def _files_of_run(folder: Path) -> list[Path]:
+    """Return the file of the final weights of a run, or else the files of its latest checkpoint.
+
+    Raises:
+        ConfigError: The folder contains no run, or the run has neither.
+    """
+    read_record(folder, WHERE)
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    latest = sorted((folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
+    if not latest:
+        message = (
+            f"the run saved no weights: it has no {WEIGHTS} (train.save) and no checkpoint (train.checkpoint.every)"
+        )
+        raise ConfigError(Problem(WHERE, message, given=str(folder)))
+    return [latest[-1], *sorted(latest[-1].parent.glob(f"{latest[-1].stem}-*.pt"))]
+
+
+def _state_dict(file: Path) -> Mapping[str, Any] | None:
+    """Return the state dict in a file; None for a checkpoint without weights.
+
+    Raises:
+        ConfigError: The file cannot be read, or contains no state dict.
+    """
+    content = _content(file)
+    if isinstance(content, Mapping):
+        if "version" in content and "batches" in content and "model" not in content:
+            return None
+        inner = (content[key] for key in CONTAINERS if isinstance(content.get(key), Mapping))
+        state: Mapping[str, Any] = next(inner, content)
+        if any(isinstance(value, Tensor | Mapping) for value in state.values()):
+            return state
+    names = shorten([*map(str, content)], MOST_NAMES) if isinstance(content, Mapping) else type(content).__name__
+    allowed = f"a state dict: tensors by name, also under one of the keys {', '.join(CONTAINERS)}"
+    raise ConfigError(Problem(WHERE, f"{file} contains no state dict", given=names, allowed=allowed))
+
+
+def _content(file: Path) -> Any:
+    """Read a file, with all tensors on the CPU."""
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except ImportError:
+        message = "reading .safetensors files requires the package safetensors"
+        raise ConfigError(Problem(WHERE, message, given=str(file), fix="pip install safetensors")) from None
+    except FileNotFoundError:
+        raise ConfigError(Problem(WHERE, "the file does not exist", given=str(file))) from None
+    except Exception as error:  # Both libraries raise many types of exceptions for a damaged file.
+        reason = str(error).strip().partition("\n")[0]
+        message = f"the file cannot be read with weights_only=True: {reason}"
+        allowed = "a .pt, .pth or .safetensors file with a state dict, or the folder of a run"
+        raise ConfigError(Problem(WHERE, message, str(file), allowed)) from None
+
+
+def _plain_name(name: str) -> str:
+    """Return a name without the segments of wrappers."""
+    segments = [segment for segment in name.split(".") if segment != "_orig_mod"]
+    while segments[:1] == ["module"] and len(segments) > 1:
+        segments = segments[1:]
+    return ".".join(segments)
+
+
+def _shape_problems(state: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield one problem with all tensors whose shapes differ."""
+    differences = [
+        f"{name} {[*state[name].shape]} (the model has {[*own[name].shape]})"
+        for name in own
+        if isinstance(state.get(name), Tensor) and state[name].shape != own[name].shape
+    ]
+    if differences:
+        yield Problem(WHERE, f"the shapes of some tensors differ: {shorten(differences, MOST_NAMES)}")
+
+
+def _name_problems(message: str, names: Sequence[str], others: Sequence[str]) -> Iterator[Problem]:
+    """Yield one problem with all names, and the most similar names of the other side."""
+    if names:
+        similar = dict.fromkeys(like for name in names[:MOST_NAMES] for like in similar_names(name, others, limit=1))
+        fix = "set init_from.strict=false to ignore the differences"
+        yield Problem(WHERE, f"{message}: {shorten(names, MOST_NAMES)}", similar=[*similar], fix=fix)
+
+
+def _address(tensor: Any) -> object:
+    """Return what identifies the memory of a tensor; tied parameters share it."""
+    return (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) and tensor.numel() else id(tensor)
+
+
+def _is_in(own: Any, value: Tensor) -> bool:
+    """Return whether the model has this value, in the dtype of its tensor."""
+    return isinstance(own, Tensor) and own.shape == value.shape and torch.equal(own.cpu(), value.to(own.dtype))

@@ -1,0 +1,82 @@
+"""The probe batch: the same samples run through the model between training steps, with gradients and without updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from ..capture.collectives import own_rank
+from ..capture.probe import Probe
+from ..nested import to_device
+from ..plan.shape_inference import without_side_effects
+from .batch_means import batch_weights, means_over_processes
+from .experiment import Experiment
+from .input_gradients import with_input_gradients
+
+
+def has_probe_pass(experiment: Experiment, step: int) -> bool:
+    """Return whether a hook of phase `probe` is scheduled after this number of steps.
+
+    Args:
+        experiment: The experiment.
+        step: The number of completed steps.
+    """
+    return any(spec.schedule.includes(step, "probe") for spec in experiment.plan.specs.values())
+
+
+def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
+    """Run the probe batch.
+
+    The model is in eval mode. Afterwards, the training flags, buffers, gradients and random states are those from
+    before. Random numbers that the model draws are the same in each pass.
+
+    Args:
+        experiment: The experiment.
+        probe: The attached probe, between two steps.
+
+    Returns:
+        The row of the `metrics` table.
+    """
+    batches = experiment.probe_batch
+    assert batches is not None, "hooks of phase probe require a probe batch"
+    started_at = time.perf_counter()
+    weights, total = batch_weights(experiment, batches)
+    with without_side_effects(experiment.model, training=False), _kept_gradients(experiment), probe.in_phase("probe"):
+        _seed(experiment)
+        batch = with_input_gradients(to_device(batches[0], experiment.device))
+        with experiment.autocast():
+            # A compiled model is not called, because it would be compiled again, and there is a limit for that.
+            outcome = experiment.task(experiment.model, batch)
+        loss = probe.loss(outcome.loss)
+        experiment.scaler.scale(loss * (weights[0] / total)).backward()
+        probe.end_micro_step()
+        mean, mean_accuracy = means_over_processes(experiment, [outcome], weights)
+        seconds = time.perf_counter() - started_at
+        return probe.write_metrics(loss=mean, accuracy=mean_accuracy, seconds=seconds, samples=batches.samples)
+
+
+def _seed(experiment: Experiment) -> None:
+    """Seed PyTorch, with a different seed in each process."""
+    seed = experiment.config.seed + own_rank()
+    torch.default_generator.manual_seed(seed)
+    if experiment.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def _kept_gradients(experiment: Experiment) -> Iterator[None]:
+    """Set the gradients of all parameters to None inside the block, and restore them afterwards."""
+    # The optimizer holds the shards of FSDP2 also while the model holds full parameters.
+    optimized = (p for each in experiment.optimizers for group in each.param_groups for p in group["params"])
+    parameters = {id(parameter): parameter for parameter in (*experiment.model.parameters(), *optimized)}
+    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,342 @@
+"""`mode: forward`: rows, gradients and metrics of a model that is not trained, and its unchanged state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import run_in
+from state_comparison import identical
+from torch import Tensor, nn
+
+import instrument
+from instrument import ConfigError, MemorySink
+from instrument.capture.probe import Probe
+from instrument.spec.parse import parse_config
+from instrument.tasks import Outcome
+from instrument.training import forward
+from instrument.training.checkpoint import Checkpoints
+from instrument.training.experiment import Experiment, prepare
+from instrument.training.forward import run_forward
+from instrument.training.input_gradients import with_input_gradients
+
+CLOCK = ["seconds", "samples_per_second"]
+SAMPLES, BATCH = 50, 16
+OUTPUTS = {"layers": "**", "kind": "forward", "action": "record", "tensors": True}
+SALIENCY = {"layers": "0", "kind": "full_backward", "action": "record", "tensors": True}
+WEIGHTS = {"layers": "**", "kind": "parameter_grad_micro", "action": "record", "tensors": True}
+
+
+class Net(nn.Sequential):
+    """A model whose state a forward pass in training mode would change."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
+
+
+class TwoOutputs(Net):
+    """A model that returns its logits in a mapping, and changes its input in place."""
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        images.mul_(2.0)
+        logits = super().forward(images)
+        return {"logits": logits, "probabilities": logits.softmax(-1)}
+
+
+class Parameterless(nn.Module):
+    """A model without parameters."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = images.flatten(1)[:, :10]
+        return scores
+
+
+class CallsPart:
+    """A task that calls only a submodule of the model."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        loss = model.get_submodule("1")(batch[0].flatten(1)).mean()
+        return Outcome(loss, len(batch[0]))
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    return {
+        "mode": "forward",
+        "model": {"_target_": f"{__name__}.Net"},
+        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}, "slice": {"stop": SAMPLES}},
+        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+        "train": {"steps": 100, "batch_size": BATCH},
+        **changes,
+    }
+
+
+def prepare_forward(**changes: Any) -> Experiment:
+    torch.manual_seed(0)
+    return prepare(parse_config(config_of(**changes)))
+
+
+def executed(experiment: Experiment) -> tuple[MemorySink, Any]:
+    sink = MemorySink()
+    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
+        metrics = run_forward(experiment, probe, lambda _: None)
+    return sink, metrics
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def batches_of(experiment: Experiment) -> list[list[Tensor]]:
+    """Return the batches of one pass in the order of the dataset."""
+    samples = [experiment.data.train[i] for i in range(SAMPLES)]
+    return [
+        [torch.stack([image for image, _ in part]), torch.tensor([int(target) for _, target in part])]
+        for part in (samples[start : start + BATCH] for start in range(0, SAMPLES, BATCH))
+    ]
+
+
+def values_at(sink: MemorySink, **where: Any) -> list[np.ndarray]:
+    """Return the recorded tensors in these rows."""
+    rows = [row for row in sink.records("tensors") if all(row[key] == value for key, value in where.items())]
+    return [row["values"].numpy() for row in rows]
+
+
+@pytest.mark.parametrize("settings", [{}, {"grad": True}, {"grad": True, "of": "[:, 3]"}, {"passes": 2}])
+def test_forward_changes_no_parameter_and_no_buffer(settings: dict[str, Any]) -> None:
+    experiment = prepare_forward(forward=settings, hooks={"outputs": OUTPUTS})
+    before, random = state_of(experiment.model), torch.get_rng_state()
+    executed(experiment)
+    assert identical(before, state_of(experiment.model))
+    assert all(parameter.grad is None for parameter in experiment.model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_forward_rows_equal_those_of_a_hand_written_hook() -> None:
+    experiment = prepare_forward(hooks={"outputs": OUTPUTS}, forward={"passes": 2})
+    plain = copy.deepcopy(experiment.model).eval()
+    seen: list[Tensor] = []
+    plain[1].register_forward_hook(lambda _, __, output: seen.append(output))
+    losses, hits = [], []
+    with torch.no_grad():
+        for images, classes in batches_of(experiment) * 2:
+            scores = plain(images)
+            losses.append(nn.functional.cross_entropy(scores, classes).item())
+            hits.append((scores.argmax(-1) == classes).float().mean().item())
+    sink, means = executed(experiment)
+    found = values_at(sink, layer="1")
+    assert [values.tobytes() for values in found] == [tensor.numpy().tobytes() for tensor in seen]
+    metrics = sink.frame("metrics")
+    assert list(metrics.loss) == losses
+    assert list(metrics.accuracy) == pytest.approx(hits)
+    assert set(metrics.phase) == {"forward"}
+    assert list(metrics.step) == [*range(8)]
+    assert list(metrics.epoch) == [0] * 4 + [1] * 4
+    assert metrics.lr.isna().all()
+    rows = sink.frame("stats")
+    assert (set(rows.phase), set(rows.micro_step)) == ({"forward"}, {0})
+    sizes = [16, 16, 16, 2] * 2
+    assert means["loss"] == pytest.approx(np.average(losses, weights=sizes))
+    assert means["accuracy"] == pytest.approx(np.average(hits, weights=sizes))
+    assert means["seconds"] == pytest.approx(metrics.seconds.sum())
+
+
+@pytest.mark.parametrize("of", [None, "[:, 3]"])
+def test_gradients_equal_those_of_hand_written_saliency(of: str | None) -> None:
+    experiment = prepare_forward(hooks={"pixels": SALIENCY, "weights": WEIGHTS}, forward={"grad": True, "of": of})
+    plain = copy.deepcopy(experiment.model).eval()
+    pixels, weights = [], []
+    for images, classes in batches_of(experiment):
+        images.requires_grad_()
+        plain.zero_grad()
+        scores = plain(images)
+        (nn.functional.cross_entropy(scores, classes) if of is None else scores[:, 3].sum()).backward()
+        assert images.grad is not None
+        pixels.append(images.grad.numpy().tobytes())
+        assert plain[1].weight.grad is not None
+        weights.append(plain[1].weight.grad.numpy().tobytes())
+    sink, _ = executed(experiment)
+    assert [values.tobytes() for values in values_at(sink, hook="pixels")] == pixels
+    assert [values.tobytes() for values in values_at(sink, layer="1", path="weight")] == weights
+
+
+def test_output_unit_of_a_mapping_is_selected() -> None:
+    hooks = {"pixels": {**SALIENCY, "layers": "1", "role": "grad_output"}}
+    target = {"_target_": f"{__name__}.TwoOutputs"}
+    experiment = prepare_forward(model=target, hooks=hooks, forward={"grad": True, "of": "probabilities[:, -1]"})
+    plain = copy.deepcopy(experiment.model).eval()
+    images = batches_of(experiment)[0][0]
+    seen: list[Tensor] = []
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(seen.append)
+
+    plain[1].register_forward_hook(watch)
+    plain(images)["probabilities"][:, -1].sum().backward()
+    sink, _ = executed(experiment)
+    assert values_at(sink, step=0)[0].tobytes() == seen[0].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"forward": {"grad": True, "of": "logit[:, 3]"}}, "the model's output has no such tensor"),
+        ({"forward": {"grad": True, "of": "[:, 10]"}}, "the slice is outside of the tensor of shape [16, 10]"),
+        (
+            {"forward": {"grad": True, "of": "[:, 3]"}, "task": {"_target_": f"{__name__}.CallsPart"}},
+            "only submodules",
+        ),
+    ],
+)
+def test_unknown_output_unit_is_reported(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare_forward(**changes)
+    assert caught.value.problems[0].where == "forward.of"
+    assert words in str(caught.value)
+
+
+def test_forward_runs_a_model_without_parameters() -> None:
+    target = {"_target_": f"{__name__}.Parameterless"}
+    sink, means = executed(prepare_forward(model=target, hooks={"outputs": OUTPUTS}))
+    assert len(sink.frame("stats")) == 4
+    assert means["loss"] is not None
+    hooks = {"pixels": {**SALIENCY, "layers": "."}}
+    sink, _ = executed(prepare_forward(model=target, hooks=hooks, forward={"grad": True}))
+    assert len(sink.frame("stats")) == 4
+    with pytest.raises(ConfigError, match="set mode=forward"):
+        prepare_forward(model=target, mode="train")
+
+
+def test_interventions_act_in_forward() -> None:
+    ablate = {"ablate": {"layers": "4", "kind": "forward", "action": "modify", "fn": "zero"}}
+    _, means = executed(prepare_forward(hooks=ablate))
+    assert means["loss"] == pytest.approx(np.log(10), rel=1e-6)
+
+
+def test_loss_hooks_see_the_output_unit() -> None:
+    hooks = {"loss": {"kind": "loss", "action": "record", "tensors": True}}
+    experiment = prepare_forward(hooks=hooks, forward={"grad": True, "of": "[:, 3]"})
+    with torch.no_grad():
+        sums = [experiment.model.eval()(images)[:, 3].sum().item() for images, _ in batches_of(experiment)]
+    sink, _ = executed(experiment)
+    assert [values.item() for values in values_at(sink)] == sums
+
+
+def test_input_gradients_leave_targets_and_integers_unchanged() -> None:
+    images, scores, tokens = torch.rand(2, 3), torch.rand(2), torch.ones(2, dtype=torch.int64)
+    changed = with_input_gradients((images, tokens, scores))
+    assert [tensor.requires_grad for tensor in changed] == [True, False, False]
+    assert changed[0] is not images
+    assert torch.equal(changed[0], images)
+    assert changed[2] is scores
+    assert with_input_gradients({"x": images})["x"].requires_grad
+    assert with_input_gradients([images])[0].requires_grad
+
+
+COMMAND = [
+    "model=mlp",
+    "model.sizes=[64,16,10]",
+    "data=digits",
+    "data.slice.stop=200",
+    "train.batch_size=20",
+    "mode=forward",
+    "hooks=activations",
+    "hooks.activations.every=2",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with an uninterrupted run, and an equal run that failed at batch 8 and was resumed."""
+    folder = tmp_path_factory.mktemp("forward")
+    command = [*COMMAND, "train.checkpoint.every=3"]
+    answer = run_in(folder, *command, "report=true", "hydra.run.dir=whole")
+    assert answer.code == 0, answer.err
+    with pytest.MonkeyPatch.context() as patch:
+        original, calls = forward.forward_step, [0]
+
+        def fail(*arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > 8:
+                raise RuntimeError("stopped here")
+            return original(*arguments)
+
+        patch.setattr(forward, "forward_step", fail)
+        assert run_in(folder, *command, "hydra.run.dir=stopped").code == 1
+    answer = run_in(folder, "resume=stopped")
+    assert answer.code == 0, answer.err
+    return folder
+
+
+def test_resumed_forward_run_equals_an_uninterrupted_run(runs: Path) -> None:
+    whole, resumed = (instrument.load(runs / name) for name in ("whole", "stopped"))
+    for name in ("stats", "coverage", "layers"):
+        pd.testing.assert_frame_equal(getattr(whole, name), getattr(resumed, name), check_exact=True)
+    pd.testing.assert_frame_equal(whole.metrics.drop(columns=CLOCK), resumed.metrics.drop(columns=CLOCK))
+    assert list(resumed.events[resumed.events.rule == "resumed"].message) == ["the run continues after 6 steps"]
+    assert [whole.info["metrics"][name] for name in ("loss", "accuracy")] == [
+        resumed.info["metrics"][name] for name in ("loss", "accuracy")
+    ]
+
+
+def test_forward_checkpoint_contains_no_weights(runs: Path) -> None:
+    state = Checkpoints(runs / "whole").load()
+    assert set(state) == {"version", "step", "metrics", "parts", "probe", "batches", "random"}
+    assert (runs / "whole" / "checkpoints" / "step-00000010.pt").exists()
+
+
+def test_report_describes_a_forward_run(runs: Path) -> None:
+    from instrument.report.run_page import content
+
+    words, numbers = content(instrument.load(runs / "whole"))
+    facts = dict(words["facts"])
+    assert facts["mode"] == "forward, no training: 1 pass in order, no gradients"
+    assert (facts["batches"], facts["samples"]) == ("10", "200")
+    assert float(facts["mean loss"]) == pytest.approx(instrument.load(runs / "whole").info["metrics"]["loss"], 1e-3)
+    assert set(numbers["metrics"]) == {"forward"}, "the training chart shows the phases train and eval only"
+    assert (runs / "whole" / "report.html").exists()
+
+
+def test_plots_show_forward_rows_by_default(runs: Path) -> None:
+    from instrument import plot
+
+    run = instrument.load(runs / "whole")
+    assert "(forward)" in plot.heatmap(run).axes[0].get_title()
+
+
+def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
+    from instrument import plot
+
+    answer = cli(*COMMAND, "plan=true")
+    assert answer.code == 0, answer.err
+    rows = len(instrument.load(runs / "whole").stats)
+    assert "1 hooks in 10 steps" in answer.out
+    assert f"{rows}" in answer.out
+    answer = cli("-m", *COMMAND, "objective=accuracy", "seed=0", "train.batch_size=20,40", "hydra.sweep.dir=sweep")
+    assert answer.code == 0, answer.err
+    sweep = instrument.load("sweep")
+    assert sweep.metrics.groupby("run").size().tolist() == [10, 5]
+    assert "10 steps" in instrument.load("sweep/0")._repr_html_()
+    effects = sweep.effects_of("train.batch_size").query("table == 'metrics' and statistic == 'loss'")
+    assert list(effects.phase) == ["forward"]
+    assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
+    answer = cli(*COMMAND, "sink.tensorboard=true", "hydra.run.dir=tracked", "quiet=true")
+    assert answer.code == 0, answer.err
+
+
+def test_verify_refuses_forward(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from instrument.verify import main
+
+    monkeypatch.setattr("sys.argv", ["verify", *COMMAND])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "mode: verification compares two trainings" in capsys.readouterr().err

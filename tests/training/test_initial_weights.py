@@ -1,0 +1,252 @@
+"""`init_from` and `train.save`: weights of files and runs, and errors for weights that do not fit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from state_comparison import identical
+from torch import nn
+
+import instrument
+from instrument import ConfigError
+from instrument.spec.parse import parse_config
+from instrument.training.checkpoint import Checkpoints
+from instrument.training.experiment import Experiment, prepare
+
+Cli = Callable[..., Any]
+RUN = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.slice.stop=200", "train.steps=4"]
+
+
+def prepare_mlp(path: Path | str, *, strict: bool = True, **changes: Any) -> Experiment:
+    config = {
+        "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
+        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}, "slice": {"stop": 20}},
+        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+        "train": {"steps": 2, "batch_size": 10},
+        "init_from": {"path": str(path), "strict": strict},
+        **changes,
+    }
+    return prepare(parse_config(config))
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    """State dict of the model of `prepare_mlp`, with other weights."""
+    torch.manual_seed(7)
+    model = instrument.training.models.MLP([64, 16, 10])  # type: ignore[attr-defined]
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def write_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, path)
+
+
+@pytest.mark.parametrize("mode", ["train", "forward"])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
+def test_weights_of_a_file_are_loaded(tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str, mode: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".safetensors":
+        write_safetensors(weights, path)
+    else:
+        torch.save(weights, path)
+    experiment = prepare_mlp(path, mode=mode)
+    assert identical(dict(experiment.model.state_dict()), weights)
+    assert experiment.weights is not None
+    assert experiment.weights.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert experiment.weights.changes is None
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("key", [None, "state_dict", "model"])
+def test_prefixes_of_wrappers_are_removed(
+    tmp_path: Path, weights: dict[str, torch.Tensor], prefix: str, key: str | None
+) -> None:
+    state = {f"{prefix}{name}": tensor for name, tensor in weights.items()}
+    torch.save(state if key is None else {key: state, "epoch": 3}, tmp_path / "weights.pt")
+    assert identical(dict(prepare_mlp(tmp_path / "weights.pt").model.state_dict()), weights)
+
+
+def test_missing_and_unexpected_names_are_reported(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    name = next(iter(weights))
+    changed = {name.replace("layers", "layer") if old == name else old: value for old, value in weights.items()}
+    torch.save(changed, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError) as caught:
+        prepare_mlp(tmp_path / "weights.pt")
+    missing, unexpected = caught.value.problems
+    other = name.replace("layers", "layer")
+    assert (missing.where, missing.message) == ("init_from", f"the state dict lacks names of the model: {name}")
+    assert (missing.similar, unexpected.similar) == ([other], [name])
+    assert unexpected.message == f"the state dict has names that the model lacks: {other}"
+    experiment = prepare_mlp(tmp_path / "weights.pt", strict=False)
+    last = list(weights)[-1]
+    assert torch.equal(experiment.model.state_dict()[last], weights[last])
+
+
+def test_shapes_that_differ_are_reported(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    *_, matrix, _ = weights
+    torch.save({**weights, matrix: torch.zeros(5, 16)}, tmp_path / "weights.pt")
+    for strict in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            prepare_mlp(tmp_path / "weights.pt", strict=strict)
+        assert f"the shapes of some tensors differ: {matrix} [5, 16] (the model has [10, 16])" in str(caught.value)
+
+
+def test_weights_of_another_model_are_reported(tmp_path: Path) -> None:
+    torch.save(nn.LSTM(3, 4).state_dict(), tmp_path / "weights.pt")
+    for strict in (True, False):
+        with pytest.raises(ConfigError, match="no name in the state dict is a name in the model"):
+            prepare_mlp(tmp_path / "weights.pt", strict=strict)
+
+
+def test_tied_weights_may_be_missing(tmp_path: Path) -> None:
+    model = {"_target_": f"{__name__}.Tied"}
+    torch.save({"1.weight": torch.ones(64, 64)}, tmp_path / "weights.pt")
+    experiment = prepare_mlp(tmp_path / "weights.pt", model=model)
+    assert experiment.model.state_dict()["2.weight"].eq(1).all()
+
+
+class Tied(nn.Sequential):
+    """A model with two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        self[2].weight = self[1].weight
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "the file does not exist"),
+        (b"nothing", "cannot be read with weights_only=True"),
+        ([torch.ones(2)], "contains no state dict"),
+        ({"epoch": 3}, "contains no state dict"),
+        (nn.Linear(2, 2), "cannot be read with weights_only=True"),
+    ],
+)
+def test_file_without_state_dict_is_reported(cli: Cli, content: Any, words: str) -> None:
+    if isinstance(content, bytes):
+        Path("weights.pt").write_bytes(content)
+    elif content is not None:
+        torch.save(content, "weights.pt")
+    answer = cli(*RUN, "init_from=weights.pt", "hydra.run.dir=out")
+    assert answer.code == 2
+    assert "init_from: " in answer.err
+    assert words in answer.err
+    assert not Path("out").exists()
+
+
+def test_missing_safetensors_package_is_named(
+    tmp_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_safetensors(weights, tmp_path / "weights.safetensors")
+    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    with pytest.raises(ConfigError, match="pip install safetensors"):
+        prepare_mlp(tmp_path / "weights.safetensors")
+
+
+def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor]) -> None:
+    torch.save(weights, "weights.pt")
+    head = list(weights)[-2]
+    layer = head.removesuffix(".weight")
+    fill = f'+apply.head={{layers: "{layer}", action: fill, value: 0.5}}'
+    path = ["init_from.path=weights.pt", "init_from.strict=false"]
+    answer = cli(*RUN, "mode=forward", *path, fill, "hydra.run.dir=out", "train.save=true")
+    assert answer.code == 0, answer.err
+    saved = torch.load("out/weights.pt", weights_only=True)
+    assert saved[head].eq(0.5).all()
+    assert torch.equal(saved["layers.0.0.weight"], weights["layers.0.0.weight"])
+    message = f"apply changed 2 of the 4 tensors that init_from loaded: {head}, {layer}.bias"
+    assert message in answer.out
+    run = instrument.load("out")
+    assert run.info["init_from"]["changed"] == [head, f"{layer}.bias"]
+    assert message in set(run.events.message)
+
+
+def test_weights_of_a_run_are_loaded_after_apply(cli: Cli) -> None:
+    kaiming = "+apply.start={types: [Linear], action: init, fn: kaiming_normal_}"
+    assert cli(*RUN, kaiming, "train.save=true", "train.checkpoint.every=3", "hydra.run.dir=first").code == 0
+    trained = torch.load("first/weights.pt", weights_only=True)
+    assert identical(trained, dict(Checkpoints(Path("first")).load()["model"]))
+    answer = cli(*RUN, kaiming, "mode=forward", "init_from=first", "train.save=true", "hydra.run.dir=second")
+    assert answer.code == 0, answer.err
+    assert identical(torch.load("second/weights.pt", weights_only=True), trained)
+    first, second = instrument.load("first"), instrument.load("second")
+    assert second.info["init_from"]["path"] == "first"
+    assert second.info["init_from"]["sha256"] == hashlib.sha256(Path("first/weights.pt").read_bytes()).hexdigest()
+    assert second.info["init_from"]["changed"] == []
+    Path("first/weights.pt").unlink()
+    answer = cli(*RUN, kaiming, "mode=forward", "init_from=first", "train.save=true", "hydra.run.dir=third")
+    assert answer.code == 0, answer.err
+    assert identical(torch.load("third/weights.pt", weights_only=True), trained)
+    assert first.info.get("init_from") is None
+
+
+def test_run_without_weights_is_reported(cli: Cli) -> None:
+    assert cli(*RUN, "hydra.run.dir=first").code == 0
+    answer = cli(*RUN, "init_from=first", "hydra.run.dir=second")
+    assert answer.code == 2
+    assert "the run saved no weights" in answer.err
+    forward = [*RUN, "mode=forward", "train.checkpoint.every=2", "hydra.run.dir=third"]
+    assert cli(*forward).code == 0
+    answer = cli(*RUN, "init_from=third", "hydra.run.dir=second")
+    assert answer.code == 2
+    assert "the checkpoint contains no weights, since the run had mode: forward" in answer.err
+    assert not Path("second").exists()
+
+
+def test_resumed_run_requires_the_same_weights(
+    cli: Cli, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from instrument.training import forward
+
+    torch.save(weights, "weights.pt")
+    with monkeypatch.context() as patch:
+        original, calls = forward.forward_step, [0]
+
+        def fail(*arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > 2:
+                raise RuntimeError("stopped here")
+            return original(*arguments)
+
+        patch.setattr(forward, "forward_step", fail)
+        command = [*RUN, "mode=forward", "init_from=weights.pt", "train.checkpoint.every=1", "hydra.run.dir=out"]
+        assert cli(*command).code == 1
+    content = Path("weights.pt").read_bytes()
+    torch.save({name: tensor + 1 for name, tensor in weights.items()}, "weights.pt")
+    answer = cli("resume=out")
+    assert answer.code == 2
+    assert "the file has changed since the run was started" in answer.err
+    Path("weights.pt").write_bytes(content)
+    assert cli("resume=out").code == 0
+    assert instrument.load("out").info["status"] == "done"
+
+
+def test_resumed_training_needs_no_weights(
+    cli: Cli, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from instrument.training import loop
+
+    torch.save(weights, "weights.pt")
+    with monkeypatch.context() as patch:
+        original, calls = loop.gradient_norm, [0]
+
+        def fail(model: nn.Module) -> torch.Tensor | None:
+            calls[0] += 1
+            if calls[0] > 2:
+                raise RuntimeError("stopped here")
+            return original(model)
+
+        patch.setattr(loop, "gradient_norm", fail)
+        assert cli(*RUN, "init_from=weights.pt", "train.checkpoint.every=1", "hydra.run.dir=out").code == 1
+    Path("weights.pt").unlink()
+    assert cli("resume=out").code == 0
+    assert instrument.load("out").info["init_from"]["path"] == "weights.pt"

@@ -1,0 +1,263 @@
+"""The probe batch: rows of the same samples at chosen steps, and an unchanged training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import ConfigError, MemorySink
+from instrument.capture.probe import Probe
+from instrument.spec.parse import parse_config
+from instrument.training.device_and_seed import process_state
+from instrument.training.experiment import Experiment, prepare
+from instrument.training.loop import Progress, train
+from instrument.verification.fingerprints import _fingerprint
+
+MAPS = {"layers": "1", "kind": "forward", "action": "record", "phase": "probe", "every": 2, "tensors": True}
+FLOW = {
+    "layers": "**",
+    "kind": "full_backward",
+    "action": "record",
+    "phase": "probe",
+    "steps": [0, 3, 5],
+    "tensors": True,
+}
+WEIGHTS = {"layers": "**", "kind": "parameter_grad_micro", "action": "record", "phase": "probe", "tensors": True}
+SUMS = {"layers": "**", "kind": "post_accumulate_grad", "action": "record", "phase": "probe"}
+TRAINED = {"layers": "**", "kind": "full_backward", "action": "record", "tensors": True}
+STEPS = 5
+
+
+class Net(nn.Sequential):
+    """A model that uses random numbers, changes a buffer in each pass, and has BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        self.calls += 1
+        scores: Tensor = super().forward(images)
+        return scores + 0.01 * torch.rand(())
+
+
+def prepare_training(**changes: Any) -> Experiment:
+    config = {
+        "model": {"_target_": f"{__name__}.Net"},
+        "data": {
+            "dataset": {"_target_": "instrument.training.datasets.digits"},
+            "slice": {"stop": 48},
+            "eval_slice": {"split": "test", "stop": 20},
+            "probe_batch": 6,
+        },
+        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
+        "train": {"steps": STEPS, "batch_size": 16, "eval_every": 2},
+    }
+    return prepare(parse_config({**config, **changes}))
+
+
+def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.Module]]:
+    """Train, and return the fingerprint of the complete state after each step, the rows, and the model at each step."""
+    fingerprints, sink, models = [], MemorySink(), []
+    with process_state(seed=0, deterministic=False):
+        experiment = prepare_training(**changes)
+        models.append(copy.deepcopy(experiment.model))
+
+        def show(progress: Progress) -> None:
+            fingerprints.append(_fingerprint(experiment, progress, []))
+            if progress.phase == "train":
+                models.append(copy.deepcopy(experiment.model))
+
+        with Probe(
+            experiment.plan, sink, optimizer=experiment.optimizers, scaler=experiment.scaler, archive=experiment.archive
+        ) as probe:
+            train(experiment, probe, show)
+        fingerprints.append(_fingerprint(experiment, Progress(STEPS, STEPS, {}, 0, "train"), []))
+    return fingerprints, sink, experiment, models
+
+
+@pytest.mark.parametrize("train", [{}, {"precision": "fp16"}, {"accumulate": 2}])
+def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None:
+    settings = {"steps": STEPS, "batch_size": 16, "eval_every": 2, **train}
+    hooks = {"maps": MAPS, "flow": FLOW, "weights": WEIGHTS, "sums": SUMS, "trained": TRAINED}
+    without, _, _, _ = traced(train=settings, hooks={"trained": TRAINED})
+    with_probe, sink, _, _ = traced(train=settings, hooks=hooks)
+    assert len(without) == len(with_probe) > STEPS
+    for one, other in zip(without, with_probe, strict=True):
+        assert one == other
+    assert not sink.frame("stats").query("phase == 'probe'").empty
+
+
+def test_probe_rows_equal_those_of_a_hand_written_pass() -> None:
+    _, sink, experiment, models = traced(hooks={"maps": MAPS, "flow": FLOW, "weights": WEIGHTS})
+    assert experiment.data.test is not None
+    samples = [experiment.data.test[i] for i in range(6)]
+    images, classes = torch.stack([image for image, _ in samples]), torch.tensor([int(t) for _, t in samples])
+    rows = sink.records("tensors")
+    assert sorted({row["step"] for row in rows if row["hook"] == "maps"}) == [0, 2, 4]
+    assert sorted({row["step"] for row in rows if row["hook"] == "flow"}) == [0, 3, 5]
+    assert sorted({row["step"] for row in rows if row["hook"] == "weights"}) == [0, 1, 2, 3, 4, 5]
+    assert {(row["phase"], row["micro_step"]) for row in rows} == {("probe", 0)}
+    for step, model in enumerate(models):
+        outputs: list[Tensor] = []
+        model.eval()[1].register_forward_hook(lambda _, __, output, seen=outputs: seen.append(output.detach()))
+        model.zero_grad()
+        pixels = images.clone().requires_grad_()
+        torch.manual_seed(0)
+        loss = nn.functional.cross_entropy(model(pixels), classes)
+        loss.backward()
+        expected = {
+            ("maps", "1", ""): outputs[0],
+            ("flow", "0", "0"): pixels.grad,
+            ("weights", "4", "bias"): model[4].bias.grad,
+        }
+        for (hook, layer, path), tensor in expected.items():
+            found = [row for row in rows if (row["hook"], row["layer"], row["step"]) == (hook, layer, step)]
+            found = [row for row in found if row["path"] == path]
+            for row in found:
+                assert tensor is not None
+                assert torch.equal(row["values"], tensor), (hook, step)
+        metrics = sink.frame("metrics").query(f"phase == 'probe' and step == {step}")
+        assert metrics.loss.tolist() == [loss.item()]
+
+
+def test_probe_batch_is_a_slice_of_the_evaluation_samples() -> None:
+    experiment = prepare_training(
+        data={
+            "dataset": {"_target_": "instrument.training.datasets.digits"},
+            "eval_slice": {"split": "test", "start": 10, "stop": 100},
+            "probe_batch": {"per_class": 1},
+        }
+    )
+    assert experiment.probe_batch is not None
+    ((_, classes),) = experiment.probe_batch
+    assert sorted(classes.tolist()) == [*range(10)]
+    assert experiment.probe_batch.samples == 10
+
+
+@pytest.mark.parametrize(
+    ("probe_batch", "where", "words"),
+    [
+        (0, "data.probe_batch.stop", "greater than or equal to 1"),
+        ({"split": "train"}, "data.probe_batch", "samples of data.eval_slice, which has the split"),
+        ({"start": 100}, "data.probe_batch", "the slice is empty"),
+        ({"classs": [3]}, "data.probe_batch", "unknown field 'classs'"),
+    ],
+)
+def test_invalid_probe_batch_is_reported(probe_batch: Any, where: str, words: str) -> None:
+    dataset = {"_target_": "instrument.training.datasets.digits"}
+    with pytest.raises(ConfigError) as caught:
+        prepare_training(data={"dataset": dataset, "eval_slice": {"stop": 20}, "probe_batch": probe_batch})
+    assert caught.value.problems[0].where == where
+    assert words in str(caught.value)
+
+
+def test_probe_phase_works_in_a_custom_loop() -> None:
+    model, images = nn.Linear(4, 2), torch.rand(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {
+        "probed": {"layers": ".", "kind": "tensor", "action": "record", "phase": "probe", "every": 2},
+        "trained": {"layers": ".", "kind": "forward", "action": "record"},
+    }
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for _ in range(3):
+            with probe.in_phase("probe"):
+                model(images).sum().backward()
+            optimizer.zero_grad()
+            loss = model(images).sum()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    stats = probe.sink.frame("stats")  # type: ignore[attr-defined]
+    assert stats[["hook", "phase", "step", "micro_step"]].values.tolist() == [
+        ["probed", "probe", 0, 0],
+        ["trained", "train", 0, 0],
+        ["trained", "train", 1, 0],
+        ["probed", "probe", 2, 0],
+        ["trained", "train", 2, 0],
+    ]
+    assert all(row["fired"] == row["expected"] for row in probe.coverage())
+
+
+def test_forward_phase_works_in_a_custom_loop() -> None:
+    model, images = nn.Linear(4, 2), torch.rand(3, 4)
+    hook = {"layers": ".", "kind": "forward", "action": "record", "phase": "forward"}
+    with instrument.attach(model, {"seen": hook}) as probe, torch.no_grad():
+        probe.phase = "forward"
+        for _ in range(3):
+            with probe.evaluating():
+                model(images)
+            model(images)
+            probe.end_step()
+    stats = probe.sink.frame("stats")  # type: ignore[attr-defined]
+    assert (stats.step.tolist(), set(stats.phase)) == ([0, 1, 2], {"forward"})
+    with pytest.raises(ValueError, match="phase must be one of 'train', 'forward', 'eval', 'probe', 'sanity'"):
+        probe.phase = "test"
+
+
+def test_run_with_probe_batch_is_resumed_and_verified(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "model=mlp",
+        "model.sizes=[64,16,10]",
+        "data=digits",
+        "data.probe_batch=5",
+        "train.steps=8",
+        '+hooks.flow={layers: "**", kind: full_backward, action: record, phase: probe, every: 4}',
+        "train.checkpoint.every=4",
+    ]
+    assert cli(*arguments, "hydra.run.dir=whole").code == 0
+    with monkeypatch.context() as patch:
+        from instrument.training import loop
+
+        original, calls = loop.gradient_norm, [0]
+
+        def fail(model: nn.Module) -> Tensor | None:
+            calls[0] += 1
+            if calls[0] > 6:
+                raise RuntimeError("stopped here")
+            return original(model)
+
+        patch.setattr(loop, "gradient_norm", fail)
+        assert cli(*arguments, "hydra.run.dir=stopped").code == 1
+    assert cli("resume=stopped").code == 0
+    whole, resumed = (instrument.load(name) for name in ("whole", "stopped"))
+    assert whole.stats.equals(resumed.stats)
+    assert sorted(set(whole.stats.step)) == [0, 4, 8]
+    answer = cli(*arguments, "plan=true")
+    assert answer.code == 0, answer.err
+    assert "every 4 steps, in probe" in answer.out
+    assert f"{len(whole.stats)}" in answer.out
+
+    from instrument.verify import main
+
+    monkeypatch.setattr("sys.argv", ["verify", *arguments])
+    main()
+    assert "EQUAL: all values are bit-identical" in capfd.readouterr().out
+
+
+def test_training_plots_ignore_probe_rows(workdir: Path) -> None:
+    from instrument import plot
+
+    model, images = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(3, 4)
+    hooks = {
+        phase: {"layers": "*", "kind": "tensor", "action": "record", "phase": phase} for phase in ("probe", "train")
+    }
+    with instrument.attach(model, hooks, out="run") as probe:
+        for _ in range(2):
+            with probe.in_phase("probe"):
+                model(images).sum().backward()
+            model(images).sum().backward()
+            probe.end_step()
+    run = instrument.load("run")
+    assert "train: tensor output" in plot.heatmap(run).axes[0].get_title()
+    assert "probe: tensor output (probe)" in plot.heatmap(run, phase="probe").axes[0].get_title()
