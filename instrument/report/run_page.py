@@ -82,7 +82,7 @@ def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
         "model": model,
         "data": data.get("dataset"),
         "samples": f"{data['train_samples']:,} for training, {data['eval_samples']:,} for evaluation"
-        if data.get("train_samples")
+        if data.get("train_samples") and data.get("eval_samples")
         else None,
         "device": info.get("device"),
         "steps": f"{steps:,}",

@@ -9,6 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ..errors import InstrumentError
+from ..nested import structure
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -16,12 +19,12 @@ class Outcome:
 
     Attributes:
         loss: The mean over the samples, or over the terms if the task implements `CountsTerms`. A differentiable
-            scalar.
+            scalar. None in an evaluation if the model computes a loss in training only.
         samples: The number of samples.
         correct: The number of correctly classified samples, a scalar tensor. None if the task is not a classification.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     samples: int
     correct: Tensor | None = None
 
@@ -58,6 +61,26 @@ class CountsTerms(Protocol):
         """
 
 
+def call_task(task: Task, model: nn.Module, batch: Any, *, check: bool = False) -> Outcome:
+    """Run a task on a batch. An error gets a note with the task and the structure of the batch.
+
+    Args:
+        task: The task.
+        model: The model.
+        batch: The batch.
+        check: Whether to check the outcome, see `check_outcome`. Default: False.
+    """
+    try:
+        outcome = task(model, batch)
+        if check:
+            check_outcome(outcome, training=model.training)
+        return outcome
+    except Exception as error:
+        if not isinstance(error, InstrumentError):
+            error.add_note(f"task {type(task).__module__}.{type(task).__qualname__}, batch {structure(batch)}")
+        raise
+
+
 def inputs_of(batch: Any) -> Tensor:
     """Return the inputs of a batch: the batch itself, or its first element if it is a tuple or list.
 
@@ -92,11 +115,12 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def check_outcome(outcome: object) -> None:
-    """Check that the result of a task can be used for training.
+def check_outcome(outcome: object, *, training: bool = True) -> None:
+    """Check that the result of a task can be used for training, or for an evaluation.
 
     Args:
         outcome: The result of the task.
+        training: Whether the outcome must have a loss. Default: True.
 
     Raises:
         TypeError: The result is not an `Outcome`, or its loss is not a scalar tensor.
@@ -104,6 +128,8 @@ def check_outcome(outcome: object) -> None:
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the task must return instrument.tasks.Outcome, but returned {type(outcome).__name__}")
+    if outcome.loss is None and not training:
+        return
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
         raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
@@ -134,7 +160,7 @@ def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) 
 
 
 @torch.no_grad()
-def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor:
+def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
     """Return the mean loss over several batches.
 
     Args:
@@ -142,9 +168,12 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None)
         weights: The weight of each batch. Default: its number of samples.
 
     Returns:
-        A scalar without gradient.
+        A scalar without gradient; None if an outcome has no loss.
     """
+    losses = [outcome.loss.detach() for outcome in outcomes if outcome.loss is not None]
+    if len(losses) < len(outcomes):
+        return None
     if weights is None:
         weights = [outcome.samples for outcome in outcomes]
-    parts = [outcome.loss.detach() * weight for outcome, weight in zip(outcomes, weights, strict=True)]
+    parts = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
     return torch.stack(parts).sum() / max(1, sum(weights))

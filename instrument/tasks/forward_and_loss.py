@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import Outcome, Task
+from . import Outcome, Task, call_task
 
 
 class Forward(nn.Module):
@@ -42,5 +42,6 @@ class Forward(nn.Module):
             The outcome of the task, and the loss that `loss_hook` returned.
         """
         with self.precision():
-            outcome: Outcome = self.task(self.model, batch)
+            outcome = call_task(self.task, self.model, batch)
+        assert outcome.loss is not None, "a training step has a loss"
         return outcome, loss_hook(outcome.loss)

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
-from ..distributed.batch_sharding import check_batch_size, sequential_loader
+from ..distributed.batch_sharding import check_batch_size
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
 from ..errors import ConfigError, Problem
-from ..nested import number_of_samples, to_device
+from ..nested import to_device
 from ..plan.cost import Length
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
@@ -29,13 +28,14 @@ from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
-from ..tasks import Task, check_outcome
+from ..tasks import Task, call_task
 from ..tasks.forward_and_loss import Forward
 from .apply import apply_specs, build_module
-from .data import Batches, Data, batch_sizes, first_batch, load_data
+from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
+from .loader import Loader
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
 
@@ -68,7 +68,7 @@ class Experiment:
     device: torch.device
     data: Data
     batches: Batches
-    eval_loader: DataLoader[Any]
+    eval_loader: Loader
     task: Task
     model: nn.Module
     optimizer: Optimizer
@@ -124,14 +124,19 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     task: Task = build(config.task, "task")
     model = build_module(config.model, "model")
     data = load_data(config.data)
-    check_batch_size(data.train, config.train.batch_size, strategy.batch_shard, "train.batch_size")
-    check_batch_size(data.test, config.train.eval_batch_size, strategy.batch_shard, "train.eval_batch_size")
-    batches = Batches(data.train, config.train, config.seed, strategy.batch_shard)
-    eval_loader = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
+    shard = strategy.batch_shard
+    options = loader_options(config.data, config.seed, pins_memory=device.type == "cuda")
+    sampler = None if config.data.sampler is None else build_sampler(config.data.sampler, data.train)
+    batches = Batches(data.train, config.train, config.seed, shard, options, sampler)
+    eval_loader = Loader(data.test, config.train.eval_batch_size, shard, options)
+    check_batch_size(batches.length, config.train.batch_size, shard, "train.batch_size")
+    check_batch_size(eval_loader.length, config.train.eval_batch_size, shard, "train.eval_batch_size")
 
     model.to(device)
-    train_batch = to_device(first_batch(data.train, config.train.batch_size, strategy.batch_shard), device)
-    eval_batch = to_device(first_batch(data.test, config.train.eval_batch_size, strategy.batch_shard), device)
+    first_in_training = first_batch(data.train, config.train.batch_size, shard, options)
+    first_in_evaluation = first_batch(data.test, config.train.eval_batch_size, shard, options)
+    train_batch = to_device(first_in_training.batch, device)
+    eval_batch = to_device(first_in_evaluation.batch, device)
     materialize(model, partial(_forward, task, model, train_batch))
     apply_specs(config.apply, model)
     _check_trainable(config, model)
@@ -149,7 +154,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         find_unused=strategy.needs_all_gradients and find_unused is None,
     )
     archive = RunArchive(strategy.batch_shard.size, strategy.batch_shard.indices_of)
-    samples = {"train": number_of_samples(train_batch), "eval": number_of_samples(eval_batch)}
+    samples = {"train": first_in_training.samples, "eval": first_in_evaluation.samples}
     _check_shapes(config, plan, archive, inferred_by_phase, samples, batches=batches, eval_loader=eval_loader)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase["train"])
     if strategy.shard(model):
@@ -192,7 +197,7 @@ def _check_shapes(
     samples: dict[str, int],
     *,
     batches: Batches,
-    eval_loader: DataLoader[Any],
+    eval_loader: Loader,
 ) -> None:
     """Check that the specs fit the tensors of all batches.
 
@@ -210,7 +215,7 @@ def _check_shapes(
     """
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
-    sizes = batch_sizes(len(eval_loader.dataset), config.train.eval_batch_size)  # type: ignore[arg-type]
+    sizes = batch_sizes(eval_loader.length, config.train.eval_batch_size)
     batches_by_phase = {
         "train": PhaseBatches(inferred_by_phase["train"], samples["train"], batches.sizes),
         "eval": PhaseBatches(inferred_by_phase["eval"], samples["eval"], lambda _: sizes),
@@ -218,7 +223,7 @@ def _check_shapes(
     check_batch_shapes(plan, archive, batches_by_phase, _length(config, batches, eval_loader))
 
 
-def _length(config: RunConfig, batches: Batches, eval_loader: DataLoader[Any]) -> Length:
+def _length(config: RunConfig, batches: Batches, eval_loader: Loader) -> Length:
     """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
     return Length(
@@ -247,6 +252,7 @@ def _infer_shapes(
     def forward_and_check() -> None:
         nonlocal has_unused
         loss = _forward(task, model, train_batch)
+        assert loss is not None, "the outcome of a training batch has a loss"
         has_unused = find_unused and has_unused_parameters(model, loss)
         functions.check_loss(loss)
         functions.check_parameters()
@@ -271,11 +277,9 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch, after a check of the task's outcome."""
-    outcome = task(model, batch)
-    check_outcome(outcome)
-    return outcome.loss
+def _forward(task: Task, model: nn.Module, batch: Any) -> Tensor | None:
+    """Return the loss of a batch, after a check of the task's outcome. It may be None in an evaluation."""
+    return call_task(task, model, batch, check=True).loss
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..capture.probe import Probe
 from ..distributed.batch_sharding import StepBatches
 from ..dtensor import full_tensor
-from ..nested import number_of_samples, to_device
+from ..nested import to_device
 from ..spec.schedule import Evaluations
-from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
+from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss
 from .experiment import Experiment
 
 
@@ -146,7 +146,7 @@ def train_step(
 def _weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[list[int], int]:
     """Return the weight of each micro-batch in the mean of a step, and the sum of weights over all processes."""
     if not isinstance(experiment.task, CountsTerms):
-        return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
+        return micro_batches.sizes, micro_batches.samples
     weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
     return weights, max(1, experiment.strategy.total(sum(weights)))
 
@@ -180,18 +180,20 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
         with probe.evaluating():
             outcomes: list[Outcome] = []
             weights: list[int] = []
+            samples = 0
             task = experiment.task
-            for batch in experiment.eval_loader:
+            for batch, size, _ in experiment.eval_loader:
                 with experiment.autocast():
-                    outcomes.append(task(experiment.called_model, to_device(batch, experiment.device)))
-                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
+                    outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
+                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else size)
+                samples += size
                 probe.end_micro_step()
             loss, mean_accuracy = _means(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=loss,
                 accuracy=mean_accuracy,
                 seconds=time.perf_counter() - started_at,
-                samples=experiment.strategy.total(sum(outcome.samples for outcome in outcomes)),
+                samples=experiment.strategy.total(samples),
             )
     finally:
         model.train(was_training)
