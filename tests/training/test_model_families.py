@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from instrument import MemorySink, Probe
+from instrument import ConfigError, MemorySink, Probe
+from instrument.dry_run.cost_of_run import dry_run
+from instrument.spec.config import RunConfig
 from instrument.spec.parse import parse_config
+from instrument.tasks import HuggingFace
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
+from instrument.verification.comparison import verify
 
 SAMPLES = 6
 COMMON = """
@@ -180,8 +185,9 @@ COLLATE = {
 QUICK = ("gpt2", "llama", "bert", "t5", "vit", "clip", "timm", "graph")
 
 
-def experiment_of(name: str) -> Experiment:
-    kind, task, model = FAMILIES[name]
+def config_of(name: str, kind: str = "", **overrides: Any) -> RunConfig:
+    default, task, model = FAMILIES[name]
+    kind = kind or default
     collate = f"collate_fn: {{_target_: {COLLATE[kind]}}}" if kind in COLLATE else ""
     text = f"""
 {COMMON}
@@ -191,17 +197,19 @@ data:
   dataset: {{_target_: {__name__}.items, kind: {kind}}}
   {collate}
 """
+    return parse_config({**yaml.safe_load(text), **overrides})
+
+
+def experiment_of(name: str, kind: str = "", **overrides: Any) -> Experiment:
     torch.manual_seed(0)
-    return prepare(parse_config(yaml.safe_load(text)))
+    return prepare(config_of(name, kind, **overrides))
 
 
 def number_of_hooks(model: nn.Module) -> int:
     return sum(len(vars(module)[key]) for module in model.modules() for key in vars(module) if key.endswith("_hooks"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", tiered(FAMILIES, QUICK))
 def test_model_family_trains_from_yaml(name: str) -> None:
     experiment = experiment_of(name)
     hooks_before = number_of_hooks(experiment.model)  # Mamba has hooks of its own.
@@ -226,3 +234,96 @@ def test_model_family_trains_from_yaml(name: str) -> None:
         assert set(stats[stats.hook == hook].layer) == called
     assert len(stats[stats.hook == "gradients"]) > 3
     assert number_of_hooks(experiment.model) == hooks_before
+
+
+@pytest.mark.parametrize("name", tiered(["gpt2", "graph", "vit", "ssd"], quick=["gpt2", "graph"]))
+def test_recording_changes_nothing(name: str) -> None:
+    certificate = verify(config_of(name, train={"steps": 2, "batch_size": 3, "accumulate": 2, "eval_batch_size": 4}))
+    assert certificate.holds, certificate
+    assert certificate.rows > 0
+
+
+@pytest.mark.usefixtures("few_repeats")
+@pytest.mark.parametrize("name", ["llama", "graph"])
+def test_dry_run_accepts_the_batches(name: str) -> None:
+    forecast = dry_run(experiment_of(name))
+    assert forecast.cost["seen"].rows > 0
+    assert forecast.cost["tested"].rows > 0
+
+
+def own_change(tensor: Tensor, context: Any) -> Tensor:
+    return tensor * 0.5
+
+
+@pytest.mark.parametrize(("name", "layer"), [("llama", "model.layers.0.mlp"), ("graph", "rounds.1")])
+def test_functions_are_called_in_keyword_models(name: str, layer: str) -> None:
+    fn = {"_target_": f"{__name__}.own_change"}
+    hooks = {"half": {"layers": layer, "kind": "forward", "action": "modify", "fn": fn}}
+    experiment = experiment_of(name, hooks=hooks)
+    sink = MemorySink()
+    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
+        train(experiment, probe, lambda progress: None)
+    assert len(sink.frame("effects")) == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "masked"), ("graph", "graph")])
+def test_counted_labels_are_weighted_equally(name: str, kind: str) -> None:
+    """The gradient of three micro-batches with different numbers of labels is that of one batch."""
+    results = []
+    for batch_size, accumulate in ((SAMPLES, 1), (2, 3)):
+        options = {"steps": 1, "batch_size": batch_size, "accumulate": accumulate}
+        experiment = experiment_of(name, kind, train=options, hooks={})
+        sink = MemorySink()
+        with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
+            train(experiment, probe, lambda progress: None)
+        results.append((sink.frame("metrics"), [p.detach() for p in experiment.model.parameters()]))
+    (single, expected), (several, found) = results
+    for metric in ("loss", "accuracy"):
+        assert several[metric].tolist() == pytest.approx(single[metric].tolist(), rel=1e-5)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "messages"),
+    [
+        ("classified", {}, ["the batch is [float32 [3, 3, 64, 64], int64 [3]], but this task", "HuggingFace, batch"]),
+        ("image", {}, ["layer 'model'", "You must specify exactly one of input_ids", "'labels': int64 [3]"]),
+        ("text", {"task": {"_target_": f"{__name__}.NotATask"}}, ["must return instrument.tasks.Outcome", "NotATask, batch"]),
+        ("text", {"task": {"_target_": "instrument.tasks.LossDict"}}, ["must return a dict of scalar losses"]),
+    ],
+)  # fmt: skip
+def test_unsuitable_batch_is_reported_before_the_run(kind: str, overrides: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        experiment_of("llama", kind, **overrides)
+    assert all(message in str(caught.value) for message in messages), str(caught.value)
+
+
+class NotATask:
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return model(**batch).loss
+
+
+class FailsLater:
+    """A task that fails in the fourth call: two of shape inference, one step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("the task failed")
+        return HuggingFace()(model, batch)
+
+
+def test_error_of_a_task_in_a_step_names_task_and_batch() -> None:
+    experiment = experiment_of("llama", task={"_target_": f"{__name__}.FailsLater"})
+    probe = Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer)
+    with pytest.raises(ValueError, match="the task failed") as caught, probe:
+        train(experiment, probe, lambda progress: None)
+    (note,) = caught.value.__notes__
+    assert note == (
+        f"task {__name__}.FailsLater, batch {{'input_ids': int64 [3, 8], 'attention_mask': int64 [3, 8], "
+        "'labels': int64 [3, 8]}"
+    )
