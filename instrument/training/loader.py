@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class LoaderOptions:
 
 
 DEFAULT_OPTIONS = LoaderOptions()
+# Workers start in each epoch and each evaluation. A forked process does not import PyTorch again.
+START_METHOD = "fork" if sys.platform == "linux" else None
 _NUMPY = np.random.MT19937(0)  # NumPy's global generator while a batch is loaded.
 
 
@@ -145,6 +148,7 @@ class Loader:
             collate_fn=_unchanged,
             num_workers=workers,
             pin_memory=self.options.pin_memory,
+            multiprocessing_context=START_METHOD if workers else None,
             generator=torch.Generator(),  # By default, DataLoader draws a seed from the global generator.
         )
         batches = iter(loader)
