@@ -14,6 +14,23 @@ from ..nested import structure
 
 
 @dataclass(frozen=True)
+class Generated:
+    """The continuation of a prompt.
+
+    Attributes:
+        prompt: The prompt; None if it is given as tokens and there is no tokenizer.
+        text: The generated text; None without a tokenizer.
+        prompt_tokens: The token ids of the prompt.
+        tokens: The generated token ids.
+    """
+
+    prompt: str | None
+    text: str | None
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The result of a task on one batch.
 
@@ -22,11 +39,13 @@ class Outcome:
             scalar. None in an evaluation if the model computes a loss in training only.
         samples: The number of samples.
         correct: The number of correctly classified samples, a scalar tensor. None if the task is not a classification.
+        generated: For each sample, what the model generated; empty for other tasks.
     """
 
     loss: Tensor | None
     samples: int
     correct: Tensor | None = None
+    generated: Sequence[Generated] = ()
 
 
 class Task(Protocol):

@@ -31,7 +31,7 @@ class Forward(nn.Module):
         object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
         self.precision = precision
 
-    def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
+    def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor | None]:
         """Compute the outcome of a batch and the loss for the backward pass.
 
         Args:
@@ -39,9 +39,8 @@ class Forward(nn.Module):
             loss_hook: Called with the loss; returns the loss that replaces it.
 
         Returns:
-            The outcome of the task, and the loss that `loss_hook` returned.
+            The outcome of the task, and the loss that `loss_hook` returned; None if the outcome has no loss.
         """
         with self.precision():
             outcome = call_task(self.task, self.model, batch)
-        assert outcome.loss is not None, "a training step has a loss"
-        return outcome, loss_hook(outcome.loss)
+        return outcome, None if outcome.loss is None else loss_hook(outcome.loss)

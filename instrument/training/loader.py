@@ -69,6 +69,11 @@ def lists(items: Sequence[Sequence[Any]]) -> tuple[list[Any], ...]:
     return tuple(list(field) for field in zip(*items, strict=True))
 
 
+def unchanged(items: list[Any]) -> list[Any]:
+    """Return the list of samples as the batch, such as a list of texts."""
+    return items
+
+
 @dataclass(frozen=True)
 class LoaderOptions:
     """How batches are loaded.
@@ -145,7 +150,7 @@ class Loader:
             _StreamBatches(self, name, skip) if is_stream else _IndexedBatches(self),
             batch_size=None,
             sampler=None if is_stream else self._keys(name, order, skip),
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             num_workers=workers,
             pin_memory=self.options.pin_memory,
             multiprocessing_context=START_METHOD if workers else None,
@@ -220,10 +225,6 @@ class _StreamBatches(IterableDataset[LoadedBatch]):
             if index >= self.skip:
                 own = [batch[i] for i in shard.indices_of(range(len(batch)))]
                 yield LoadedBatch(loader.options.collate_fn(own), len(own), len(batch))
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def seed_random_states(seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
@@ -128,6 +128,7 @@ def train_step(
     for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
+            assert loss is not None, "the outcome of a training batch has a loss"
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
             scaler.scale(loss * (weight / total)).backward()
         outcomes.append(outcome)
@@ -185,6 +186,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             for batch, size, _ in experiment.eval_loader:
                 with experiment.autocast():
                     outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
+                probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
                 weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else size)
                 samples += size
                 probe.end_micro_step()
