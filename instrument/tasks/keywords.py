@@ -48,9 +48,10 @@ class HuggingFace:
             batch: A mapping of keyword arguments, such as a `BatchEncoding`.
 
         Returns:
-            The loss and the number of samples: the size of dimension 0 of the labels, or else of the first tensor.
-            `correct` is set if the logits have a class for each label. For labels with several dimensions, it is the
-            fraction of correct labels times the number of samples.
+            The loss and the number of samples: the size of dimension 0 of the labels, or else of the first tensor. The
+            loss is None in an evaluation without labels and without a loss of the model. `correct` is set if the logits
+            have a class for each label. For labels with several dimensions, it is the fraction of correct labels times
+            the number of samples.
 
         Raises:
             TypeError: The batch is not a mapping.
@@ -74,7 +75,8 @@ class HuggingFace:
                 counted = labels != IGNORED
                 hits = (logits.detach().argmax(-1) == labels) & counted
                 correct = hits.sum() / counted.sum().clamp(min=1) * samples
-        if self.loss is not None or loss is None:
+        is_unlabeled = labels is None and loss is None and not model.training
+        if not is_unlabeled and (self.loss is not None or loss is None):
             loss = self._computed_loss(logits, labels, output, batch)
         return Outcome(loss, samples, correct)
 

@@ -117,6 +117,11 @@ def test_unsuitable_batch_is_named(batch: Any, message: str) -> None:
     assert caught.value.__notes__[0].startswith("task instrument.tasks.keywords.HuggingFace, batch ")
 
 
+def test_evaluation_without_labels_has_no_loss() -> None:
+    outcome = HuggingFace()(Logits().eval(), {"inputs": INPUTS})
+    assert outcome == Outcome(None, 4)
+
+
 def test_output_without_logits_is_named() -> None:
     with pytest.raises(ValueError, match="and the output has no logits"):
         HuggingFace()(lambda **batch: SimpleNamespace(hidden=INPUTS), {"labels": CLASSES})  # type: ignore[arg-type]
