@@ -19,19 +19,23 @@ if TYPE_CHECKING:
     from .capture.probe import Probe
     from .integrations.attach import attach
     from .sinks.memory import MemorySink
+    from .tasks import CountsTerms, Outcome, Task
 
 __all__ = [
     "AlreadyAttachedError",
     "ConfigError",
     "Context",
+    "CountsTerms",
     "HookError",
     "HookResultError",
     "InstrumentError",
     "InstrumentWarning",
     "MemorySink",
     "NoRunError",
+    "Outcome",
     "Probe",
     "Run",
+    "Task",
     "attach",
     "load",
     "plot",
@@ -41,10 +45,13 @@ __all__ = [
 # Modules that import torch or pandas are imported on first access, because reading a run does not need torch.
 _LAZY = {
     "Context": ".actions.base",
+    "CountsTerms": ".tasks",
     "MemorySink": ".sinks.memory",
     "NoRunError": ".analysis.folders",
+    "Outcome": ".tasks",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
+    "Task": ".tasks",
     "attach": ".integrations.attach",
     "load": ".analysis.load",
 }

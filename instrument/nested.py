@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,6 +84,25 @@ def shapes(value: Any) -> str:
     """Return the shapes of the tensors of a nested value for messages, such as `[64, 1, 28, 28]`."""
     found = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]
     return ", ".join(found) if found else type(value).__name__
+
+
+def structure(value: Any) -> str:
+    """Return the structure of a nested value for messages, such as `(float32 [64, 1, 28, 28], {'id': int64 [64]})`."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {[*shape_of(value)]}"
+    children = [(key, structure(child)) for key, child in islice(_children(value), 9)]
+    texts = [text for _, text in children[:8]] + ["..."] * (len(children) > 8)
+    if isinstance(value, Mapping):
+        texts = [f"{key!r}: {text}" for key, text in children[:8]] + texts[8:]
+        return f"{{{', '.join(texts)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(texts)}]"
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return f"({', '.join(texts)})"
+    if children:
+        texts = [f"{key}={text}" for key, text in children[:8]] + texts[8:]
+        return f"{type(value).__name__}({', '.join(texts)})"
+    return type(value).__name__
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:

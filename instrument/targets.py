@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -74,6 +75,23 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         raise ConfigError(
             Problem(where, f"{target.target} could not be built: {_reason(cause or error)}", given=_arguments(target))
         ) from error
+
+
+def build_callable(target: Target, where: str) -> Callable[..., Any]:
+    """Return the function of a target with its arguments bound, or the instance if the target is a class.
+
+    Args:
+        target: A function, or a class with instances that can be called.
+        where: Its configuration key, for messages.
+
+    Raises:
+        ConfigError: The target does not exist, its construction fails, or its instances cannot be called.
+    """
+    is_class = inspect.isclass(locate(target.target, where))
+    found = build(target if is_class else target.model_copy(update={"_partial_": True}), where)
+    if not callable(found):
+        raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(found).__name__))
+    return found  # type: ignore[no-any-return]
 
 
 def _locate_within(value: Any, where: str) -> None:

@@ -22,7 +22,7 @@ import instrument
 
 Cli = Callable[..., Any]
 SCREEN = 24
-TABLES = ("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events")
+TABLES = ("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events", "generated")
 HOOKS = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=2")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 EXPERIMENT = """# @package _global_
@@ -132,6 +132,11 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow([*TINY, "+data.slice.classes=[77]"], ["data.slice:", "the slice is empty", "1437 samples", "77"]),
         slow([*TINY, "+data.slice.start=100000"], ["data.slice:", "the slice is empty", "100000"]),
         slow([*TINY, "+data.slice.indices=[1437]"], ["data.slice.indices:", "1437", "allowed  0 to 1436"]),
+        ([*TINY, "task=huggingface"],
+         ["task:", "keywords.HuggingFace, batch [float32 [64, 1, 8, 8], int64 [64]]", "entries of a mapping"]),
+        slow([*TINY, "data.sampler={_target_: torch.utils.data.Sampler}"], ["data.sampler:", "could not be built"]),
+        slow([*TINY, "data.collate_fn={_target_: builtins.min}"], ["data.collate_fn: its items cannot be collated"]),
+        slow([*TINY, "data.num_workers=-1"], ["data.num_workers:", "given    -1"]),
         ([*HOOKS, "data.dataset.size=32"], ["layer 'decoder.0.0' was given [64, 2048]", "weight [64, 1568]"]),
         slow(["model=resnet18", "data=digits"], ["layer 'conv1' was given [64, 1, 8, 8]", "weight [64, 3, 7, 7]"]),
         slow([*TINY, "device=gpu"], ["device:", "given    gpu", "allowed  auto, cpu, cuda"]),

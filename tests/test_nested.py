@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from instrument import ConfigError
-from instrument.nested import iter_tensors, map_tensors, number_of_samples, shapes, to_device
+from instrument.nested import iter_tensors, map_tensors, number_of_samples, shapes, structure, to_device
 
 
 class State(NamedTuple):
@@ -258,6 +258,21 @@ def test_leaves_and_map_leaves_agree_on_paths(value: Any) -> None:
 )
 def test_shapes_are_formatted_for_messages(value: Any, expected: str) -> None:
     assert shapes(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.zeros(4, 2), "float32 [4, 2]"),
+        ([torch.zeros(4, 2), (torch.ones(3, dtype=torch.int64), 5)], "[float32 [4, 2], (int64 [3], int)]"),
+        ({"a": torch.zeros(2, dtype=torch.bool), "b": "text"}, "{'a': bool [2], 'b': str}"),
+        (State(torch.zeros(1), torch.zeros(())), "State(hidden=float32 [1], cell=float32 [])"),
+        ([torch.zeros(1)] * 20, f"[{'float32 [1], ' * 8}...]"),
+        (None, "NoneType"),
+    ],
+)
+def test_structure_is_formatted_for_messages(value: Any, expected: str) -> None:
+    assert structure(value) == expected
 
 
 def test_to_device_moves_all_tensors() -> None:

@@ -133,6 +133,11 @@ class RunTables:
         """Warnings and errors. One row per event."""
         return self._frame("events")
 
+    @cached_property
+    def generated(self) -> pd.DataFrame:
+        """Texts and tokens that a language model generated. One row per prompt."""
+        return self._frame("generated")
+
     def read(self, table: str, columns: list[str]) -> pd.DataFrame:
         """Read some columns of a table of all runs; other columns are not read from disk.
 

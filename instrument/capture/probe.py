@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -374,6 +374,17 @@ class Probe:
         """
         check_metric_names(metrics, "skipped")
         return self._metrics.write(seconds=seconds, samples=samples, **metrics)
+
+    def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
+        """Write rows of the `generated` table for the current micro-step.
+
+        Args:
+            generated: For each sample of the batch: the prompt and the generated text (None without a tokenizer), the
+                token ids of the prompt, and the generated token ids.
+        """
+        place = (*self.clock.moment, self.clock.rank)
+        if generated:
+            self.recorder.write("generated", [(*place, index, *cells) for index, cells in enumerate(generated)])
 
     def _on_schedule_change(self, scheduled: list[AttachedHook]) -> None:
         if self.budget is not None:

@@ -333,6 +333,23 @@ TABLES: dict[str, Table] = {
                 Column("severity", _LABEL, "", "info, warning or error"),
             ),
         ),
+        Table(
+            "generated",
+            "the continuation of one prompt by a language model",
+            (
+                *MOMENT,
+                Column("sample", pa.int32(), "", "index of the prompt in the batch of this process, from 0"),
+                Column("prompt", pa.string(), "", "the prompt; null without a tokenizer"),
+                Column("text", pa.string(), "", "the generated text; null without a tokenizer"),
+                Column("prompt_tokens", pa.list_(pa.int64()), "tokens", "token ids of the prompt"),
+                Column(
+                    "tokens",
+                    pa.list_(pa.int64()),
+                    "tokens",
+                    "generated token ids; their indices are those of `call` in rows of modules that run once per token",
+                ),
+            ),
+        ),
     )
 }
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import ConfigError, Problem
 
@@ -38,46 +33,11 @@ FULL_BATCH = BatchShard()
 """The shard of a single process: the full batch."""
 
 
-class _ShardedBatchSampler(Sampler[Sequence[int]]):
-    """Batch sampler that yields the dataset indices of each batch in order, restricted to a batch shard.
-
-    Args:
-        length: Number of samples in the dataset.
-        batch_size: Number of samples in a full batch, over all processes.
-        shard: Batch shard of this process.
-    """
-
-    def __init__(self, length: int, batch_size: int, shard: BatchShard) -> None:
-        self.length = length
-        self.batch_size = batch_size
-        self.shard = shard
-
-    def __iter__(self) -> Iterator[range]:
-        for start in range(0, self.length, self.batch_size):
-            yield self.shard.indices_of(range(start, min(start + self.batch_size, self.length)))
-
-    def __len__(self) -> int:
-        return math.ceil(self.length / self.batch_size)
-
-
-def sequential_loader(dataset: Dataset[Any], batch_size: int, shard: BatchShard = FULL_BATCH) -> DataLoader[Any]:
-    """Build a loader that iterates over a dataset in order and leaves the global random state unchanged.
-
-    Args:
-        dataset: Dataset with a length.
-        batch_size: Number of samples in a full batch, over all processes. The last batch may be smaller.
-        shard: Batch shard of this process. Default: the full batch.
-    """
-    batches = _ShardedBatchSampler(len(dataset), batch_size, shard)  # type: ignore[arg-type]
-    # Without an explicit generator, DataLoader draws a seed from the global one.
-    return DataLoader(dataset, batch_sampler=batches, generator=torch.Generator())  # type: ignore[arg-type]
-
-
-def check_batch_size(dataset: Dataset[Any], batch_size: int, shard: BatchShard, where: str) -> None:
+def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str) -> None:
     """Check that every process receives at least one sample of every batch.
 
     Args:
-        dataset: Dataset with a length.
+        length: Number of samples in the dataset.
         batch_size: Number of samples in a full batch, over all processes.
         shard: Batch shard of this process.
         where: Configuration key to name in the error.
@@ -85,7 +45,6 @@ def check_batch_size(dataset: Dataset[Any], batch_size: int, shard: BatchShard, 
     Raises:
         ConfigError: A batch has fewer samples than there are processes.
     """
-    length = len(dataset)  # type: ignore[arg-type]
     last = length % batch_size or batch_size
     if batch_size < shard.size:
         message = f"every batch requires at least one sample for each of the {shard.size} processes"
@@ -100,9 +59,23 @@ class StepBatches(list[Any]):
     """The micro-batches of one step.
 
     Attributes:
+        sizes: Number of samples of this process in each micro-batch.
         samples: Number of samples in all micro-batches, summed over all processes.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.sizes: list[int] = []
         self.samples = 0
+
+    def add(self, batch: Any, samples: int, total: int) -> None:
+        """Append a micro-batch.
+
+        Args:
+            batch: The micro-batch.
+            samples: Number of samples of this process.
+            total: Number of samples of all processes.
+        """
+        self.append(batch)
+        self.sizes.append(samples)
+        self.samples += total

@@ -19,7 +19,6 @@ from ..capture.sink_interface import Row
 from ..capture.tables import TABLES
 from ..distributed.batch_sharding import StepBatches
 from ..kinds.hook_timer import HookTimer
-from ..nested import number_of_samples
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
 from ..training.experiment import Experiment
@@ -44,6 +43,9 @@ class _NoHooks:
 
     def loss(self, loss: Tensor) -> Tensor:
         return loss
+
+    def write_generated(self, generated: Any) -> None:
+        pass
 
     def end_micro_step(self) -> None:
         pass
@@ -202,7 +204,7 @@ def _of_sizes(batches: Sequence[StepBatches], sizes: Sequence[int]) -> Sequence[
 
     Recorded tensors of another run fit only batches of the same size.
     """
-    return [group for group in batches if [number_of_samples(batch) for batch in group] == sizes] or batches
+    return [group for group in batches if group.sizes == sizes] or batches
 
 
 class _Profiler:

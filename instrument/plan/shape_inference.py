@@ -183,6 +183,7 @@ def preserve_random_state() -> Iterator[None]:
 def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Problem:
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     location = user_code_location(error)
+    location += "".join(f", in {note}" for note in getattr(error, "__notes__", ()) if note.startswith("task "))
     if not running:
         return Problem(
             "task", f"cannot compute the loss from the model's output and the batch's targets{location}", given=reason

@@ -63,7 +63,7 @@ class DataConfig(Spec):
     """The dataset, and its slices for training and evaluation."""
 
     dataset: Target = Field(
-        description="A callable that takes split='train' or 'test' and returns a dataset of (input, target) pairs."
+        description="A callable that takes split='train' or 'test' and returns a dataset with a length, or an iterable one."
     )
     root: str = Field(
         "data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it."
@@ -83,6 +83,16 @@ class DataConfig(Spec):
     fallback: Literal["digits"] | None = Field(
         None, description="The dataset to use, with a warning, if the dataset is missing."
     )
+    collate_fn: Target | None = Field(
+        None,
+        description="A function that joins a list of items into a batch, or a class whose instances do. null: PyTorch's default_collate.",
+    )
+    sampler: Target | None = Field(
+        None,
+        description="Called with the training slice; returns the indices of an epoch. null: all samples in random order.",
+    )
+    num_workers: Index = Field(0, description="Processes that load batches ahead; 0: batches are loaded in the loop.")
+    pin_memory: bool = Field(False, description="Copy batches to pinned memory while they are loaded, for a GPU.")
 
 
 class CheckpointConfig(Spec):

@@ -1,14 +1,20 @@
 """Tasks: callables that compute the loss of a batch. A custom task implements the protocol `Task`."""
 
-from .base import CountsTerms, Outcome, Task, accuracy, check_outcome, mean_loss
+from .base import CountsTerms, Generated, Outcome, Task, accuracy, call_task, check_outcome, mean_loss
 from .gan import WassersteinGAN
+from .generation import Generate
+from .keywords import HuggingFace, LossDict
 from .language import NextToken
 from .reconstruction import Reconstruction
 from .supervised import KLDivergence, Supervised, main_output, soft_targets
 
 __all__ = [
     "CountsTerms",
+    "Generate",
+    "Generated",
+    "HuggingFace",
     "KLDivergence",
+    "LossDict",
     "NextToken",
     "Outcome",
     "Reconstruction",
@@ -16,6 +22,7 @@ __all__ = [
     "Task",
     "WassersteinGAN",
     "accuracy",
+    "call_task",
     "check_outcome",
     "main_output",
     "mean_loss",

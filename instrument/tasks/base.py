@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import InstrumentError
+from ..nested import structure
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The continuation of a prompt.
+
+    Attributes:
+        prompt: The prompt; None if it is given as tokens and there is no tokenizer.
+        text: The generated text; None without a tokenizer.
+        prompt_tokens: The token ids of the prompt.
+        tokens: The generated token ids.
+    """
+
+    prompt: str | None
+    text: str | None
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -16,14 +36,16 @@ class Outcome:
 
     Attributes:
         loss: The mean over the samples, or over the terms if the task implements `CountsTerms`. A differentiable
-            scalar.
+            scalar. None in an evaluation if the model computes a loss in training only.
         samples: The number of samples.
         correct: The number of correctly classified samples, a scalar tensor. None if the task is not a classification.
+        generated: For each sample, what the model generated; empty for other tasks.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     samples: int
     correct: Tensor | None = None
+    generated: Sequence[Generated] = ()
 
 
 class Task(Protocol):
@@ -56,6 +78,26 @@ class CountsTerms(Protocol):
         Args:
             batch: The batch from the data loader.
         """
+
+
+def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[object], None] | None = None) -> Outcome:
+    """Run a task on a batch. An error gets a note with the task and the structure of the batch.
+
+    Args:
+        task: The task.
+        model: The model.
+        batch: The batch.
+        check: Checks the outcome, such as `check_outcome`. Default: None.
+    """
+    try:
+        outcome = task(model, batch)
+        if check is not None:
+            check(outcome)
+        return outcome
+    except Exception as error:
+        if not isinstance(error, InstrumentError):
+            error.add_note(f"task {type(task).__module__}.{type(task).__qualname__}, batch {structure(batch)}")
+        raise
 
 
 def inputs_of(batch: Any) -> Tensor:
@@ -97,7 +139,7 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
 
     Args:
         outcome: The result of the task.
-        differentiable: Whether gradients of the loss are required. Default: True.
+        differentiable: Whether gradients of the loss are required. Otherwise, the loss may be missing. Default: True.
 
     Raises:
         TypeError: The result is not an `Outcome`, or its loss is not a scalar tensor.
@@ -105,6 +147,8 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the task must return instrument.tasks.Outcome, but returned {type(outcome).__name__}")
+    if outcome.loss is None and not differentiable:
+        return
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""
         raise TypeError(f"the loss is a {type(outcome.loss).__name__} {shape}, not a scalar tensor")
@@ -135,7 +179,7 @@ def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) 
 
 
 @torch.no_grad()
-def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor:
+def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
     """Return the mean loss over several batches.
 
     Args:
@@ -143,9 +187,12 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None)
         weights: The weight of each batch. Default: its number of samples.
 
     Returns:
-        A scalar without gradient.
+        A scalar without gradient; None if an outcome has no loss.
     """
+    losses = [outcome.loss.detach() for outcome in outcomes if outcome.loss is not None]
+    if len(losses) < len(outcomes):
+        return None
     if weights is None:
         weights = [outcome.samples for outcome in outcomes]
-    parts = [outcome.loss.detach() * weight for outcome, weight in zip(outcomes, weights, strict=True)]
+    parts = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
     return torch.stack(parts).sum() / max(1, sum(weights))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import Outcome, Task
+from . import Outcome, Task, call_task
 from .output_unit import OutputUnit, captured_outputs, last_output
 
 
@@ -41,7 +41,7 @@ class Forward(nn.Module):
         self.precision = precision
         self.unit = unit
 
-    def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor]:
+    def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor | None]:
         """Compute the outcome of a batch and the loss for the backward pass.
 
         Args:
@@ -49,16 +49,15 @@ class Forward(nn.Module):
             loss_hook: Called with the loss, or the sum of the output unit; returns the scalar that replaces it.
 
         Returns:
-            The outcome of the task, and the scalar that `loss_hook` returned.
+            The outcome of the task, and the scalar that `loss_hook` returned; None if the outcome has no loss.
 
         Raises:
             ConfigError: The output has no such unit.
         """
-        outcome: Outcome
         if self.unit is None:
             with self.precision():
-                outcome = self.task(self.model, batch)
-            return outcome, loss_hook(outcome.loss)
+                outcome = call_task(self.task, self.model, batch)
+            return outcome, None if outcome.loss is None else loss_hook(outcome.loss)
         with captured_outputs(self.model) as outputs, self.precision():
-            outcome = self.task(self.model, batch)
+            outcome = call_task(self.task, self.model, batch)
         return outcome, loss_hook(self.unit.sum_in(last_output(outputs)))

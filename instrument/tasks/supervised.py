@@ -97,16 +97,17 @@ def main_output(output: Any) -> Tensor:
     """Return the tensor from which the loss is computed.
 
     Args:
-        output: The output of a model: a tensor, a mapping or object with `logits`, or a tuple or list whose first
-            element is a tensor.
+        output: The output of a model: a tensor, a mapping or object with `logits`, a mapping with `out` (the
+            segmentation models of torchvision), or a tuple or list whose first element is a tensor.
 
     Raises:
         TypeError: The output has none of these forms.
     """
     if isinstance(output, Tensor):
         return output
-    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
-        return output["logits"]  # type: ignore[no-any-return]
+    for name in ("logits", "out") if isinstance(output, Mapping) else ():
+        if isinstance(output.get(name), Tensor):
+            return output[name]  # type: ignore[no-any-return]
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits

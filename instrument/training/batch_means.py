@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..distributed.batch_sharding import StepBatches
-from ..nested import number_of_samples
 from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
 from .experiment import Experiment
 
@@ -20,7 +19,7 @@ def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[l
         micro_batches: The micro-batches of the step.
     """
     if not isinstance(experiment.task, CountsTerms):
-        return [number_of_samples(batch) for batch in micro_batches], micro_batches.samples
+        return micro_batches.sizes, micro_batches.samples
     weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
     return weights, max(1, experiment.strategy.total(sum(weights)))
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset
 
-from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches, sequential_loader
-from ..errors import ConfigError, Problem, user_code_location
-from ..nested import number_of_samples, shapes
+from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
+from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.field_types import Target
-from ..targets import argument_names, build
+from ..targets import argument_names, build, build_callable
 from .datasets import DatasetMissingError
+from .loader import (
+    DEFAULT_OPTIONS,
+    LoadedBatch,
+    Loader,
+    LoaderOptions,
+    Stream,
+    preserved_random_states,
+    seed_random_states,
+)
 
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.training.datasets.digits", "size": 28})
 
@@ -28,8 +37,8 @@ class Data:
         train: The slice `data.slice`.
         test: The evaluation slice; None in `mode: forward`, which has no evaluations.
         probe: The samples of the probe batch; None without one.
-        source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices,
-            and the reason for the fallback (None if the requested dataset is used).
+        source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices
+            (None for an iterable dataset), and the reason for the fallback (None if the requested dataset is used).
     """
 
     train: Dataset[Any]
@@ -56,7 +65,7 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
 
     Raises:
         ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
-            exception; or a slice is empty.
+            exception; a slice is empty; or an iterable dataset is combined with options that require a length.
     """
     target, fallback = config.dataset, None
     slices = {"data.slice": config.slice} | ({"data.eval_slice": config.eval_slice} if evaluates else {})
@@ -69,24 +78,25 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         target = DIGITS_AS_MNIST
         datasets = [_load(target, which) for which in slices.values()]
     chosen, *evaluated = (
-        _subset(dataset, which, where) for dataset, (where, which) in zip(datasets, slices.items(), strict=True)
+        _slice(dataset, which, where) for dataset, (where, which) in zip(datasets, slices.items(), strict=True)
     )
     test = evaluated[0] if evaluated else None
+    if isinstance(chosen, Stream) or isinstance(test, Stream):
+        _check_stream_options(config, trains_on_stream=isinstance(chosen, Stream))
     probe = None
     if test is not None and config.probe_batch is not None:
-        probe = _subset(test, config.probe_batch, "data.probe_batch")
+        if isinstance(test, Stream):
+            message = "the evaluation samples come from an iterable dataset, which has no index"
+            raise ConfigError(Problem("data.probe_batch", message, fix="use a dataset with a length"))
+        probe = Subset(test, slice_indices(test, config.probe_batch, "data.probe_batch"))
     source = {
         "dataset": target.target,
         "root": config.root,
-        "train_samples": len(chosen),
-        "eval_samples": 0 if test is None else len(test),
+        "train_samples": None if isinstance(chosen, Stream) else len(chosen),
+        "eval_samples": None if isinstance(test, Stream) else 0 if test is None else len(test),
         "fallback": fallback,
     }
     return Data(chosen, test, probe, source)
-
-
-def _subset(dataset: Dataset[Any], which: SliceSpec, where: str) -> Subset[Any]:
-    return Subset(dataset, slice_indices(dataset, which, where))
 
 
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
@@ -103,14 +113,87 @@ def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
         if (missing := _missing(error)) is not None:
             raise missing from None
         raise
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        problem = Problem(
-            "data.dataset",
-            "must be a dataset with a length and items (input, target), "
-            f"but {target.target} returned {type(dataset).__name__}",
-        )
-        raise ConfigError(problem)
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_items):
+        if not hasattr(dataset, "__next__"):
+            return dataset  # type: ignore[no-any-return]
+        message = f"{target.target} returned {type(dataset).__name__}, an iterator, which can be read only once"
+        allowed = "an object whose __iter__ starts from the beginning, such as a torch.utils.data.IterableDataset"
+        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
+    if not has_items:
+        message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
+        allowed = "an object with __len__ and __getitem__, or without a length an object with __iter__"
+        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
     return dataset  # type: ignore[no-any-return]
+
+
+def _is_iterable(dataset: Dataset[Any]) -> bool:
+    """Return whether a dataset gives its samples one after the other, without a length and an index."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Subset[Any] | Stream:
+    """Return a slice of a dataset.
+
+    Raises:
+        ConfigError: The slice is empty, or requires a length that an iterable dataset does not have.
+    """
+    if not _is_iterable(dataset):
+        return Subset(dataset, slice_indices(dataset, which, where))
+    if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
+        message = f"the dataset is iterable and has no length, so {', '.join(sorted(fields))} cannot be applied"
+        raise ConfigError(Problem(where, message, allowed="split, start, stop"))
+    return Stream(dataset, which.start, which.stop)  # type: ignore[arg-type]
+
+
+def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None:
+    """Check the loader options for an iterable dataset.
+
+    Raises:
+        ConfigError: An option requires a dataset with a length.
+    """
+    if config.num_workers > 1:
+        message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
+        raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
+    if config.sampler is not None and trains_on_stream:
+        message = "a sampler requires a dataset with a length, but this dataset is iterable"
+        raise ConfigError(Problem("data.sampler", message, given=config.sampler.target, allowed="null"))
+
+
+def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> LoaderOptions:
+    """Return how batches are loaded.
+
+    Args:
+        config: The `data` section.
+        seed: The seed of the run.
+        pins_memory: Whether the device reads pinned memory.
+
+    Raises:
+        ConfigError: `collate_fn` does not exist or cannot be built.
+    """
+    options = LoaderOptions(num_workers=config.num_workers, pin_memory=config.pin_memory and pins_memory, seed=seed)
+    if config.collate_fn is None:
+        return options
+    return replace(options, collate_fn=build_callable(config.collate_fn, "data.collate_fn"))
+
+
+def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
+    """Build a sampler from its target, which is called with the dataset slice.
+
+    Raises:
+        ConfigError: The target does not exist or raises an exception, or its result is not a sampler of indices.
+    """
+    with preserved_random_states():
+        sampler = build(target, "data.sampler", dataset)
+    message = ""
+    if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
+        message = f"must have a length and be iterable, but {target.target} returned {type(sampler).__name__}"
+    elif isinstance(sampler, DistributedSampler):
+        message = "the samples are distributed over the processes by this package, so a sampler must return all indices"
+    if message:
+        allowed = "a torch.utils.data.Sampler with a length, such as RandomSampler"
+        raise ConfigError(Problem("data.sampler", message, given=target.target, allowed=allowed))
+    return sampler  # type: ignore[no-any-return]
 
 
 def _missing(error: BaseException | None) -> DatasetMissingError | None:
@@ -203,19 +286,30 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
 
 
 class Batches:
-    """An iterator over the steps of a run. In a training, the samples are shuffled again in each epoch.
+    """An iterator over the steps of a run.
+
+    In each epoch of a training, the samples are shuffled again, or the sampler gives a new order. A stream starts from the
+    beginning.
 
     Args:
         dataset: The slice `data.slice`.
         config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
         seed: The seed of the shuffle.
         shard: The part of each batch that this process gets. Default: the full batch.
+        options: How batches are loaded.
+        sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
+            the seed and the epoch. Default: None, all samples in random order.
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
             None, a training.
 
     Attributes:
+        length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
+            last for all steps, and in `mode: forward` up to the end of the slice.
         micro_batches_per_epoch: The number of micro-batches per epoch.
         steps: The number of steps of the run.
+
+    Raises:
+        ConfigError: The length of the run does not follow from that of a stream, or the sampler gives invalid indices.
     """
 
     def __init__(
@@ -224,45 +318,91 @@ class Batches:
         config: TrainConfig,
         seed: int,
         shard: BatchShard = FULL_BATCH,
+        *,
+        options: LoaderOptions = DEFAULT_OPTIONS,
+        sampler: Iterable[int] | None = None,
         passes: int | None = None,
     ) -> None:
         self.dataset = dataset
-        self.shuffles = passes is None
-        self.shard = shard
+        self.sampler = sampler
+        self.passes = passes
         self.batch_size = config.batch_size
         self.accumulate = config.accumulate
-        self.micro_batches_per_epoch = -(-len(dataset) // config.batch_size)  # type: ignore[arg-type]
-        per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
-        epochs = config.epochs if passes is None else passes
-        self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
+        self._loader = Loader(dataset, config.batch_size, shard, options)
         self._generator = torch.Generator().manual_seed(seed)
         self._before_epoch = self._generator.get_state()
         self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
+        self.length = self._length_of_epoch(config)
+        self.micro_batches_per_epoch = -(-self.length // config.batch_size)
+        per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
+        epochs = config.epochs if passes is None else passes
+        self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
+        if sampler is not None:
+            self._order_of_epoch()
+            self._generator.set_state(self._before_epoch)
+
+    def _length_of_epoch(self, config: TrainConfig) -> int:
+        """Return the number of samples per epoch; of a stream, the largest number that the run can use."""
+        if not isinstance(self.dataset, Stream):
+            return len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        message = "the dataset is iterable and has no length, so the number of steps per epoch is unknown"
+        if self.passes is not None:
+            if self.dataset.stop is None:
+                raise ConfigError(Problem("data.slice.stop", message, given=None, fix="set data.slice.stop=N"))
+            return self.dataset.stop - self.dataset.start
+        if config.steps is None:
+            fix = "set train.steps=N and train.epochs=null"
+            raise ConfigError(Problem("train.epochs", message, given=config.epochs, fix=fix))
+        return config.steps * config.accumulate * config.batch_size
 
     def __iter__(self) -> Iterator[tuple[int, StepBatches]]:
         """Yield the epoch and the micro-batches of each remaining step.
 
         The last step of an epoch may have fewer micro-batches.
         """
-        while self._done < self.steps:
+        while self._done < self.steps and (self.passes is None or self._epoch < self.passes):
             for group in self._groups_of_epoch():
                 self._taken += len(group)
                 self._done += 1
                 yield self._epoch, group
                 if self._done == self.steps:
                     return
+            if not self._taken:
+                raise InstrumentError(f"the dataset has no samples for step {self._done}, in epoch {self._epoch}")
             self._epoch, self._taken = self._epoch + 1, 0
+
+    def _order_of_epoch(self) -> list[int] | None:
+        """Return the indices of the samples in this epoch; None for a stream.
+
+        Raises:
+            ConfigError: The sampler gives invalid indices.
+        """
+        if isinstance(self.dataset, Stream):
+            return None
+        size = len(self.dataset)  # type: ignore[arg-type]
+        if self.sampler is None:
+            is_shuffled = self.passes is None
+            return torch.randperm(size, generator=self._generator).tolist() if is_shuffled else list(range(size))
+        seed = int(torch.randint(2**32, (), generator=self._generator))
+        with preserved_random_states():
+            seed_random_states(seed)
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(self._epoch)
+            order = list(self.sampler)
+        invalid = [i for i in order if not (hasattr(i, "__index__") and 0 <= i < size)]
+        if invalid or len(order) != self.length:
+            given = f"index {invalid[0]!r}" if invalid else f"{len(order)} indices"
+            allowed = f"{self.length} integers from 0 to {size - 1}, according to the lengths of sampler and slice"
+            message = f"the sampler returned invalid indices in epoch {self._epoch}"
+            raise ConfigError(Problem("data.sampler", message, given, allowed))
+        return [*map(index, order)]
 
     def _groups_of_epoch(self) -> Iterator[StepBatches]:
         """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
-        length = len(self.dataset)  # type: ignore[arg-type]
-        order = torch.randperm(length, generator=self._generator).tolist() if self.shuffles else range(length)
-        rest = Subset(self.dataset, order[self._taken * self.batch_size :])
         group = StepBatches()
-        for index, batch in enumerate(sequential_loader(rest, self.batch_size, self.shard) if len(rest) else ()):
-            group.append(batch)
-            group.samples += min(self.batch_size, len(rest) - index * self.batch_size)
+        for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
+            group.add(*loaded)
             if len(group) == self.accumulate:
                 yield group
                 group = StepBatches()
@@ -272,8 +412,7 @@ class Batches:
     def sizes(self, step: int) -> list[int]:
         """Return the number of samples in each micro-batch of a step, summed over all processes."""
         first = step % -(-self.micro_batches_per_epoch // self.accumulate) * self.accumulate
-        length = len(self.dataset)  # type: ignore[arg-type]
-        return batch_sizes(length, self.batch_size, first, first + self.accumulate)
+        return batch_sizes(self.length, self.batch_size, first, first + self.accumulate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data. It is valid between two steps."""
@@ -302,36 +441,36 @@ def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None =
     return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
 
 
-def first_batch(dataset: Dataset[Any], batch_size: int, shard: BatchShard = FULL_BATCH) -> Any:
-    """Return a batch of the first samples of the dataset, for shape inference.
+def first_batch(
+    dataset: Dataset[Any], batch_size: int, shard: BatchShard = FULL_BATCH, options: LoaderOptions = DEFAULT_OPTIONS
+) -> LoadedBatch:
+    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
 
     Args:
         dataset: The dataset.
         batch_size: The number of samples per batch, over all processes.
         shard: The part of the batch that this process gets. Default: the full batch.
-
-    Returns:
-        The collated batch.
+        options: How batches are loaded.
 
     Raises:
-        ConfigError: The samples cannot be collated, or dimension 0 of the tensors is not the number of samples.
+        ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
     """
-    size = len(shard.indices_of(range(min(batch_size, len(dataset)))))  # type: ignore[arg-type]
+    loader = Loader(dataset, batch_size, shard, replace(options, num_workers=0))
     try:
-        batch = next(iter(sequential_loader(Subset(dataset, range(size)), size)))
+        loaded = next(loader.load("first batch"), None)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
         raise ConfigError(
             Problem(
-                "data.dataset",
+                "data.dataset" if default else "data.collate_fn",
                 f"its items cannot be collated into a batch{user_code_location(error)}",
                 given=reason,
-                allowed="items (input, target) of tensors, arrays and numbers, with inputs of equal shape",
+                allowed="tuples, dicts and lists of tensors of equal shape, arrays and numbers" if default else "",
+                fix="set data.collate_fn to a function that joins a list of items" if default else "",
             )
         ) from error
-    if (samples := number_of_samples(batch)) != size:
-        message = f"the tensors of a batch of {size} items have {samples} samples in dimension 0"
-        raise ConfigError(
-            Problem("data.dataset", message, shapes(batch), "tensors [samples, ...] with one sample per item")
-        )
-    return batch
+    if loaded is None:
+        message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
+        raise ConfigError(Problem("data.slice", message if shard.size > 1 else "the slice is empty"))
+    return loaded

@@ -185,6 +185,31 @@ def english(split: str, length: int = 64) -> Sequences:
     return Sequences(tokens[:border] if split == "train" else tokens[border:], length)
 
 
+class Prompts(Dataset[str | Tensor]):
+    """Prompts for a language model. Both splits are the same.
+
+    Args:
+        prompts: Texts, or lists of token ids. Default: None, the lines of the file.
+        file: The path of a UTF-8 text file with one prompt per line. Empty lines are left out. Default: None.
+
+    Raises:
+        ValueError: Neither `prompts` nor `file` is given, or both.
+    """
+
+    def __init__(self, prompts: Sequence[str | Sequence[int]] | None = None, file: str | None = None) -> None:
+        if (prompts is None) == (file is None):
+            raise ValueError("exactly one of prompts and file must be set")
+        if file is not None:
+            prompts = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line]
+        self.prompts = [each if isinstance(each, str) else torch.tensor(each) for each in prompts or ()]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> str | Tensor:
+        return self.prompts[index]
+
+
 @cache
 def _digits_table() -> Tensor:
     """Return int64 [1797, 65]: 64 pixels from 0 to 16, and the class."""

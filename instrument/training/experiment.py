@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
-from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size, sequential_loader
+from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
 from ..errors import ConfigError, Problem
-from ..nested import number_of_samples, to_device
+from ..nested import to_device
 from ..plan.cost import Length
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
@@ -30,16 +29,17 @@ from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
-from ..tasks import Task, check_outcome
+from ..tasks import Task, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
-from .data import Batches, Data, batch_sizes, first_batch, load_data
+from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
 from .initial_weights import InitialWeights, LoadedWeights
 from .input_gradients import with_input_gradients
+from .loader import LoadedBatch, Loader
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
 
@@ -74,7 +74,7 @@ class Experiment:
     device: torch.device
     data: Data
     batches: Batches
-    eval_loader: DataLoader[Any] | None
+    eval_loader: Loader | None
     probe_batch: StepBatches | None
     task: Task
     model: nn.Module
@@ -135,21 +135,15 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     trains = config.mode == "train"
     data = load_data(config.data, evaluates=trains)
     shard = strategy.batch_shard
-    check_batch_size(data.train, config.train.batch_size, shard, "train.batch_size")
-    batches = Batches(data.train, config.train, config.seed, shard, None if trains else config.forward.passes)
-    trials: dict[str, Any] = {config.mode: first_batch(data.train, config.train.batch_size, shard)}
-    eval_loader = probe_batch = None
-    if data.test is not None:
-        check_batch_size(data.test, config.train.eval_batch_size, shard, "train.eval_batch_size")
-        eval_loader = sequential_loader(data.test, config.train.eval_batch_size, shard)
-        trials["eval"] = first_batch(data.test, config.train.eval_batch_size, shard)
-    if data.probe is not None:
-        probe_batch = _one_batch(data.probe, shard)
-        trials["probe"] = probe_batch[0]
+    loaders = _Loaders.of(config, data, shard, pins_memory=device.type == "cuda")
+    batches, eval_loader, first_batches = loaders.batches, loaders.eval_loader, loaders.first_batches
 
     model.to(device)
-    trials = {phase: to_device(batch, device) for phase, batch in trials.items()}
-    materialize(model, partial(_forward, task, model, trials[config.mode], differentiable=trains))
+    trials = {phase: to_device(loaded.batch, device) for phase, loaded in first_batches.items()}
+    materialize(
+        model,
+        partial(_forward, task, model, trials[config.mode], differentiable=trains),
+    )
     weights = _load_and_apply(config, model)
     if trains:
         _check_trainable(config, model)
@@ -168,7 +162,18 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     )
     archive = RunArchive(shard.size, shard.indices_of)
     length = _length(config, batches, eval_loader)
-    _check_shapes(config, plan, archive, inferred_by_phase, trials, data=data, batches=batches, length=length)
+    samples = {phase: loaded.samples for phase, loaded in first_batches.items()}
+    _check_shapes(
+        config,
+        plan,
+        archive,
+        inferred_by_phase,
+        samples,
+        data=data,
+        batches=batches,
+        eval_loader=eval_loader,
+        length=length,
+    )
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
@@ -188,7 +193,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         data=data,
         batches=batches,
         eval_loader=eval_loader,
-        probe_batch=probe_batch,
+        probe_batch=loaders.probe_batch,
         task=task,
         model=model,
         optimizer=optimizer,
@@ -202,6 +207,45 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         archive=archive,
         weights=weights,
     )
+
+
+@dataclass(frozen=True)
+class _Loaders:
+    """The batches of a run.
+
+    Attributes:
+        batches: See `Experiment`.
+        eval_loader: See `Experiment`.
+        probe_batch: See `Experiment`.
+        first_batches: The batch for shape inference in each phase. The phase of steps is the first one.
+    """
+
+    batches: Batches
+    eval_loader: Loader | None
+    probe_batch: StepBatches | None
+    first_batches: dict[str, LoadedBatch]
+
+    @classmethod
+    def of(cls, config: RunConfig, data: Data, shard: BatchShard, *, pins_memory: bool) -> _Loaders:
+        """Create the loaders, and check that each process gets samples of every batch."""
+        options = loader_options(config.data, config.seed, pins_memory=pins_memory)
+        sampler = None if config.data.sampler is None else build_sampler(config.data.sampler, data.train)
+        passes = config.forward.passes if config.mode == "forward" else None
+        batches = Batches(data.train, config.train, config.seed, shard, options=options, sampler=sampler, passes=passes)
+        check_batch_size(batches.length, config.train.batch_size, shard, "train.batch_size")
+        first: dict[str, LoadedBatch] = {config.mode: first_batch(data.train, config.train.batch_size, shard, options)}
+        eval_loader = probe_batch = None
+        if data.test is not None:
+            eval_loader = Loader(data.test, config.train.eval_batch_size, shard, options)
+            check_batch_size(eval_loader.length, config.train.eval_batch_size, shard, "train.eval_batch_size")
+            first["eval"] = first_batch(data.test, config.train.eval_batch_size, shard, options)
+        if data.probe is not None:
+            samples = len(data.probe)  # type: ignore[arg-type]
+            check_batch_size(samples, samples, shard, "data.probe_batch")
+            first["probe"] = first_batch(data.probe, samples, shard, options)
+            probe_batch = StepBatches()
+            probe_batch.add(*first["probe"])
+        return cls(batches, eval_loader, probe_batch, first)
 
 
 def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None:
@@ -230,29 +274,16 @@ def _output_unit(config: RunConfig) -> OutputUnit | None:
     return None if of is None else OutputUnit(of)
 
 
-def _one_batch(dataset: Dataset[Any], shard: BatchShard) -> StepBatches:
-    """Return all samples of a dataset as one batch; each process gets its part.
-
-    Raises:
-        ConfigError: There are fewer samples than processes.
-    """
-    samples = len(dataset)  # type: ignore[arg-type]
-    check_batch_size(dataset, samples, shard, "data.probe_batch")
-    batch = StepBatches()
-    batch += sequential_loader(dataset, samples, shard)
-    batch.samples = samples
-    return batch
-
-
 def _check_shapes(
     config: RunConfig,
     plan: HookPlan,
     archive: RunArchive,
     inferred_by_phase: dict[str, InferredCalls],
-    trials: Mapping[str, Any],
+    samples: Mapping[str, int],
     *,
     data: Data,
     batches: Batches,
+    eval_loader: Loader | None,
     length: Length,
 ) -> None:
     """Check that the specs fit the tensors of all batches.
@@ -262,9 +293,10 @@ def _check_shapes(
         plan: The plan.
         archive: Reads the recorded tensors of other runs.
         inferred_by_phase: The result of shape inference for each phase.
-        trials: The batch of shape inference for each phase.
+        samples: The number of samples in the batch of shape inference for each phase.
         data: The slices.
         batches: The batches of the steps.
+        eval_loader: The evaluation batches; None without evaluations.
         length: The length of the run.
 
     Raises:
@@ -273,20 +305,19 @@ def _check_shapes(
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
     sizes: dict[str, Callable[[int], Sequence[int]]] = {config.mode: batches.sizes}
-    if data.test is not None:
-        eval_sizes = batch_sizes(len(data.test), config.train.eval_batch_size)  # type: ignore[arg-type]
+    if eval_loader is not None:
+        eval_sizes = batch_sizes(eval_loader.length, config.train.eval_batch_size)
         sizes["eval"] = lambda _: eval_sizes
     if data.probe is not None:
         probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
         sizes["probe"] = lambda _: probe_sizes
     batches_by_phase = {
-        phase: PhaseBatches(inferred, number_of_samples(trials[phase]), sizes[phase])
-        for phase, inferred in inferred_by_phase.items()
+        phase: PhaseBatches(inferred, samples[phase], sizes[phase]) for phase, inferred in inferred_by_phase.items()
     }
     check_batch_shapes(plan, archive, batches_by_phase, length)
 
 
-def _length(config: RunConfig, batches: Batches, eval_loader: DataLoader[Any] | None) -> Length:
+def _length(config: RunConfig, batches: Batches, eval_loader: Loader | None) -> Length:
     """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
     eval_batches = 0 if eval_loader is None else len(eval_loader)
@@ -323,11 +354,14 @@ def _infer_shapes(
         needs_gradients = phase != "forward" or config.forward.grad
         if phase in ("forward", "probe") and needs_gradients:
             batch = with_input_gradients(batch)
+        unit = _output_unit(config)
+        differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss = _forward(task, model, batch, differentiable=needs_gradients, unit=_output_unit(config))
+            loss = _forward(task, model, batch, differentiable=differentiable, unit=unit)
         if phase == config.mode:
-            has_unused = find_unused and has_unused_parameters(model, loss)
-            functions.check_loss(loss)
+            if loss is not None:
+                has_unused = find_unused and has_unused_parameters(model, loss)
+                functions.check_loss(loss)
             functions.check_parameters()
 
     inferred = {
@@ -358,11 +392,18 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 def _forward(
     task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
-) -> Tensor:
-    """Return the loss of a batch, or the sum of an output unit, after a check of the task's outcome."""
+) -> Tensor | None:
+    """Return the loss of a batch, or the sum of an output unit, after a check of the task's outcome.
+
+    Args:
+        task: The task.
+        model: The model.
+        batch: The batch.
+        differentiable: Whether gradients of the loss are required. Otherwise, it may be None. Default: True.
+        unit: The output unit. Default: None, the loss.
+    """
     with captured_outputs(model) as outputs:
-        outcome = task(model, batch)
-    check_outcome(outcome, differentiable=differentiable and unit is None)
+        outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
     return outcome.loss if unit is None else unit.sum_in(last_output(outputs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 
 import torch
 
@@ -73,9 +74,11 @@ def forward_step(
             with_input_gradients(batch) if config.grad else batch, observer.loss
         )
         if config.grad:
+            assert objective is not None, "shape inference checked that there is a loss"
             # With this weight, the gradients are those of the mean over the samples, or terms, of all processes.
             (objective if config.of else objective * (weights[0] / total)).backward()
             experiment.model.zero_grad()
+    observer.write_generated([astuple(generated) for generated in outcome.generated])
     observer.end_micro_step()
     loss, accuracy = means_over_processes(experiment, [outcome], weights)
     return observer.end_step(loss=loss, accuracy=accuracy, samples=batches.samples), total

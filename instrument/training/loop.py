@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from ..distributed.batch_sharding import StepBatches
 from ..dtensor import full_tensor
 from ..nested import to_device
 from ..spec.schedule import Evaluations
-from ..tasks import CountsTerms, Outcome
+from ..tasks import CountsTerms, Outcome, call_task
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .probe_batch import has_probe_pass, run_probe_batch
@@ -95,6 +95,9 @@ class StepObserver(Protocol):
     def loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on, given the loss of a micro-batch (a scalar)."""
 
+    def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
+        """Record what a model generated; see `Probe.write_generated`."""
+
     def end_micro_step(self) -> None:
         """Record the end of the backward pass of a micro-batch."""
 
@@ -135,6 +138,7 @@ def train_step(
     for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
+            assert loss is not None, "the outcome of a training batch has a loss"
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
             scaler.scale(loss * (weight / total)).backward()
         outcomes.append(outcome)
@@ -171,18 +175,21 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
         with probe.evaluating():
             outcomes: list[Outcome] = []
             weights: list[int] = []
+            samples = 0
             task = experiment.task
-            for batch in experiment.eval_loader:
+            for batch, size, _ in experiment.eval_loader:
                 with experiment.autocast():
-                    outcomes.append(task(experiment.called_model, to_device(batch, experiment.device)))
-                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
+                    outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
+                probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
+                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else size)
+                samples += size
                 probe.end_micro_step()
             loss, mean_accuracy = means_over_processes(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=loss,
                 accuracy=mean_accuracy,
                 seconds=time.perf_counter() - started_at,
-                samples=experiment.strategy.total(sum(outcome.samples for outcome in outcomes)),
+                samples=experiment.strategy.total(samples),
             )
     finally:
         model.train(was_training)

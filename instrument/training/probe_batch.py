@@ -12,6 +12,7 @@ from ..capture.collectives import own_rank
 from ..capture.probe import Probe
 from ..nested import to_device
 from ..plan.shape_inference import without_side_effects
+from ..tasks import call_task
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .input_gradients import with_input_gradients
@@ -49,7 +50,8 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
         batch = with_input_gradients(to_device(batches[0], experiment.device))
         with experiment.autocast():
             # A compiled model is not called, because it would be compiled again, and there is a limit for that.
-            outcome = experiment.task(experiment.model, batch)
+            outcome = call_task(experiment.task, experiment.model, batch)
+        assert outcome.loss is not None, "shape inference checked that there is a loss"
         loss = probe.loss(outcome.loss)
         experiment.scaler.scale(loss * (weights[0] / total)).backward()
         probe.end_micro_step()

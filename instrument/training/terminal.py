@@ -86,9 +86,10 @@ class Terminal:
         config, source = experiment.config, experiment.data.source
         trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
         model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
-        slices = f"{source['train_samples']:,} training samples, {source['eval_samples']:,} evaluation samples"
+        counts = ["a stream of" if n is None else f"{n:,}" for n in (source["train_samples"], source["eval_samples"])]
+        slices = f"{counts[0]} training samples, {counts[1]} evaluation samples"
         if config.mode == "forward":
-            slices = f"{source['train_samples']:,} samples, {describe_forward(config.forward)}"
+            slices = f"{counts[0]} samples, {describe_forward(config.forward)}"
         if (ranks := experiment.strategy.ranks) is not None:
             model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)

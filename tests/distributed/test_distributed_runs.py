@@ -17,10 +17,11 @@ import torch
 from tiers import tiered
 
 import instrument
-from instrument.distributed.batch_sharding import BatchShard, check_batch_size, sequential_loader
+from instrument.distributed.batch_sharding import BatchShard, check_batch_size
 from instrument.distributed.strategies import DataParallel, FullySharded, choose_strategy
 from instrument.errors import ConfigError
 from instrument.spec.parse import parse_config
+from instrument.training.loader import Loader
 
 HERE = Path(__file__).parent
 KEYS = ["step", "micro_step", "phase", "hook", "layer", "kind", "role", "path", "call"]
@@ -416,23 +417,22 @@ def test_unsupported_options_of_sharding_are_refused(changes: dict[str, Any], ex
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batch_shards_cover_the_batch(size: int) -> None:
     dataset: Any = list(range(23))
-    shares = [sequential_loader(dataset, 10, BatchShard(rank, size)) for rank in range(size)]
-    batches = [[batch.tolist() for batch in share] for share in shares]
+    shares = [Loader(dataset, 10, BatchShard(rank, size)) for rank in range(size)]
+    batches = [[batch.tolist() for batch, _, _ in share] for share in shares]
     assert [[*chain(*parts)] for parts in zip(*batches, strict=True)] == [
-        batch.tolist() for batch in sequential_loader(dataset, 10)
+        batch.tolist() for batch, _, _ in Loader(dataset, 10)
     ]
     assert all(abs(len(mine) - len(first)) <= 1 for mine, first in zip(batches[-1], batches[0], strict=True))
 
 
 def test_batch_smaller_than_the_number_of_ranks_is_refused() -> None:
-    dataset: Any = list(range(22))
-    check_batch_size(dataset, 10, BatchShard(0, 2), "train.batch_size")
+    check_batch_size(22, 10, BatchShard(0, 2), "train.batch_size")
     with pytest.raises(
         ConfigError,
         match=r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes",
     ):
-        check_batch_size(dataset, 10, BatchShard(0, 3), "train.batch_size")
+        check_batch_size(22, 10, BatchShard(0, 3), "train.batch_size")
     with pytest.raises(
         ConfigError, match=r"at least one sample for each of the 3 processes[\s\S]*given +2\n[\s\S]*3 or more"
     ):
-        check_batch_size(dataset, 2, BatchShard(0, 3), "train.batch_size")
+        check_batch_size(22, 2, BatchShard(0, 3), "train.batch_size")

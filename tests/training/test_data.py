@@ -227,13 +227,13 @@ def test_number_of_epochs_follows_from_the_steps(steps: int) -> None:
 def test_first_batch_does_not_change_the_order() -> None:
     loader = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
     state = torch.get_rng_state()
-    assert numbers_of([first_batch(Numbers(), 4)]) == [[0, 1, 2, 3]]
+    assert numbers_of([first_batch(Numbers(), 4).batch]) == [[0, 1, 2, 3]]
     assert torch.equal(torch.get_rng_state(), state)
     assert [(epoch, numbers_of(group)) for epoch, group in loader] == batches(seed=5, steps=3, batch_size=4)
 
 
 def test_first_batch_of_a_small_dataset_has_all_samples() -> None:
-    assert len(first_batch(Numbers(), 64)[0]) == 10
+    assert len(first_batch(Numbers(), 64).batch[0]) == 10
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (3, 2), (4, 3), (64, 1), (3, 3)])

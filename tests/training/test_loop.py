@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from instrument import ConfigError, MemorySink
+from instrument import MemorySink
 from instrument.capture.probe import Probe
 from instrument.spec.parse import parse_config
 from instrument.spec.schedule import Evaluations
@@ -181,15 +181,11 @@ def concatenate(items: list[GraphSample], **_: Any) -> Any:
     return {"rows": rows, "sizes": torch.tensor([len(item.rows) for item in items])} if items[0].graph else rows
 
 
-@pytest.mark.parametrize(
-    ("graph", "message"),
-    [(True, r"ambiguous: rows \[32, 8\], sizes \[16\]"), (False, r"batch of 16 items have 32 samples")],
-)
-def test_batch_with_an_ambiguous_size_is_refused(graph: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graph", [True, False])
+def test_number_of_samples_is_the_number_of_items(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, GraphSample, concatenate)
     items = [GraphSample(torch.zeros(2, 8), graph)] * 16
-    with pytest.raises(ConfigError, match=message):
-        first_batch(items, 16)  # type: ignore[arg-type]
+    assert first_batch(items, 16).samples == 16  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

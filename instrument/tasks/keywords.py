@@ -1,0 +1,186 @@
+"""Tasks for models that take the entries of a batch by keyword, or that compute losses themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..nested import iter_tensors, number_of_samples, structure
+from .base import Outcome, pair_of
+from .language import IGNORED
+
+
+class HuggingFace:
+    """A task for the models of Transformers, and others with the same interface.
+
+    A batch is a mapping. Its entries are passed to the model as keyword arguments. The loss is the `loss` of the
+    output. If the model returns none, or with `loss`, it is computed from the `logits` of the output and the labels.
+    Labels of -100 are ignored. All other labels have the same weight in the mean, regardless of their batch. A batch
+    whose labels are not integers is weighted by its samples.
+
+    Args:
+        loss: Called as `loss(logits, labels)`; returns the mean over the labels that are not -100, a scalar. The
+            labels are then not passed to the model. Default: None, the loss of the model, or else the cross entropy.
+        labels: The entry of the batch with the labels. Default: `labels`.
+        shift: Whether the target at each position is the label at the next position. Default: None, true for classes
+            whose name ends with `ForCausalLM` or `LMHeadModel`, such as those of Llama and GPT-2.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        labels: str = "labels",
+        shift: bool | None = None,
+    ) -> None:
+        self.loss = loss
+        self.labels = labels
+        self.shift = shift
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model.
+            batch: A mapping of keyword arguments, such as a `BatchEncoding`.
+
+        Returns:
+            The loss and the number of samples: the size of dimension 0 of the labels, or else of the first tensor. The
+            loss is None in an evaluation without labels and without a loss of the model. `correct` is set if the logits
+            have a class for each label. For labels with several dimensions, it is the fraction of correct labels times
+            the number of samples.
+
+        Raises:
+            TypeError: The batch is not a mapping.
+            ValueError: The model returns no loss, and logits or labels are missing or do not match.
+        """
+        arguments = _entries(batch)
+        labels = arguments.get(self.labels)
+        if self.loss is not None:
+            arguments.pop(self.labels, None)
+        if self.shift is None:
+            classes = type(getattr(model, "_orig_mod", model)).__mro__  # a compiled model contains the original one
+            self.shift = any(each.__name__.endswith(("ForCausalLM", "LMHeadModel")) for each in classes)
+        output = model(**arguments)
+        loss, logits = _field(output, "loss"), _field(output, "logits")
+        correct = None
+        samples = _samples(labels, batch)
+        if isinstance(labels, Tensor) and isinstance(logits, Tensor):
+            if self.shift and labels.dim() == 2 and logits.dim() == 3:
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            if not labels.is_floating_point() and labels.shape == logits.shape[:-1]:
+                counted = labels != IGNORED
+                hits = (logits.detach().argmax(-1) == labels) & counted
+                correct = hits.sum() / counted.sum().clamp(min=1) * samples
+        is_unlabeled = labels is None and loss is None and not model.training
+        if not is_unlabeled and (self.loss is not None or loss is None):
+            loss = self._computed_loss(logits, labels, output, batch)
+        return Outcome(loss, samples, correct)
+
+    def _computed_loss(self, logits: Any, labels: Any, output: Any, batch: Any) -> Tensor:
+        """Return the loss of logits and labels."""
+        if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
+            missing = "output has no logits" if isinstance(labels, Tensor) else f"batch has no entry {self.labels!r}"
+            fields = f"{type(output).__name__} with {structure(output)}"
+            raise ValueError(
+                f"the model returned no loss ({fields}), and the {missing}; the batch is {structure(batch)}"
+            )
+        if self.loss is not None:
+            return self.loss(logits, labels)
+        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"the cross entropy requires integer labels for each position of the logits, but labels are {structure(labels)} "
+                f"and logits {structure(logits)}; set the argument loss of the task"
+            )
+        count = (labels != IGNORED).sum().clamp(min=1)  # If all labels are ignored, the loss is 0.
+        classes = logits.shape[-1]
+        total = F.cross_entropy(logits.reshape(-1, classes), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / count
+
+    def number_of_terms(self, batch: Any) -> int:
+        """Return the number of labels that are not ignored, or the number of samples without integer labels.
+
+        Args:
+            batch: The batch.
+        """
+        labels = _entries(batch).get(self.labels)
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return _samples(labels, batch)
+        return int(((labels[:, 1:] if self.shift and labels.dim() == 2 else labels) != IGNORED).sum())
+
+
+class LossDict:
+    """A task for models that return a dict of losses in training, such as the detection models of torchvision.
+
+    A batch is a pair (inputs, targets), or a mapping of keyword arguments. The loss is the sum of all losses. In an
+    evaluation, such models return predictions, so there is no loss.
+
+    Args:
+        weights: The weight of each loss in the sum, by name. Default: None, 1 for each loss.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = weights
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Compute the loss of a batch.
+
+        Args:
+            model: The model, called as `model(inputs, targets)`, or with the entries of a mapping by keyword.
+            batch: A pair, or a mapping.
+
+        Returns:
+            The sum of the losses; None in an evaluation in which the model returns no losses. The number of samples is
+            the number of inputs.
+
+        Raises:
+            TypeError: The batch is neither a pair nor a mapping, or the model returns no dict of losses in training.
+            ValueError: The model does not return a loss that `weights` contains.
+        """
+        if isinstance(batch, Mapping):
+            output, inputs = model(**batch), next(iter(batch.values()), None)
+        else:
+            inputs, targets = pair_of(batch)
+            output = model(inputs, targets)
+        samples = len(inputs) if isinstance(inputs, list | tuple) else number_of_samples(inputs)
+        losses = output if isinstance(output, Mapping) else {}
+        if not losses or not all(isinstance(loss, Tensor) and loss.dim() == 0 for loss in losses.values()):
+            if not model.training:
+                return Outcome(None, samples)
+            raise TypeError(
+                f"in training, the model must return a dict of scalar losses, but returned {structure(output)}"
+            )
+        weights = dict.fromkeys(losses, 1.0) if self.weights is None else self.weights
+        if unknown := weights.keys() - losses.keys():
+            raise ValueError(
+                f"the model returns no loss {', '.join(sorted(unknown))}; its losses are {', '.join(losses)}"
+            )
+        return Outcome(torch.stack([weight * losses[name] for name, weight in weights.items()]).sum(), samples)
+
+
+def _entries(batch: Any) -> dict[str, Any]:
+    """Return the entries of a batch.
+
+    Raises:
+        TypeError: The batch is not a mapping.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    raise TypeError(
+        f"the batch is {structure(batch)}, but this task passes the entries of a mapping to the model by keyword; "
+        "use a dataset with dicts as items, or set data.collate_fn"
+    )
+
+
+def _field(output: Any, name: str) -> Any:
+    """Return a field of the output of a model; None without this field."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _samples(labels: Any, batch: Any) -> int:
+    """Return the size of dimension 0 of the labels, or else of the first tensor of a batch with a dimension."""
+    tensors = (tensor for value in (labels, batch) for _, tensor in iter_tensors(value) if tensor.dim())
+    return number_of_samples(next(tensors, batch))
