@@ -173,7 +173,7 @@ def preserve_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and PyTorch after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):  # PyTorch warns about several unnamed devices.
             yield
     finally:
         random.setstate(python)

@@ -215,8 +215,13 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
     with synced_errors(experiment.strategy.processes):
         if own_rank() == 0:
             path = folder / WEIGHTS
-            _write(state, path.with_suffix(TEMPORARY_SUFFIX))
-            _replace_final(path)
+            try:
+                _write(state, path.with_suffix(TEMPORARY_SUFFIX))
+                _replace_final(path)
+            except BaseException:
+                with suppress(OSError):
+                    path.with_suffix(TEMPORARY_SUFFIX).unlink()
+                raise
 
 
 def _load(path: Path) -> Any:

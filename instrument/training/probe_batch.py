@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,8 +33,8 @@ def has_probe_pass(experiment: Experiment, step: int) -> bool:
 def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
     """Run the probe batch.
 
-    The model is in eval mode. Afterwards, the training flags, buffers, gradients and random states are those from
-    before. Random numbers that the model draws are the same in each pass.
+    The model is in eval mode. Afterwards, the training flags, buffers, gradients, random states and the state of the
+    task are those from before. Random numbers that the model draws with PyTorch are the same in each pass.
 
     Args:
         experiment: The experiment.
@@ -45,7 +47,7 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
     assert batches is not None, "hooks of phase probe require a probe batch"
     started_at = time.perf_counter()
     weights, total = batch_weights(experiment, batches)
-    with without_side_effects(experiment.model, training=False), _kept_gradients(experiment), probe.in_phase("probe"):
+    with without_side_effects(experiment.model, training=False), _kept_state(experiment), probe.in_phase("probe"):
         _seed(experiment)
         batch = with_input_gradients(to_device(batches[0], experiment.device))
         with experiment.autocast():
@@ -69,8 +71,10 @@ def _seed(experiment: Experiment) -> None:
 
 
 @contextmanager
-def _kept_gradients(experiment: Experiment) -> Iterator[None]:
-    """Set the gradients of all parameters to None inside the block, and restore them afterwards."""
+def _kept_state(experiment: Experiment) -> Iterator[None]:
+    """Set the gradients of all parameters to None inside the block, and restore them and the task's state afterwards."""
+    task: Any = experiment.task
+    task_state = copy.deepcopy(task.state_dict()) if hasattr(task, "state_dict") else None
     # The optimizer holds the shards of FSDP2 also while the model holds full parameters.
     optimized = (p for each in experiment.optimizers for group in each.param_groups for p in group["params"])
     parameters = {id(parameter): parameter for parameter in (*experiment.model.parameters(), *optimized)}
@@ -82,3 +86,5 @@ def _kept_gradients(experiment: Experiment) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        if task_state is not None:
+            task.load_state_dict(task_state)

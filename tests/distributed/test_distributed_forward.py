@@ -11,8 +11,11 @@ import torch
 from distributed_runs import run_processes
 from state_comparison import identical
 from tiers import tiered
+from torch import nn
 
 import instrument
+from instrument.distributed.strategies import FullySharded
+from instrument.errors import ConfigError
 from instrument.training.checkpoint import Checkpoints
 
 KEYS = ["step", "phase", "hook", "layer", "kind", "role", "path"]
@@ -137,3 +140,9 @@ main()
     run = instrument.load(tmp_path / "stopped")
     pd.testing.assert_frame_equal(whole.stats, run.stats, check_exact=True)
     assert run.info["metrics"]["loss"] == whole.info["metrics"]["loss"]
+
+
+def test_sharding_a_model_without_parameters_is_refused() -> None:
+    strategy = object.__new__(FullySharded)  # There is no process group.
+    with pytest.raises(ConfigError, match="the model has no parameters to shard"):
+        strategy.shard(nn.ReLU())

@@ -250,3 +250,12 @@ def test_resumed_training_needs_no_weights(
     Path("weights.pt").unlink()
     assert cli("resume=out").code == 0
     assert instrument.load("out").info["init_from"]["path"] == "weights.pt"
+
+
+def test_weights_that_cannot_be_saved_are_reported(cli: Cli) -> None:
+    Path("out/weights.pt").mkdir(parents=True)
+    answer = cli(*RUN, "train.save=true", "hydra.run.dir=out")
+    assert answer.code == 1
+    assert "weights.pt cannot be written: Is a directory" in answer.err
+    assert not Path("out/weights.tmp").exists()
+    assert len(instrument.load("out").metrics) == 5

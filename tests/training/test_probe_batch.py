@@ -15,6 +15,7 @@ import instrument
 from instrument import ConfigError, MemorySink
 from instrument.capture.probe import Probe
 from instrument.spec.parse import parse_config
+from instrument.tasks import Outcome
 from instrument.training.device_and_seed import process_state
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, train
@@ -46,6 +47,24 @@ class Net(nn.Sequential):
         self.calls += 1
         scores: Tensor = super().forward(images)
         return scores + 0.01 * torch.rand(())
+
+
+class CountingTask:
+    """A task whose loss depends on the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        self.calls += 1
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return Outcome(loss * (1 + 0.1 * self.calls), len(batch[1]))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
 
 
 def prepare_training(**changes: Any) -> Experiment:
@@ -94,6 +113,13 @@ def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None
     for one, other in zip(without, with_probe, strict=True):
         assert one == other
     assert not sink.frame("stats").query("phase == 'probe'").empty
+
+
+def test_probe_batch_does_not_change_the_state_of_the_task() -> None:
+    task = {"_target_": f"{__name__}.CountingTask"}
+    without, _, _, _ = traced(task=task, hooks={})
+    with_probe, _, _, _ = traced(task=task, hooks={"maps": MAPS})
+    assert without == with_probe
 
 
 def test_probe_rows_equal_those_of_a_hand_written_pass() -> None:
