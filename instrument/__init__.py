@@ -14,16 +14,21 @@ from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultErro
 if TYPE_CHECKING:
     from . import plot, report
     from .actions.base import Context
+    from .analysis.features import Features
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
     from .capture.probe import Probe
     from .integrations.attach import attach
+    from .integrations.attached_probe import AttachedProbe
+    from .integrations.observe import observe
     from .sinks.memory import MemorySink
 
 __all__ = [
     "AlreadyAttachedError",
+    "AttachedProbe",
     "ConfigError",
     "Context",
+    "Features",
     "HookError",
     "HookResultError",
     "InstrumentError",
@@ -34,19 +39,23 @@ __all__ = [
     "Run",
     "attach",
     "load",
+    "observe",
     "plot",
     "report",
 ]
 
 # Modules that import torch or pandas are imported on first access, because reading a run does not need torch.
 _LAZY = {
+    "AttachedProbe": ".integrations.attached_probe",
     "Context": ".actions.base",
+    "Features": ".analysis.features",
     "MemorySink": ".sinks.memory",
     "NoRunError": ".analysis.folders",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
     "attach": ".integrations.attach",
     "load": ".analysis.load",
+    "observe": ".integrations.observe",
 }
 _PACKAGES = ("plot", "report")  # available as attributes: instrument.plot.heatmap(run)
 

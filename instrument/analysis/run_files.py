@@ -41,6 +41,7 @@ OPTIONAL_COLUMNS = {
 OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
+_UNBUFFERED = ds.ParquetFragmentScanOptions(pre_buffer=False)
 
 
 class RunFiles:
@@ -176,9 +177,12 @@ class RunFiles:
         """
         table = TABLES[name]
         wanted = _with_keys(table, columns)
+        # A row group of recorded tensors has 16 MB: reading several of them ahead takes too much memory.
+        ahead = {"batch_readahead": 0, "fragment_readahead": 0, "fragment_scan_options": _UNBUFFERED}
+        options = ahead if name == "tensors" else {}
         for file, piece in self._fragments(table):
             try:
-                for batch in piece.to_batches(schema=table.schema, columns=wanted, filter=condition):
+                for batch in piece.to_batches(schema=table.schema, columns=wanted, filter=condition, **options):
                     yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")

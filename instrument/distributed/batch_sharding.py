@@ -96,13 +96,37 @@ def check_batch_size(dataset: Dataset[Any], batch_size: int, shard: BatchShard, 
         raise ConfigError(Problem(where, message, given=batch_size, allowed=allowed))
 
 
+class IndexedLoader:
+    """A sequential loader that also returns the dataset indices of each batch.
+
+    Args:
+        loader: Loader created by `sequential_loader`.
+        indices: Index in the complete dataset of each sample of the loader's dataset.
+    """
+
+    def __init__(self, loader: DataLoader[Any], indices: Sequence[int]) -> None:
+        self.loader = loader
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[tuple[list[int], Any]]:
+        """Yield the dataset indices and the batch: those of this process."""
+        for positions, batch in zip(self.loader.batch_sampler or (), self.loader, strict=True):
+            yield [self.indices[position] for position in positions], batch
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self.loader)
+
+
 class StepBatches(list[Any]):
     """The micro-batches of one step.
 
     Attributes:
         samples: Number of samples in all micro-batches, summed over all processes.
+        indices: Dataset indices of the samples of each micro-batch: those of this process.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.samples = 0
+        self.indices: list[list[int]] = []

@@ -43,6 +43,9 @@ class _NoHooks:
     def loss(self, loss: Tensor) -> Tensor:
         return loss
 
+    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+        pass
+
     def end_micro_step(self) -> None:
         pass
 

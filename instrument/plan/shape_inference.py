@@ -93,7 +93,7 @@ def infer_shapes(
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after),
             ]
-        with _without_side_effects(model, training), torch.enable_grad():
+        with without_side_effects(model, training), torch.enable_grad():
             forward()
     except ConfigError:
         raise
@@ -136,8 +136,13 @@ def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def _without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
-    """Restore everything that a forward pass may change: training flags, buffers, random states."""
+def without_side_effects(model: nn.Module, training: bool | None = None) -> Iterator[None]:
+    """Restore everything that a forward pass may change: training flags, buffers, random states.
+
+    Args:
+        model: The model.
+        training: Whether the model is in training mode in the block. Default: None, its current mode.
+    """
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -146,7 +151,8 @@ def _without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
     known = {module: dict(module._buffers) for module in model.modules()}
-    model.train(training)
+    if training is not None:
+        model.train(training)
     try:
         with preserve_random_state():
             yield

@@ -13,7 +13,6 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 from ..capture.tables import TABLES
@@ -21,7 +20,7 @@ from ..capture.tables import TABLES
 DAMAGED = "the file is damaged: truncated journals cannot be detected"
 ATTEMPTS = 3  # the number of attempts to read a file that is being written
 NAME = re.compile(r"rows\.(\d{4})")
-PAIRS = struct.Struct(f"<{2 * len(TABLES)}q")  # followed by a checksum
+PAIR = struct.Struct("<2q")  # one per table, followed by a checksum
 CHECKSUM = struct.Struct("<I")
 
 
@@ -49,7 +48,7 @@ class RowCounts:
         if self._file is None:
             self.path.parent.mkdir(exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        pairs = PAIRS.pack(*chain.from_iterable(counts))
+        pairs = b"".join(PAIR.pack(*pair) for pair in counts)
         os.pwrite(self._file, pairs + CHECKSUM.pack(zlib.crc32(pairs)), 0)
 
     def remove(self) -> None:
@@ -71,10 +70,10 @@ def read_counts(path: Path) -> dict[tuple[str, int], int] | None:
             content = path.read_bytes()
         except FileNotFoundError:
             return {}
-        pairs, checksum = content[: PAIRS.size], content[PAIRS.size :]
-        if len(pairs) == PAIRS.size and checksum == CHECKSUM.pack(zlib.crc32(pairs)):
-            numbers = PAIRS.unpack(pairs)
-            found = zip(TABLES, numbers[::2], numbers[1::2], strict=True)
+        pairs, checksum = content[: -CHECKSUM.size], content[-CHECKSUM.size :]
+        if pairs and len(pairs) % PAIR.size == 0 and checksum == CHECKSUM.pack(zlib.crc32(pairs)):
+            # An earlier version wrote fewer tables: the first ones.
+            found = ((table, *pair) for table, pair in zip(TABLES, PAIR.iter_unpack(pairs), strict=False))
             return {(table, part): rows for table, part, rows in found if rows}
     return None
 

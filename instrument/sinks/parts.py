@@ -212,10 +212,11 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     # Removed first: as long as it exists, missing journals are reported.
     row_counts_of(folder, rank).unlink(missing_ok=True)
     for name in TABLES:
+        kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
         for part, file in written_parts(folder, name).items():
-            if part.rank == rank and part.number >= counts[name]:
+            if part.rank == rank and part.number >= kept:
                 file.unlink()
-            elif part.rank == rank and part.end > counts[name]:
+            elif part.rank == rank and part.end > kept:
                 raise OSError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:

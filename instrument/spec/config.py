@@ -67,6 +67,10 @@ class DataConfig(Spec):
     fallback: Literal["digits"] | None = Field(
         None, description="The dataset to use, with a warning, if the dataset is missing."
     )
+    ids: Literal["recorded", "all"] = Field(
+        "recorded",
+        description="The samples in the table `samples`: those of batches in which a tensor is recorded, or those of all batches.",
+    )
 
 
 class CheckpointConfig(Spec):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset
 
-from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches, sequential_loader
+from ..distributed.batch_sharding import FULL_BATCH, BatchShard, IndexedLoader, StepBatches, sequential_loader
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import number_of_samples, shapes
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
@@ -31,8 +31,8 @@ class Data:
             and the reason for the fallback (None if the requested dataset is used).
     """
 
-    train: Dataset[Any]
-    test: Dataset[Any]
+    train: Subset[Any]
+    test: Subset[Any]
     source: dict[str, Any]
 
     @property
@@ -233,10 +233,14 @@ class Batches:
         """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
         order = torch.randperm(len(self.dataset), generator=self._generator).tolist()  # type: ignore[arg-type]
-        rest = Subset(self.dataset, order[self._taken * self.batch_size :])
+        remaining = order[self._taken * self.batch_size :]
+        rest = Subset(self.dataset, remaining)
+        indices = [self.dataset.indices[i] for i in remaining] if isinstance(self.dataset, Subset) else remaining
+        loader = IndexedLoader(sequential_loader(rest, self.batch_size, self.shard), indices) if remaining else ()
         group = StepBatches()
-        for index, batch in enumerate(sequential_loader(rest, self.batch_size, self.shard) if len(rest) else ()):
+        for index, (batch_indices, batch) in enumerate(loader):
             group.append(batch)
+            group.indices.append(batch_indices)
             group.samples += min(self.batch_size, len(rest) - index * self.batch_size)
             if len(group) == self.accumulate:
                 yield group

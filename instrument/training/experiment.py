@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
-from ..distributed.batch_sharding import check_batch_size, sequential_loader
+from ..distributed.batch_sharding import IndexedLoader, check_batch_size, sequential_loader
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
 from ..errors import ConfigError, Problem
@@ -49,7 +48,7 @@ class Experiment:
         device: The device of this process.
         data: The slices of the dataset.
         batches: The batches of the training.
-        eval_loader: The batches of an evaluation.
+        eval_loader: The batches of an evaluation, each with the dataset indices of its samples.
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
         optimizer: The optimizer.
@@ -68,7 +67,7 @@ class Experiment:
     device: torch.device
     data: Data
     batches: Batches
-    eval_loader: DataLoader[Any]
+    eval_loader: IndexedLoader
     task: Task
     model: nn.Module
     optimizer: Optimizer
@@ -127,7 +126,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_batch_size(data.train, config.train.batch_size, strategy.batch_shard, "train.batch_size")
     check_batch_size(data.test, config.train.eval_batch_size, strategy.batch_shard, "train.eval_batch_size")
     batches = Batches(data.train, config.train, config.seed, strategy.batch_shard)
-    eval_loader = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
+    sequential = sequential_loader(data.test, config.train.eval_batch_size, strategy.batch_shard)
+    eval_loader = IndexedLoader(sequential, data.test.indices)
 
     model.to(device)
     train_batch = to_device(first_batch(data.train, config.train.batch_size, strategy.batch_shard), device)
@@ -192,7 +192,7 @@ def _check_shapes(
     samples: dict[str, int],
     *,
     batches: Batches,
-    eval_loader: DataLoader[Any],
+    eval_loader: IndexedLoader,
 ) -> None:
     """Check that the specs fit the tensors of all batches.
 
@@ -210,7 +210,7 @@ def _check_shapes(
     """
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
-    sizes = batch_sizes(len(eval_loader.dataset), config.train.eval_batch_size)  # type: ignore[arg-type]
+    sizes = batch_sizes(len(eval_loader.indices), config.train.eval_batch_size)
     batches_by_phase = {
         "train": PhaseBatches(inferred_by_phase["train"], samples["train"], batches.sizes),
         "eval": PhaseBatches(inferred_by_phase["eval"], samples["eval"], lambda _: sizes),
@@ -218,7 +218,7 @@ def _check_shapes(
     check_batch_shapes(plan, archive, batches_by_phase, _length(config, batches, eval_loader))
 
 
-def _length(config: RunConfig, batches: Batches, eval_loader: DataLoader[Any]) -> Length:
+def _length(config: RunConfig, batches: Batches, eval_loader: IndexedLoader) -> Length:
     """Return the length of a run."""
     evaluations = Evaluations(batches.steps, config.train.eval_every)
     return Length(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,9 @@ class StepObserver(Protocol):
     def loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on, given the loss of a micro-batch (a scalar)."""
 
+    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+        """Record the samples of a micro-batch: the dataset indices of those of this process, and the batch itself."""
+
     def end_micro_step(self) -> None:
         """Record the end of the backward pass of a micro-batch."""
 
@@ -125,7 +128,9 @@ def train_step(
     outcomes: list[Outcome] = []
     weights, total = _weights(experiment, micro_batches)
     optimizer.zero_grad()
-    for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+    of_samples = zip(micro_batches, micro_batches.indices, weights, strict=True)
+    for number, (batch, indices, weight) in enumerate(of_samples, 1):
+        observer.begin_micro_step(indices, batch)
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
@@ -181,7 +186,8 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             outcomes: list[Outcome] = []
             weights: list[int] = []
             task = experiment.task
-            for batch in experiment.eval_loader:
+            for indices, batch in experiment.eval_loader:
+                probe.begin_micro_step(indices, batch)
                 with experiment.autocast():
                     outcomes.append(task(experiment.called_model, to_device(batch, experiment.device)))
                 weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else outcomes[-1].samples)
