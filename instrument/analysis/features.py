@@ -5,7 +5,6 @@ Values are read one row group at a time and copied to their final place.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..spec.base import parse_slice
 from ..spec.kinds import KINDS
 from .frames import plain_labels
@@ -120,7 +119,7 @@ def features_of(files: RunFiles, selection: Selection, out: Path | None = None) 
     rows = _select(files, selection)
     samples = _samples_of(files, rows)
     cut = _cut_of(files, rows["hook"].iloc[0])
-    batches = list(_batches(rows, samples, cut, selection))
+    batches = list(_batches(files, rows, samples, cut, selection))
     shape, dtype = _common_shape(batches, selection), _common_dtype(rows)
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
@@ -260,8 +259,10 @@ def _recorded_positions(shape: Shape, cut: _Cut) -> Array | None:
     return index
 
 
-def _batches(rows: pd.DataFrame, samples: pd.DataFrame, cut: _Cut, selection: Selection) -> Iterator[_Batch]:
-    """Yield the batches whose samples are known. A warning names the others: the last ones of a killed run.
+def _batches(
+    files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, cut: _Cut, selection: Selection
+) -> Iterator[_Batch]:
+    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example.
 
     Raises:
         ConfigError: The tensors have no samples in dimension 0, or no batch has known samples.
@@ -288,13 +289,9 @@ def _batches(rows: pd.DataFrame, samples: pd.DataFrame, cut: _Cut, selection: Se
         fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
         raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
     if unknown:
-        names = ", ".join(
-            f"step {step}, micro_step {micro_step}, rank {rank}" for step, micro_step, rank in unknown[:3]
-        )
-        message = (
-            f"{len(unknown)} of {len(rows)} tensors are left out, because the ids of their samples are unknown: {names}"
-        )
-        warnings.warn(message + (", ..." if len(unknown) > 3 else ""), InstrumentWarning, stacklevel=4)
+        first = ", ".join(f"{name} {value}" for name, value in zip(_BATCH, unknown[0], strict=True))
+        which = first if len(unknown) == 1 else f"the first at {first}"
+        files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
 
 
 def _in_dataset_order(samples: pd.DataFrame, selection: Selection) -> tuple[Array, Array]:
@@ -315,7 +312,7 @@ def _in_dataset_order(samples: pd.DataFrame, selection: Selection) -> tuple[Arra
         steps = samples["step"].to_numpy()[order]
         differs = np.flatnonzero(~is_first & (steps != np.roll(steps, 1)))
         if len(differs):
-            repeated = values[order[differs[0]]]
+            repeated = values[[order[differs[0]]]].tolist()[0]
             occurrences = sorted({int(step) for step in samples["step"].to_numpy()[values == repeated]})
             message = (
                 f"the samples occur in several steps: sample {repeated!r} in steps {', '.join(_shown(occurrences))}"
@@ -416,6 +413,7 @@ def _copy_values(
             else:
                 features[destination] = array
             left.discard((step, micro_step, rank))
+        pa.default_memory_pool().release_unused()
     if left:
         problems = "; ".join(files.problems) or "the files were removed"
         raise InstrumentError(f"{len(left)} of {len(destinations)} tensors cannot be read: {problems}")
