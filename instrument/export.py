@@ -29,6 +29,7 @@ from .analysis.replay import replay
 from .analysis.run_files import RunFiles
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
 from .sinks.remote_folder import check_is_local
+from .sinks.tags import segment
 from .sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 from .spec.config import TRACKERS
 
@@ -36,6 +37,7 @@ FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # witho
 FEATURE_FORMATS = tuple(FEATURE_WRITERS)
 SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
 ALREADY_EXISTS = "already exists, and existing files are not overwritten"
+MOST_LETTERS = 200  # of a file name
 NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
@@ -160,7 +162,8 @@ def _csv(files: RunFiles, output: Path) -> str:
 
 
 def _features(files: RunFiles, selection: Selection, to: str, output: Path) -> str:
-    file = output / f"{selection.layer if selection.layer not in ('', '.') else '_root_'}.{to}"
+    layer = "" if selection.layer == "." else selection.layer
+    file = output / f"{segment(layer)[:MOST_LETTERS]}.{to}"
     if file.exists():
         raise ConfigError(Problem("--out", ALREADY_EXISTS, str(file), "a folder without this file"))
     features = features_of(files, selection)

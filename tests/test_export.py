@@ -272,6 +272,21 @@ def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
     assert frame.to_numpy().tolist() == [[0, 0, 1, 2, 3], [1, 4, 5, 6, 7]]
 
 
+def test_layer_names_are_not_paths(tmp_path: Path) -> None:
+    names = ["/etc/passwd", "x" * 300]
+    model = torch.nn.ModuleDict({name: torch.nn.Identity() for name in names})
+    hooks = {"f": {"types": "Identity", "layers": "**", "kind": "forward", "action": "record", "tensors": True}}
+    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
+        probe.batch(ids=[0])
+        for module in model.values():
+            module(torch.zeros(1, 2))
+        probe.end_step()
+    for name in names:
+        assert export.main([str(tmp_path / "run"), "--to", "npz", "--features", name]) == 0
+    files = sorted(file.name for file in (tmp_path / "run" / "features").iterdir())
+    assert files == ["_etc_passwd.npz", f"{'x' * 200}.npz"]
+
+
 def test_features_of_a_sweep_are_exported_per_run(tmp_path: Path) -> None:
     for job in range(2):
         make_features(tmp_path / "sweep" / str(job))

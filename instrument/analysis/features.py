@@ -303,7 +303,11 @@ def _in_dataset_order(samples: pd.DataFrame, selection: Selection) -> tuple[Arra
         ConfigError: A sample occurs in several steps.
     """
     are_names = samples["id"].notna().any()
-    values = samples["id"].to_numpy(object) if are_names else samples["sample"].to_numpy(np.int64)
+    if are_names:
+        numbers = samples["sample"].astype("Int64").astype("string")  # of batches that have integers
+        values = samples["id"].astype("string").fillna(numbers).to_numpy(object)
+    else:
+        values = samples["sample"].to_numpy(np.int64)
     codes, unique = pd.factorize(values, sort=not are_names)
     order = np.argsort(codes, kind="stable")
     is_first = np.ones(len(order), bool)

@@ -159,8 +159,8 @@ class Run(RunTables):
                 in memory.
 
         Returns:
-            `Features(X, y, ids)`. If the folder contains several runs, a dictionary with the features of each run by
-            its folder, as in the column `run` of the tables.
+            `Features(X, y, ids)`. For the folder of a sweep, a dictionary with the features of each run by its folder,
+            as in the column `run` of the tables.
 
             - `X`: [samples, ...], in the recorded dtype. Dimensions of size 1 at the end of the shape of a sample are
               removed, so the output [N, 2048, 1, 1] of a global pooling layer gives [N, 2048]. bfloat16 and float8 are

@@ -370,7 +370,8 @@ class Probe:
     ) -> Mapping[str, float | None]:
         if self._scheduled.has_opportunities or not self.clock.moment.micro_step:
             self.end_micro_step()
-        self.recorder.samples.end()
+        else:
+            self.recorder.samples.end()
         skipped = self._hooks.pop_step_skipped()
         seconds = time.perf_counter() - self._step_started_at
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)

@@ -67,7 +67,7 @@ class AttachedProbe(Probe):
 
     def __repr__(self) -> str:
         sites, hooks = len(self.plan.sites), len(self.plan.specs)
-        where = "in memory" if isinstance(self.sink, MemorySink) else f"in {self.run.path}"
+        where = f"in {self.sink.folder}" if isinstance(self.sink, ParquetSink) else "in memory"
         rows = f"{self.recorder.rows_written:,} rows {where}"
         return f"<{type(self).__name__} {self._status}: {self.step} steps, {hooks} hooks at {sites} sites, {rows}>"
 

@@ -267,6 +267,16 @@ def test_string_ids_keep_the_recorded_order(tmp_path: Path) -> None:
     assert np.array_equal(y, TARGETS[order])
 
 
+def test_batches_with_numbers_and_strings_as_ids_give_strings() -> None:
+    model = nn.Linear(2, 2)
+    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
+        for ids in ([4, 3], ["a"]):
+            probe.batch(ids=ids)
+            model(torch.zeros(len(ids), 2))
+            probe.end_step()
+    assert probe.features(".").ids.tolist() == ["4", "3", "a"]
+
+
 def test_repeated_sample_of_a_step_is_returned_once() -> None:
     model = nn.Linear(2, 2)
     with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
