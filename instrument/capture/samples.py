@@ -113,19 +113,17 @@ class SampleRows(Sequence[Row]):
 
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""
-        count, schema = len(self), _TABLE.plain_schema
-        missing = pa.nulls(count)
-        ids = pa.array(self._ids)
+        count, types = len(self), _TABLE.plain_schema.types
+        number, name, target, dtype = types[-4:]
         columns = [
-            *(pa.repeat(pa.scalar(cell, field.type), count) for cell, field in zip(self._moment, schema, strict=False)),
+            *(pa.repeat(pa.scalar(cell, kind), count) for cell, kind in zip(self._moment, types, strict=False)),
             pa.array(np.arange(count, dtype=np.int32)),
-            *((missing, ids) if self._has_names else (ids, missing)),
-            missing if self._targets is None else pa.array(np.asarray(self._targets, np.float64)),
-            pa.repeat(pa.scalar(self._dtype, pa.string()), count),
+            pa.nulls(count, number) if self._has_names else pa.array(self._ids, number),
+            pa.array(self._ids, name) if self._has_names else pa.nulls(count, name),
+            pa.nulls(count, target) if self._targets is None else pa.array(np.asarray(self._targets, np.float64)),
+            pa.repeat(pa.scalar(self._dtype, dtype), count),
         ]
-        return pa.RecordBatch.from_arrays(
-            [column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
-        )
+        return pa.RecordBatch.from_arrays(columns, schema=_TABLE.plain_schema)
 
 
 class Samples:
