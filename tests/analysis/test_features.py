@@ -361,6 +361,22 @@ def test_gradients_have_features_too() -> None:
     assert probe.features(".", role="grad_output").X.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
+@pytest.mark.gpu
+def test_features_of_a_gpu_equal_a_hand_written_hook() -> None:
+    model = nn.Linear(3, 2, device="cuda")
+    hook = HandWritten(model, lambda output: output)
+    ids = torch.tensor([4, 0, 3, 1, 2, 5], device="cuda")
+    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
+        for batch in ids.split(2):
+            probe.batch(ids=batch, targets=batch * 2)
+            model(torch.randn(2, 3, device="cuda"))
+            probe.end_step()
+    X, y, found = probe.features(".")
+    assert found.tolist() == list(range(6))
+    assert y.tolist() == [0, 2, 4, 6, 8, 10]
+    assert np.array_equal(X, torch.cat(hook.kept)[ids.argsort()].cpu().numpy())
+
+
 def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = record({"pool": HOOKS["pool"]}, tmp_path / "run")
     monkeypatch.setattr(RunFiles, "scan", lambda *_, **__: iter(()))
