@@ -23,7 +23,7 @@ def write_csv(features: Features, file: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    flat = features.X.reshape(len(features.X), -1)
+    flat = features.flat
     flat = flat.astype(np.float32) if flat.dtype == np.float16 else flat  # Arrow writes no float16
     columns = {"sample": features.ids, **({} if features.y is None else {"target": features.y})}
     fields = [pa.field(name, _arrow(values[:0]).type) for name, values in columns.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,11 @@ class Features(NamedTuple):
         }
         return f"Features({', '.join(f'{name}: {text}' for name, text in described.items())})"
 
+    @property
+    def flat(self) -> Array:
+        """`X` as a matrix, [samples, features]: the features of a sample in C order."""
+        return self.X.reshape(len(self.X), prod(self.X.shape[1:]))
+
     def to_frame(self) -> pd.DataFrame:
         """Return a DataFrame with one row per sample.
 
@@ -61,7 +67,7 @@ class Features(NamedTuple):
             The index `sample` has the ids. The column `target` exists if there are targets. The columns `f0`, `f1`, ...
             have the features; those of more than one dimension are flattened in C order.
         """
-        flat = self.X.reshape(len(self.X), -1)
+        flat = self.flat
         index = pd.Index(self.ids, name="sample")
         frame = pd.DataFrame(flat, columns=[f"f{i}" for i in range(flat.shape[1])], index=index)
         if self.y is not None:
@@ -129,12 +135,12 @@ def features_of(files: RunFiles, selection: Selection, out: Path | None = None) 
     features: Array = (
         np.empty(size, dtype) if out is None else np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=size)
     )
-    targets = {}
+    destinations_of = {}
     end = 0
     for batch in batches:
         start, end = end, end + len(batch.samples)
-        targets[batch.key] = destinations[start:end]
-    _copy_values(files, selection, rows, targets, features)
+        destinations_of[batch.key] = destinations[start:end]
+    _copy_values(files, selection, rows, destinations_of, features)
     return Features(features, _targets(samples.iloc[read[first]]), ids)
 
 

@@ -243,6 +243,7 @@ def test_frame_has_a_column_for_each_feature(run: instrument.Run) -> None:
     assert np.array_equal(frame.drop(columns="target").to_numpy(), features.X)
     images = instrument.Features(np.zeros((2, 3, 4)), None, np.array(["a", "b"]))
     assert images.to_frame().shape == (2, 12)
+    assert instrument.Features(np.zeros((0, 3, 4)), None, np.zeros(0)).to_frame().shape == (0, 12)
 
 
 def test_several_epochs_require_a_choice(tmp_path: Path) -> None:

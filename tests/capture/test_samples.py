@@ -240,6 +240,9 @@ def test_run_writes_dataset_indices_and_targets(cli: Cli) -> None:
     # The recorded tensors are the outputs for these samples.
     evaluated = rows[(rows.phase == "eval") & (rows.step == 5) & (rows.micro_step == 1)]
     assert evaluated["sample"].tolist() == list(range(256, 360))
+    features = run.features("layers.0", hook="train", epoch=0)
+    assert features.ids.tolist() == list(range(100, 250))
+    assert features.X.shape == (150, 8)
 
 
 def test_ids_of_all_batches_can_be_written(cli: Cli) -> None:
