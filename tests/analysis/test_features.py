@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import run_in
 from run_folders import row, write_run
+from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -466,7 +467,7 @@ print(peak() - before, X.nbytes / 1e6)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
-@pytest.mark.parametrize("tensors", ["list", "bytes"])
+@pytest.mark.parametrize("tensors", tiered(["list", "bytes"], ["list"]))
 def test_features_need_little_more_memory_than_the_array(tmp_path: Path, tensors: Any) -> None:
     folder = write_run(tmp_path / "run")
     sink = ParquetSink(folder, tensors=tensors)
