@@ -87,6 +87,9 @@ class UninstrumentedProbe:
     def loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 
+    def begin_micro_step(self, indices: object, batch: object) -> None:
+        pass
+
     def end_micro_step(self) -> None:
         pass
 

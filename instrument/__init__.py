@@ -14,18 +14,23 @@ from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultErro
 if TYPE_CHECKING:
     from . import plot, report
     from .actions.base import Context
+    from .analysis.features import Features
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
     from .capture.probe import Probe
     from .integrations.attach import attach
+    from .integrations.attached_probe import AttachedProbe
+    from .integrations.observe import observe
     from .sinks.memory import MemorySink
     from .tasks import CountsTerms, Outcome, Task
 
 __all__ = [
     "AlreadyAttachedError",
+    "AttachedProbe",
     "ConfigError",
     "Context",
     "CountsTerms",
+    "Features",
     "HookError",
     "HookResultError",
     "InstrumentError",
@@ -38,14 +43,17 @@ __all__ = [
     "Task",
     "attach",
     "load",
+    "observe",
     "plot",
     "report",
 ]
 
 # Modules that import torch or pandas are imported on first access, because reading a run does not need torch.
 _LAZY = {
+    "AttachedProbe": ".integrations.attached_probe",
     "Context": ".actions.base",
     "CountsTerms": ".tasks",
+    "Features": ".analysis.features",
     "MemorySink": ".sinks.memory",
     "NoRunError": ".analysis.folders",
     "Outcome": ".tasks",
@@ -54,6 +62,7 @@ _LAZY = {
     "Task": ".tasks",
     "attach": ".integrations.attach",
     "load": ".analysis.load",
+    "observe": ".integrations.observe",
 }
 _PACKAGES = ("plot", "report")  # available as attributes: instrument.plot.heatmap(run)
 

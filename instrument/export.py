@@ -3,29 +3,41 @@
 TensorBoard, Weights & Biases and MLflow receive the same data as from `sink.tensorboard=true` and its counterparts
 during training. Existing files are not overwritten.
 
+With `--features LAYER [--select KEY=VALUE ...]`, the features of a layer are exported with the ids and targets of their
+samples: `--to csv|npz|zarr`. The keys are the arguments of `Run.features`.
+
 Exit codes: 0, everything was exported; 1, something could not be read or written; 2, the arguments are invalid.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
+from .analysis.feature_files import FEATURE_WRITERS
+from .analysis.features import Selection, features_of
 from .analysis.folders import NoRunError
 from .analysis.load import load
 from .analysis.replay import replay
 from .analysis.run_files import RunFiles
-from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
+from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
 from .sinks.remote_folder import check_is_local
+from .sinks.tags import segment
 from .sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 from .spec.config import TRACKERS
 
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
+FEATURE_FORMATS = tuple(FEATURE_WRITERS)
+SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
+ALREADY_EXISTS = "already exists, and existing files are not overwritten"
+MOST_LETTERS = 200  # of a file name
 NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
@@ -39,12 +51,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
     )
-    parser.add_argument("--to", required=True, choices=(*TRACKERS, "csv"), help="the format or tool to export to")
+    parser.add_argument(
+        "--to", required=True, choices=(*TRACKERS, *FEATURE_FORMATS), help="the format or tool to export to"
+    )
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="the output folder (default: the folder of the run)")
+    parser.add_argument("--features", metavar="LAYER", help="export the features of this layer, to csv, npz or zarr")
+    parser.add_argument(
+        "--select",
+        metavar="KEY=VALUE",
+        nargs="+",
+        default=[],
+        help=f"which features: {', '.join(SELECTABLE)}; for steps and epochs also a range, as in step=0:100",
+    )
     args = parser.parse_args(arguments)
     try:
+        _check_format(args.to, args.features)
+        selection = None if args.features is None else _selection(args.features, args.select)
         run = load(args.run)
-        if args.to != "csv":
+        if args.to in TRACKERS:
             require({args.to: "--to"})
         if args.out is not None and args.to == "mlflow":
             raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
@@ -60,17 +84,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for folder in run.folders:
         out = args.out / str(folder.relative_to(run.path)) if several and args.out is not None else args.out
-        code = max(code, _export(folder, args.to, out))
+        code = max(code, _export(folder, args.to, out, selection))
     return code
 
 
-def _export(folder: Path, to: str, out: Path | None) -> int:
-    output = out or folder / FOLDERS.get(to, ".")
+def _check_format(to: str, features: str | None) -> None:
+    """Check that the format fits what is exported.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if features is not None and to not in FEATURE_FORMATS:
+        raise ConfigError(Problem("--to", "this format does not support features", to, FEATURE_FORMATS))
+    if features is None and to in FEATURE_FORMATS and to != "csv":
+        raise ConfigError(Problem("--to", f"{to} is a format of features", to, fix="pass --features LAYER"))
+
+
+def _selection(layer: str, conditions: Sequence[str]) -> Selection:
+    """Return the features that the arguments select.
+
+    Raises:
+        ConfigError: A condition is invalid.
+    """
+    values: dict[str, Any] = {}
+    for condition in conditions:
+        key, _, text = condition.partition("=")
+        if key not in SELECTABLE:
+            raise ConfigError(Problem("--select", "unknown key", key, SELECTABLE, similar_names(key, SELECTABLE)))
+        if key not in ("step", "epoch", "call"):
+            values[key] = text
+        elif bounds := re.fullmatch(r"(\d+)(?::(\d+))?", text):
+            values[key] = int(bounds[1]) if bounds[2] is None else range(int(bounds[1]), int(bounds[2]))
+        else:
+            raise ConfigError(Problem(f"--select {key}", "must be a number, or a range such as 0:100", text))
+    return Selection(layer, **values)
+
+
+def _export(folder: Path, to: str, out: Path | None, selection: Selection | None) -> int:
+    output = out or folder / (FOLDERS.get(to, ".") if selection is None else "features")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # problems are printed below
         files = RunFiles(folder)
         try:
-            summary = _WRITERS[to](files, output) if to in _WRITERS else _track(files, to, output)
+            if selection is not None:
+                summary = _features(files, selection, to, output)
+            else:
+                summary = _csv(files, output) if to == "csv" else _track(files, to, output)
         except (InstrumentError, OSError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             return error.exit_code if isinstance(error, InstrumentError) else 1
@@ -102,7 +161,36 @@ def _csv(files: RunFiles, output: Path) -> str:
     return f"tables exported as CSV to {output}; recorded tensors are not included: instrument.load(RUN).tensors() reads them"
 
 
-_WRITERS: dict[str, Callable[[RunFiles, Path], str]] = {"csv": _csv}
+def _features(files: RunFiles, selection: Selection, to: str, output: Path) -> str:
+    layer = "" if selection.layer == "." else selection.layer
+    file = output / f"{segment(layer)[:MOST_LETTERS]}.{to}"
+    if file.exists():
+        raise ConfigError(Problem("--out", ALREADY_EXISTS, str(file), "a folder without this file"))
+    features = features_of(files, selection)
+    output.mkdir(parents=True, exist_ok=True)
+    with _temporary_path(file) as temporary:
+        FEATURE_WRITERS[to](features, temporary)
+    return f"features of {len(features.ids):,} samples, shape {list(features.X.shape)}, exported to {file}"
+
+
+@contextmanager
+def _temporary_path(output: Path) -> Iterator[Path]:
+    """Yield a temporary path.
+
+    When the block ends, the file or folder there is renamed to `output`. If the block raises an error, it is deleted.
+    """
+    temporary = output.with_name(f".{output.name}.tmp")
+
+    def remove() -> None:
+        temporary.unlink() if temporary.is_file() else rmtree(temporary, ignore_errors=True)
+
+    remove()
+    try:
+        yield temporary
+        temporary.rename(output)
+    except BaseException:
+        remove()
+        raise
 
 
 @contextmanager
@@ -112,22 +200,15 @@ def _temporary_folder(output: Path) -> Iterator[Path]:
     When the block ends, the folder is renamed to `output`. If the block raises an error, the folder is deleted.
     """
     _check_empty(output)
-    temporary = output.with_name(f".{output.name}.tmp")
-    rmtree(temporary, ignore_errors=True)
-    try:
+    with _temporary_path(output) as temporary:
         yield temporary
         if output.exists():
             output.rmdir()
-        temporary.rename(output)
-    except BaseException:
-        rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _check_empty(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        message = "already exists, and existing files are not overwritten"
-        raise ConfigError(Problem("--out", message, given=str(output), allowed="an empty or new folder"))
+        raise ConfigError(Problem("--out", ALREADY_EXISTS, given=str(output), allowed="an empty or new folder"))
 
 
 if __name__ == "__main__":

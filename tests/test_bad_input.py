@@ -22,7 +22,18 @@ import instrument
 
 Cli = Callable[..., Any]
 SCREEN = 24
-TABLES = ("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events", "generated")
+TABLES = (
+    "stats",
+    "distributions",
+    "tensors",
+    "effects",
+    "metrics",
+    "coverage",
+    "layers",
+    "events",
+    "generated",
+    "samples",
+)
 HOOKS = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=2")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 EXPERIMENT = """# @package _global_

@@ -20,7 +20,18 @@ from waiting import TIMEOUT
 import instrument
 
 Cli = Callable[..., Any]
-TABLES = ("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events", "generated")
+TABLES = (
+    "stats",
+    "distributions",
+    "tensors",
+    "effects",
+    "metrics",
+    "coverage",
+    "layers",
+    "events",
+    "generated",
+    "samples",
+)
 TIMES = ["seconds", "samples_per_second"]
 SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -198,6 +199,147 @@ def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, capsys: 
     assert export.main([str(folder), "--to", "tensorboard"]) == 1
     assert "NumPy does not support bits8" in capsys.readouterr().err
     assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
+
+
+# ---------------------------------------------------------------------------------------------------------- features
+
+
+def make_features(folder: Path, *, targets: bool = True, ids: Callable[[int], object] = int) -> instrument.Features:
+    """Record the outputs of a layer for seven samples in two batches."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    hooks = {"f": {"layers": "**", "kind": "forward", "action": "record", "tensors": True}}
+    order = torch.tensor([6, 2, 4, 0, 1, 5, 3])
+    with instrument.attach(model, hooks, out=folder) as probe:
+        for batch in order.split(4):
+            probe.batch(ids=[ids(i) for i in batch.tolist()], targets=batch / 2 if targets else None)
+            model(torch.randn(len(batch), 3))
+            probe.end_step()
+    return probe.features("0")
+
+
+def read_zarr(folder: Path) -> np.ndarray:
+    """Read a Zarr array of format 2 without compression."""
+    layout = json.loads((folder / ".zarray").read_text())
+    assert layout["zarr_format"] == 2
+    assert (layout["compressor"], layout["filters"], layout["order"]) == (None, None, "C")
+    shape, chunks = layout["shape"], layout["chunks"]
+    parts = []
+    for number in range(-(-shape[0] // chunks[0])):
+        content = (folder / ".".join(map(str, [number, *[0] * (len(shape) - 1)]))).read_bytes()
+        parts.append(np.frombuffer(content, layout["dtype"]).reshape(chunks))
+    return np.concatenate(parts)[: shape[0]]
+
+
+@pytest.mark.parametrize("targets", [True, False])
+@pytest.mark.parametrize("ids", [int, "image {}.png".format], ids=["numbers", "names"])
+def test_features_are_exported_with_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: bool, ids: Callable[[int], object]
+) -> None:
+    expected = make_features(tmp_path / "run", targets=targets, ids=ids)
+    monkeypatch.setattr("instrument.analysis.feature_files.CHUNK_BYTES", 16)  # two samples
+    monkeypatch.setattr("instrument.analysis.feature_files.ROWS", 4)
+    for to in ("csv", "npz", "zarr"):
+        assert (
+            export.main([str(tmp_path / "run"), "--to", to, "--features", "0", "--select", "hook=f", "step=0:2"]) == 0
+        )
+    folder = tmp_path / "run" / "features"
+    assert sorted(file.name for file in folder.iterdir()) == ["0.csv", "0.npz", "0.zarr"]
+    names = ["X", "y", "ids"] if targets else ["X", "ids"]
+    with np.load(folder / "0.npz") as arrays:
+        assert sorted(arrays) == sorted(names)
+        for name in names:
+            assert arrays[name].dtype == getattr(expected, name).dtype
+            assert np.array_equal(arrays[name], getattr(expected, name))
+    assert sorted(file.name for file in (folder / "0.zarr").iterdir()) == sorted([".zgroup", *names])
+    for name in names:
+        array = read_zarr(folder / "0.zarr" / name)
+        assert array.dtype == getattr(expected, name).dtype
+        assert np.array_equal(array, getattr(expected, name))
+    frame = pd.read_csv(folder / "0.csv").set_index("sample")
+    pd.testing.assert_frame_equal(frame, expected.to_frame(), check_dtype=False, check_index_type=False)
+    assert isinstance(instrument.load(tmp_path / "run"), instrument.Run)  # the folder is still that of a run
+
+
+def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
+    hooks = {"f": {"layers": ".", "kind": "forward", "action": "record", "tensors": True, "dtype": "float16"}}
+    model = torch.nn.Unflatten(1, (2, 2))
+    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
+        probe.batch(ids=[0, 1])
+        model(torch.arange(8.0).reshape(2, 4))
+        probe.end_step()
+    assert export.main([str(tmp_path / "run"), "--to", "csv", "--features", ".", "--out", str(tmp_path / "out")]) == 0
+    frame = pd.read_csv(tmp_path / "out" / "_root_.csv")
+    assert frame.to_numpy().tolist() == [[0, 0, 1, 2, 3], [1, 4, 5, 6, 7]]
+
+
+def test_layer_names_are_not_paths(tmp_path: Path) -> None:
+    names = ["/etc/passwd", "x" * 300]
+    model = torch.nn.ModuleDict({name: torch.nn.Identity() for name in names})
+    hooks = {"f": {"types": "Identity", "layers": "**", "kind": "forward", "action": "record", "tensors": True}}
+    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
+        probe.batch(ids=[0])
+        for module in model.values():
+            module(torch.zeros(1, 2))
+        probe.end_step()
+    for name in names:
+        assert export.main([str(tmp_path / "run"), "--to", "npz", "--features", name]) == 0
+    files = sorted(file.name for file in (tmp_path / "run" / "features").iterdir())
+    assert files == ["_etc_passwd.npz", f"{'x' * 200}.npz"]
+
+
+def test_features_of_a_sweep_are_exported_per_run(tmp_path: Path) -> None:
+    for job in range(2):
+        make_features(tmp_path / "sweep" / str(job))
+    command = [str(tmp_path / "sweep"), "--to", "npz", "--features", "0"]
+    assert export.main(command) == 0
+    assert export.main([*command, "--out", str(tmp_path / "out")]) == 0
+    for job in range(2):
+        for folder in (tmp_path / "sweep" / str(job) / "features", tmp_path / "out" / str(job)):
+            assert np.load(folder / "0.npz")["ids"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "npz"], "--to: npz is a format of features\n    given    npz\n    fix      pass --features LAYER"),
+        (["--to", "wandb", "--features", "0"], "--to: this format does not support features"),
+        (["--to", "npz", "--features", "nope"], "layer: no tensors of this layer were recorded"),
+        (["--to", "npz", "--features", "0", "--select", "hok=f"], "--select: unknown key"),
+        (["--to", "npz", "--features", "0", "--select", "step=a"], "--select step: must be a number, or a range"),
+        (["--to", "npz", "--features", "0", "--select", "step=9"], "step: no recorded tensor of layer '0'"),
+    ],
+)
+def test_invalid_exports_of_features_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    make_features(tmp_path / "run")
+    assert export.main([str(tmp_path / "run"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "features").exists()
+
+
+def test_existing_features_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_features(tmp_path / "run")
+    command = [str(tmp_path / "run"), "--to", "npz", "--features", "0"]
+    assert export.main(command) == 0
+    before = (tmp_path / "run" / "features" / "0.npz").read_bytes()
+    assert export.main(command) == 2
+    assert "--out: already exists, and existing files are not overwritten" in capsys.readouterr().err
+    assert (tmp_path / "run" / "features" / "0.npz").read_bytes() == before
+
+
+@pytest.mark.parametrize("to", ["csv", "npz", "zarr"])
+def test_failed_export_of_features_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    make_features(tmp_path / "run")
+    writer = export.FEATURE_WRITERS[to]
+
+    def fail(features: instrument.Features, path: Path) -> None:
+        writer(features, path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(export.FEATURE_WRITERS, to, fail)
+    assert export.main([str(tmp_path / "run"), "--to", to, "--features", "0"]) == 1
+    assert list((tmp_path / "run" / "features").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------- selected runs and errors

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from ..errors import ConfigError, Problem
 from .folders import find_runs
 from .polars_frames import scan
 from .query_sources import RunsToQuery
@@ -16,6 +17,8 @@ from .sql import run_query
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from .features import Features
 
 
 def load(path: str | Path) -> Run:
@@ -122,6 +125,72 @@ class Run(RunTables):
         from .config_key_effects import effects_of
 
         return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
+
+    def features(
+        self,
+        layer: str,
+        *,
+        hook: str | None = None,
+        role: str = "output",
+        phase: str | None = None,
+        step: int | Collection[int] | None = None,
+        epoch: int | Collection[int] | None = None,
+        call: int | None = None,
+        path: str | None = None,
+        out: str | Path | None = None,
+    ) -> Features | dict[str, Features]:
+        """Join the recorded tensors of a layer over all batches: one array in the order of the dataset.
+
+            X, y, ids = run.features("avgpool")
+
+        The tensors of all processes are joined. Values are read one row group at a time, so the call needs little more
+        memory than the array.
+
+        Args:
+            layer: The name of the layer; `.` for the model itself.
+            hook: The name of the hook. Required if several hooks recorded tensors of the layer.
+            role: The role of the tensors, such as `output`, `input` or `grad_output`.
+            phase: The phase, such as `train` or `eval`. Required if tensors were recorded in several phases.
+            step: The step or steps. Required, or `epoch`, if a sample occurs in several steps.
+            epoch: The epoch or epochs. Default: all.
+            call: The index of the module's call in the micro-step. Required if there are several calls.
+            path: The path of the tensor in a nested output, such as `last_hidden_state`. Required if there are several.
+            out: A `.npy` file. `X` is written to it and mapped from it, for arrays larger than memory. Default: None,
+                in memory.
+
+        Returns:
+            `Features(X, y, ids)`. For the folder of a sweep, a dictionary with the features of each run by its folder,
+            as in the column `run` of the tables.
+
+            - `X`: [samples, ...], in the recorded dtype. Dimensions of size 1 at the end of the shape of a sample are
+              removed, so the output [N, 2048, 1, 1] of a global pooling layer gives [N, 2048]. bfloat16 and float8 are
+              converted to float32.
+            - `y`: the target of each sample, [samples]; None without scalar targets
+            - `ids`: the index of each sample in the complete dataset, in ascending order. Ids that are strings are in
+              the order in which they were recorded.
+
+            A sample that occurs several times in one step is returned once: its first occurrence.
+
+        Raises:
+            ConfigError: Nothing matches, or several hooks, roles, phases, paths or calls match; a sample occurs in several
+                steps; dimension 0 of the tensors is not that of the samples; or the ids of the samples are unknown. The
+                message has the values that exist.
+            InstrumentError: A tensor cannot be read.
+
+        Warns:
+            InstrumentWarning: Some tensors are left out, because the ids of their samples are unknown: the last batch of
+                a killed run, or batches that the loop did not name.
+        """
+        from .features import Selection, features_of
+
+        selection = Selection(layer, hook, role, phase, step, epoch, call, path)
+        if not self._is_sweep:
+            return features_of(self._files[0], selection, None if out is None else Path(out))
+        if out is not None:
+            fix = "load one of them, or leave 'out' out"
+            raise ConfigError(Problem("out", f"the folder contains {len(self.folders)} runs", str(out), fix=fix))
+        names = [str(folder.relative_to(self.path)) for folder in self.folders]
+        return {name: features_of(files, selection) for name, files in zip(names, self._files, strict=True)}
 
     def sql(self, query: str) -> pd.DataFrame:
         """Run a SQL query with DuckDB on the files of the runs.

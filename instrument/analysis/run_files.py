@@ -41,6 +41,12 @@ OPTIONAL_COLUMNS = {
 OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
+_ONE_AT_A_TIME: dict[str, Any] = {
+    "batch_readahead": 0,
+    "fragment_readahead": 0,
+    "use_threads": False,
+    "fragment_scan_options": ds.ParquetFragmentScanOptions(pre_buffer=False),
+}
 
 
 class RunFiles:
@@ -178,8 +184,12 @@ class RunFiles:
         wanted = _with_keys(table, columns)
         for file, piece in self._fragments(table):
             try:
-                for batch in piece.to_batches(schema=table.schema, columns=wanted, filter=condition):
-                    yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
+                # A row group of recorded tensors has 16 MB. Arrow would read several of them ahead.
+                is_large = name == "tensors"
+                options = _ONE_AT_A_TIME if is_large else {}
+                for part in _row_groups(piece) if is_large else [piece]:
+                    for batch in part.to_batches(schema=table.schema, columns=wanted, filter=condition, **options):
+                        yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
 
@@ -294,6 +304,12 @@ class RunFiles:
         if message not in self.problems:
             self.problems.append(message)
             warnings.warn(f"{self.folder}: {message}", InstrumentWarning, stacklevel=2)
+
+
+def _row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
+    """Return the row groups of a Parquet file; other fragments are returned unchanged."""
+    groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
+    return groups
 
 
 def size_on_disk(folder: Path) -> int:

@@ -35,12 +35,18 @@ def check_table(name: str) -> None:
 
 
 class RunTables:
-    """The tables and records of one run, or of several runs in one folder; see `instrument.Run`."""
+    """The tables and records of one run, or of several runs in one folder; see `instrument.Run`.
 
-    def __init__(self, path: Path, folders: Sequence[Path]) -> None:
+    Args:
+        path: The folder that was opened.
+        folders: The folders of the runs.
+        files: The files of each run. Default: those in the folders.
+    """
+
+    def __init__(self, path: Path, folders: Sequence[Path], files: Sequence[RunFiles] | None = None) -> None:
         self.path = path
         self.folders = list(folders)
-        self._files = [RunFiles(folder) for folder in self.folders]
+        self._files = [RunFiles(folder) for folder in self.folders] if files is None else list(files)
         self._is_sweep = self.folders != [path]
 
     def __repr__(self) -> str:
@@ -137,6 +143,11 @@ class RunTables:
     def generated(self) -> pd.DataFrame:
         """Texts and tokens that a language model generated. One row per prompt."""
         return self._frame("generated")
+
+    @cached_property
+    def samples(self) -> pd.DataFrame:
+        """The dataset index and the target of each sample. One row per sample of a batch in which a tensor was recorded."""
+        return self._frame("samples")
 
     def read(self, table: str, columns: list[str]) -> pd.DataFrame:
         """Read some columns of a table of all runs; other columns are not read from disk.

@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..actions.base import Archive, NoArchive, StepContext
 from ..actions.make_action import make_action
+from ..actions.record import Record
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
@@ -34,6 +36,7 @@ from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale
 from .overhead import Overhead
 from .recorder import Recorder
 from .row_cells import has_lazy_parameters, layer_rows
+from .samples import SampleBatch, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Sink
 
@@ -66,6 +69,8 @@ class Probe:
         budget: Limits for the cost of record hooks. Default: no limits.
         steps: The number of training steps, if known. A budget of bytes is spread over them.
         ranks: The processes that train together. Default: None, a single process.
+        ids: The batches whose samples are written to the table `samples`: those in which a tensor is recorded
+            (`recorded`, default), or `all`.
 
     Attributes:
         sink: The sink that receives all rows.
@@ -92,6 +97,7 @@ class Probe:
         budget: BudgetConfig | None = None,
         steps: int | None = None,
         ranks: Ranks | None = None,
+        ids: Literal["recorded", "all"] = "recorded",
     ) -> None:
         self.plan = plan
         self.sink = sink
@@ -100,7 +106,7 @@ class Probe:
         self.steps_by_loop = steps_by_loop
         self.alerts = Alerts(self.event)
         self.ranks = ranks
-        self.recorder = Recorder(sink, self.alerts.check_stats, ranks)
+        self.recorder = Recorder(sink, self.alerts.check_stats, ranks, all_samples=ids == "all")
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         tensors = archive or NoArchive()
@@ -194,6 +200,8 @@ class Probe:
     def phase(self, phase: str) -> None:
         if phase not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(map(repr, PHASES))}, not {phase!r}")
+        if phase != self.phase:
+            self.recorder.samples.end()
         self._scheduled.set_phase(phase)
 
     @contextmanager
@@ -299,11 +307,49 @@ class Probe:
         """
         self._hooks.before_optimizer_step(optimizer)
 
+    def batch(self, *, ids: Any, targets: Any = None) -> None:
+        """Name the samples of the next batch. Call it before the forward pass of each micro-step.
+
+        If a hook records a tensor in the micro-step, the table `samples` gets one row for each sample. Then
+        `features` of the run returns the tensors with these ids and targets.
+
+        Args:
+            ids: One id for each sample, in the order of dimension 0: integers, such as indices in the dataset, or
+                strings. A list, an array or a tensor, [samples].
+            targets: One number for each sample: a list, an array or a tensor, [samples]. The values of a tensor on a
+                GPU are copied when the step ends. Default: None, no targets.
+
+        Raises:
+            ConfigError: An argument has the wrong type or shape, or the batch of this micro-step is named already. At
+                the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
+        """
+        names = checked_ids(ids)
+        numbers = checked_targets(targets, len(names))
+        if self.recorder.samples.are_kept:
+            batch = SampleBatch(self.clock.moment, self.clock.rank, names, numbers, is_checked=True)
+            self.recorder.samples.begin(batch)
+
+    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+        """Name the samples of the next batch, for loops that load batches from a dataset.
+
+        Args:
+            indices: The index of each sample of this process in the complete dataset.
+            batch: The batch of the data loader. If it is a pair, its second item has the targets.
+        """
+        if self.recorder.samples.are_kept:
+            moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
+            named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch), is_checked=False)
+            self.recorder.samples.begin(named)
+
     def end_micro_step(self) -> None:
         """End the current micro-step: the forward and backward pass of a micro-batch, or one batch of an evaluation.
 
         Required only in loops that accumulate gradients over several micro-batches.
+
+        Raises:
+            ConfigError: The loop named another number of samples than the recorded tensors have; see `batch`.
         """
+        self.recorder.samples.end()
         self._scheduled.end_micro_step()
 
     def end_step(
@@ -345,6 +391,8 @@ class Probe:
     ) -> Mapping[str, float | None]:
         if self._scheduled.has_opportunities or not self.clock.moment.micro_step:
             self.end_micro_step()
+        else:
+            self.recorder.samples.end()
         skipped = self._hooks.pop_step_skipped()
         seconds = time.perf_counter() - self._step_started_at
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
@@ -389,6 +437,9 @@ class Probe:
     def _on_schedule_change(self, scheduled: list[AttachedHook]) -> None:
         if self.budget is not None:
             self.budget.set_scheduled(scheduled)
+        self.recorder.samples.expects_tensors = any(
+            isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
+        )
         self._hooks.refresh()
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
@@ -446,6 +497,7 @@ class Probe:
         if self._scheduled.has_opportunities and not self.step and error is None:
             message = "end_step was never called: all rows have step 0, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
+        self.recorder.samples.end(is_checked=error is None)
         self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
         self._write_layers(at_the_end=True)

@@ -32,6 +32,7 @@ from .rank_merging import (
     statistics_piece,
 )
 from .row_cells import effect_cells
+from .samples import SampleBatch, Samples
 from .sink_interface import Row, Sink
 from .step_statistics import ColumnCache, StepStatistics, split_identity
 
@@ -46,10 +47,20 @@ class Recorder:
         on_stats: Called with the rows of each step that count NaN or infinities, after all rows of the step were passed
             to the sink.
         ranks: The processes that train together; None for a single one.
+        all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
+            tensor is stored.
+
+    Attributes:
+        samples: The samples of the batches.
     """
 
     def __init__(
-        self, sink: Sink, on_stats: Callable[[Sequence[Row]], None] | None = None, ranks: Ranks | None = None
+        self,
+        sink: Sink,
+        on_stats: Callable[[Sequence[Row]], None] | None = None,
+        ranks: Ranks | None = None,
+        *,
+        all_samples: bool = False,
     ) -> None:
         self.sink = sink
         self.on_stats = on_stats
@@ -57,6 +68,7 @@ class Recorder:
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
+        self.samples = Samples(of_all_batches=all_samples)
         self._stats = StepStatistics()
         self._columns = ColumnCache()
         self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution]] = []
@@ -113,6 +125,7 @@ class Recorder:
         else:
             self.rows_written += 1
             self.bytes[context.hook, context.layer, context.path] += stored
+            self.samples.note_tensor(context, source_shape)
             if tensor.is_cuda:
                 self._copied_from.add(tensor.device)
 
@@ -165,9 +178,13 @@ class Recorder:
         for _, effect in effects:
             on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
+        batches = self.samples.take()
+        for batch in batches:
+            on_device += batch.numbers
         deferred, self._deferred = self._deferred, []
         devices, self._copied_from = self._copied_from, set()
-        self._pending = _Step(stats, distributions, effects, merged, deferred, Transfer(on_device, devices))
+        transfer = Transfer(on_device, devices)
+        self._pending = _Step(stats, distributions, effects, merged, batches, deferred, transfer)
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -213,6 +230,8 @@ class Recorder:
         for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
+        for batch in step.batches:
+            self.write("samples", batch.rows(fetched))
         for table, row in step.deferred:
             self.write(table, [row()])
         if self.on_stats is not None:
@@ -227,6 +246,7 @@ class _Step(NamedTuple):
     distributions: list[tuple[Row, tuple[float, ...], int, Distribution]]
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None
+    batches: list[SampleBatch]
     deferred: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
 

@@ -350,6 +350,30 @@ TABLES: dict[str, Table] = {
                 ),
             ),
         ),
+        Table(
+            "samples",
+            "one sample of a batch in which a tensor was recorded; with `data.ids=all`, of any batch",
+            (
+                *MOMENT,
+                Column(
+                    "position",
+                    pa.int32(),
+                    "",
+                    "index of the sample in this process's batch, from 0: its index in dimension 0 of the batch's tensors",
+                ),
+                Column(
+                    "sample",
+                    pa.int64(),
+                    "",
+                    "index of the sample in the complete dataset, or the id that the loop passed; null if ids are strings",
+                ),
+                Column("id", pa.string(), "", "id of the sample if ids are strings; otherwise null"),
+                Column(
+                    "target", pa.float64(), "the target's own", "target of the sample; null if it is not one number"
+                ),
+                Column("target_dtype", _LABEL, "", "dtype of the targets; null without targets"),
+            ),
+        ),
     )
 }
 

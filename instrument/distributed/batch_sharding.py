@@ -61,21 +61,24 @@ class StepBatches(list[Any]):
     Attributes:
         sizes: Number of samples of this process in each micro-batch.
         samples: Number of samples in all micro-batches, summed over all processes.
+        indices: Dataset indices of the samples of each micro-batch: those of this process.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
         self.samples = 0
+        self.indices: list[list[int]] = []
 
-    def add(self, batch: Any, samples: int, total: int) -> None:
+    def add(self, batch: Any, indices: list[int], total: int) -> None:
         """Append a micro-batch.
 
         Args:
             batch: The micro-batch.
-            samples: Number of samples of this process.
+            indices: Dataset indices of its samples: those of this process.
             total: Number of samples of all processes.
         """
         self.append(batch)
-        self.sizes.append(samples)
+        self.indices.append(indices)
+        self.sizes.append(len(indices))
         self.samples += total

@@ -44,6 +44,9 @@ class _NoHooks:
     def loss(self, loss: Tensor) -> Tensor:
         return loss
 
+    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+        pass
+
     def write_generated(self, generated: Any) -> None:
         pass
 

@@ -38,6 +38,7 @@ from ..spec.spec_file import Specs, read_specs
 from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
 from ..training.compiled_models import describe_graph_breaks, graph_breaks, prepare_compiled
+from .attached_probe import AttachedProbe
 
 
 @contextmanager
@@ -53,7 +54,8 @@ def attach(
     steps_by_loop: bool = False,
     budget: Mapping[str, Any] | None = None,
     reduce: Literal["none", "global"] = "none",
-) -> Iterator[Probe]:
+    ids: Literal["recorded", "all"] = "recorded",
+) -> Iterator[AttachedProbe]:
     """Attach hooks to a model for the duration of a `with` block.
 
         with instrument.attach(model, "hooks.yaml", optimizer=optimizer, out="runs/mine") as probe:
@@ -74,7 +76,7 @@ def attach(
             that holds the parameter makes its step.
         scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
         out: The output folder, readable with `instrument.load`. It must not contain a run. Default: None, which keeps
-            all rows in memory; read them with `probe.sink.frame("stats")`.
+            all rows in memory. In both cases, the probe reads them: `probe.stats`, `probe.tensors(...)`.
         remote: A remote address such as `s3://bucket/prefix`. The files of `out` are uploaded there during the run.
             Requires `out`. Default: None.
         seed: The seed of all random numbers that interventions draw. Default: 0.
@@ -86,9 +88,11 @@ def attach(
         reduce: How the rows of several processes are combined. Applies if `torch.distributed` is initialized with more
             than one process; all processes must then call `attach`. `none` (default): each process writes its own rows.
             `global`: rank 0 writes one row for the shards and batch shards of all processes.
+        ids: The batches whose samples are written to the table `samples`, if the loop names them with `probe.batch`:
+            those in which a tensor is recorded (`recorded`, default), or `all`.
 
     Yields:
-        The probe. Call `probe.end_step(loss=loss)` after each optimizer step.
+        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step.
 
     Warns:
         InstrumentWarning: At the end of the block, once per finding: a hook fired less often than expected, with the
@@ -106,15 +110,19 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("model", "must be a torch.nn.Module", given=type(model).__name__))
+    if ids not in ("recorded", "all"):
+        raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
     hooks = read_specs(specs)
     plan = make_plan(hooks, model)
     check_shapes(plan, {})
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
-    probe = Probe(
+    settings = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
+    probe = AttachedProbe(
         plan,
         MemorySink() if out is None else ParquetSink(Path(out)),
+        info={"seed": seed, "device": _device(model), "config": {"hooks": settings}},
         optimizer=optimizer,
         scaler=scaler,
         seed=seed,
@@ -122,10 +130,11 @@ def attach(
         steps_by_loop=steps_by_loop,
         budget=limits,
         ranks=ranks,
+        ids=ids,
     )
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
-    folder = None if out is None else _folder(Path(out), hooks, model, seed, copy.address)
+    folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
@@ -210,12 +219,11 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
 
 
 def _folder(
-    path: Path, hooks: dict[str, HookSpec], model: nn.Module, seed: int, remote: str | None
+    path: Path, settings: dict[str, dict[str, Any]], model: nn.Module, seed: int, remote: str | None
 ) -> RunFolder | WorkerRunFolder:
     """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
         return WorkerRunFolder(path, own_rank(), where="out")
-    settings = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     return RunFolder(
         path,
         where="out",

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.probe import Probe
 from ..spec.spec_file import Specs
 from .attach import attach
+from .attached_probe import AttachedProbe
 
 
 class TrainerCallbackBase:
@@ -27,10 +27,10 @@ class TrainerCallbackBase:
         self.out = out
         self.seed = seed
         self._stack = ExitStack()
-        self._probe: Probe | None = None
+        self._probe: AttachedProbe | None = None
 
     @property
-    def probe(self) -> Probe:
+    def probe(self) -> AttachedProbe:
         """The probe of the current training, or of the last one.
 
         Raises:

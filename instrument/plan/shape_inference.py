@@ -136,12 +136,12 @@ def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
+def without_side_effects(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     """Restore everything that a forward pass may change: training flags, buffers, random states.
 
     Args:
         model: The model.
-        training: Whether the model is in training mode inside the block.
+        training: Whether the model is in training mode in the block. Default: None, its current mode.
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [
@@ -151,7 +151,8 @@ def without_side_effects(model: nn.Module, training: bool) -> Iterator[None]:
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
     known = {module: dict(module._buffers) for module in model.modules()}
-    model.train(training)
+    if training is not None:
+        model.train(training)
     try:
         with preserve_random_state():
             yield

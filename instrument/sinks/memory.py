@@ -72,6 +72,10 @@ class MemorySink:
                 self.rows["tensors"].append((*columns, values.clone() if values.is_pinned() else values, None))
                 self._copies.popleft()
 
+    def wait(self) -> None:
+        """Append the tensors that a GPU is still copying."""
+        self._append_copies(wait=True)
+
     def end_step(self) -> None:
         """Count the step."""
         self._append_copies()
@@ -79,7 +83,7 @@ class MemorySink:
 
     def close(self) -> None:
         """Append the last tensors, and mark the sink as closed."""
-        self._append_copies(wait=True)
+        self.wait()
         self.closed = True
 
     def records(self, table: str) -> list[dict[str, Any]]:

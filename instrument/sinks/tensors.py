@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -198,7 +198,7 @@ class TensorWriter:
         if self._pending:
             if self._part is None:
                 self._part = self._end_of_part.enter_context(self.writer.new_part())
-            self._part.write_table(as_table(self.writer.table, rows_of(self._pending)))
+            self._part.write_table(as_table(self.writer.table, rows_of(copied[:3] for copied in self._pending)))
             self._release_buffers()
 
     def _end_step(self) -> None:
@@ -207,7 +207,7 @@ class TensorWriter:
             self._part = None
             self._end_of_part.close()
         elif self._pending:
-            self.writer.append(rows_of(self._pending).combine_chunks().to_batches()[0])
+            self.writer.append(rows_of(copied[:3] for copied in self._pending).combine_chunks().to_batches()[0])
             self._release_buffers()
 
     def _release_buffers(self) -> None:
@@ -216,12 +216,18 @@ class TensorWriter:
         self._pending, self._pending_bytes = [], 0
 
 
-def rows_of(tensors: Sequence[CopiedTensor]) -> pa.Table:
-    """Return plain rows of the `tensors` table. Their values share the memory of the tensors."""
+def rows_of(tensors: Iterable[tuple[Row, Tensor, bool]]) -> pa.Table:
+    """Return plain rows of the `tensors` table. Their values share the memory of the tensors.
+
+    Args:
+        tensors: For each tensor the columns before the values, the elements on the CPU (a vector), and whether they are
+            stored in `values`, as float32, or in `data`, as any dtype.
+    """
     table = TABLES["tensors"]
-    columns = pa.array([copied.row for copied in tensors], _KEYS).flatten()
-    values = [_list_of(copied.flat) if copied.as_list else _NO_LIST for copied in tensors]
-    data = [_NO_BYTES if copied.as_list else _bytes_of(copied.flat) for copied in tensors]
+    rows, flat, as_list = zip(*tensors, strict=True)
+    columns = pa.array(rows, _KEYS).flatten()
+    values = [_list_of(elements) if in_list else _NO_LIST for elements, in_list in zip(flat, as_list, strict=True)]
+    data = [_NO_BYTES if in_list else _bytes_of(elements) for elements, in_list in zip(flat, as_list, strict=True)]
     return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
 
 

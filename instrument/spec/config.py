@@ -93,6 +93,10 @@ class DataConfig(Spec):
     )
     num_workers: Index = Field(0, description="Processes that load batches ahead; 0: batches are loaded in the loop.")
     pin_memory: bool = Field(False, description="Copy batches to pinned memory while they are loaded, for a GPU.")
+    ids: Literal["recorded", "all"] = Field(
+        "recorded",
+        description="The samples in the table `samples`: those of batches in which a tensor is recorded, or those of all batches.",
+    )
 
 
 class CheckpointConfig(Spec):

@@ -8,7 +8,7 @@ from operator import index
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
@@ -21,6 +21,7 @@ from .loader import (
     LoadedBatch,
     Loader,
     LoaderOptions,
+    Slice,
     Stream,
     preserved_random_states,
     seed_random_states,
@@ -88,7 +89,7 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         if isinstance(test, Stream):
             message = "the evaluation samples come from an iterable dataset, which has no index"
             raise ConfigError(Problem("data.probe_batch", message, fix="use a dataset with a length"))
-        probe = Subset(test, slice_indices(test, config.probe_batch, "data.probe_batch"))
+        probe = Slice(test, slice_indices(test, config.probe_batch, "data.probe_batch"))
     source = {
         "dataset": target.target,
         "root": config.root,
@@ -132,14 +133,14 @@ def _is_iterable(dataset: Dataset[Any]) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Subset[Any] | Stream:
+def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
     """Return a slice of a dataset.
 
     Raises:
         ConfigError: The slice is empty, or requires a length that an iterable dataset does not have.
     """
     if not _is_iterable(dataset):
-        return Subset(dataset, slice_indices(dataset, which, where))
+        return Slice(dataset, slice_indices(dataset, which, where))
     if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
         message = f"the dataset is iterable and has no length, so {', '.join(sorted(fields))} cannot be applied"
         raise ConfigError(Problem(where, message, allowed="split, start, stop"))

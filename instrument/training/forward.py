@@ -68,6 +68,7 @@ def forward_step(
     """
     config = experiment.config.forward
     weights, total = batch_weights(experiment, batches)
+    observer.begin_micro_step(batches.indices[0], batches[0])
     batch = to_device(batches[0], experiment.device)
     with torch.set_grad_enabled(config.grad):
         outcome, objective = experiment.train_module(

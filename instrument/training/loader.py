@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..distributed.batch_sharding import FULL_BATCH, BatchShard
 
@@ -30,13 +30,27 @@ class LoadedBatch(NamedTuple):
 
     Attributes:
         batch: The collated samples of this process.
-        samples: The number of samples of this process.
+        indices: Their indices in the complete dataset, or in the stream.
         total: The number of samples of all processes.
     """
 
     batch: Any
-    samples: int
+    indices: list[int]
     total: int
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of this process."""
+        return len(self.indices)
+
+
+class Slice(Subset[Any]):
+    """A slice of a dataset, or of another slice of it."""
+
+    def index_in_dataset(self, index: int) -> int:
+        """Return the index of a sample in the complete dataset, given its index in the slice."""
+        index = self.indices[index]
+        return self.dataset.index_in_dataset(index) if isinstance(self.dataset, Slice) else index
 
 
 class Stream(IterableDataset[Any]):
@@ -202,7 +216,10 @@ class _IndexedBatches(Dataset[LoadedBatch]):
         seed_random_states(key.seed)
         dataset = self.loader.dataset
         read_items = getattr(dataset, "__getitems__", None) or partial(map, dataset.__getitem__)
-        return LoadedBatch(self.loader.options.collate_fn([*read_items(key.indices)]), len(key.indices), key.total)
+        batch = self.loader.options.collate_fn([*read_items(key.indices)])
+        if isinstance(dataset, Slice):
+            return LoadedBatch(batch, [*map(dataset.index_in_dataset, key.indices)], key.total)
+        return LoadedBatch(batch, key.indices, key.total)
 
 
 class _StreamBatches(IterableDataset[LoadedBatch]):
@@ -223,8 +240,10 @@ class _StreamBatches(IterableDataset[LoadedBatch]):
             if len(batch) < shard.size:
                 return
             if index >= self.skip:
-                own = [batch[i] for i in shard.indices_of(range(len(batch)))]
-                yield LoadedBatch(loader.options.collate_fn(own), len(own), len(batch))
+                own = shard.indices_of(range(len(batch)))
+                first = loader.dataset.start + index * loader.batch_size  # type: ignore[attr-defined]
+                collated = loader.options.collate_fn([batch[i] for i in own])
+                yield LoadedBatch(collated, [first + i for i in own], len(batch))
 
 
 def seed_random_states(seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,6 +95,9 @@ class StepObserver(Protocol):
     def loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on, given the loss of a micro-batch (a scalar)."""
 
+    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+        """Record the samples of a micro-batch: the dataset indices of those of this process, and the batch itself."""
+
     def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
         """Record what a model generated; see `Probe.write_generated`."""
 
@@ -135,7 +138,9 @@ def train_step(
     outcomes: list[Outcome] = []
     weights, total = batch_weights(experiment, micro_batches)
     optimizer.zero_grad()
-    for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+    of_samples = zip(micro_batches, micro_batches.indices, weights, strict=True)
+    for number, (batch, indices, weight) in enumerate(of_samples, 1):
+        observer.begin_micro_step(indices, batch)
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             assert loss is not None, "the outcome of a training batch has a loss"
@@ -177,12 +182,13 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             weights: list[int] = []
             samples = 0
             task = experiment.task
-            for batch, size, _ in experiment.eval_loader:
+            for batch, indices, _ in experiment.eval_loader:
+                probe.begin_micro_step(indices, batch)
                 with experiment.autocast():
                     outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
                 probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
-                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else size)
-                samples += size
+                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else len(indices))
+                samples += len(indices)
                 probe.end_micro_step()
             loss, mean_accuracy = means_over_processes(experiment, outcomes, weights)
             return probe.write_metrics(

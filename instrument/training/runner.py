@@ -215,6 +215,7 @@ class _Training:
             budget=config.budget,
             steps=experiment.steps,
             ranks=experiment.strategy.ranks,
+            ids=config.data.ids,
         )
         if self.state is not None:
             restore(self.state, experiment, self.probe)

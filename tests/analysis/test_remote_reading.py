@@ -42,7 +42,8 @@ def train(out: Path, seed: int, steps: int = 3) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instrument.attach(model, HOOKS, optimizer=optimizer, out=out, seed=seed) as probe:
-        for _ in range(steps):
+        for step in range(steps):
+            probe.batch(ids=range(5 * step, 5 * step + 5))
             loss = model(torch.randn(5, 4)).square().sum()
             optimizer.zero_grad()
             loss.backward()
@@ -118,6 +119,13 @@ def test_remote_tensors_are_equal(remote_sweep: str, local: Path) -> None:
     local_run, remote = (instrument.load(path).tensors(layer="0", step=[0, 2]) for path in (local, remote_sweep))
     assert len(remote) == 4
     assert all((a == b).all() for a, b in zip(local_run["values"], remote["values"], strict=True))
+
+
+def test_remote_features_are_equal(remote_sweep: str, local: Path) -> None:
+    here, remote = (instrument.load(path).features("0") for path in (local, remote_sweep))
+    assert list(here) == list(remote) == ["0", "1"]
+    assert remote["1"].ids.tolist() == [0, 5, 10]
+    assert (here["1"].X == remote["1"].X).all()
 
 
 def test_remote_queries_are_equal(remote_sweep: str, local: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from instrument import InstrumentError, InstrumentWarning, recover
 from instrument.analysis.run_files import RunFiles, size_on_disk
 from instrument.capture.tables import TABLES
 from instrument.sinks.journal import Journal, JournalReader
-from instrument.sinks.journal_truncation_check import RowCounts
+from instrument.sinks.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
@@ -340,6 +341,17 @@ def test_missing_journal_is_reported(folder: Path, capsys: pytest.CaptureFixture
     assert run.problems == ["journal/stats-0000-000003.arrows: the file is missing, with 3 rows"]
     assert recover.main([str(folder)]) == 1
     assert "the file is missing, with 3 rows" in capsys.readouterr().err
+
+
+def test_row_counts_of_an_earlier_version_lack_new_tables(folder: Path) -> None:
+    (path,) = (folder / "journal").glob("rows.*")
+    before, pairs = read_counts(path), path.read_bytes()[:-4]
+    assert before
+    earlier = pairs[: -PAIR.size]  # without the table `samples`
+    path.write_bytes(earlier + CHECKSUM.pack(zlib.crc32(earlier)))
+    assert read_counts(path) == before
+    path.write_bytes(earlier[:-1] + CHECKSUM.pack(zlib.crc32(earlier[:-1])))
+    assert read_counts(path) is None
 
 
 def test_damaged_row_counts_are_reported_and_all_rows_read(folder: Path) -> None:

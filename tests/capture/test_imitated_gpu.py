@@ -110,6 +110,26 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
     assert len(probe.sink.rows["stats" if change == "record" else "effects"]) == 2
 
 
+@pytest.mark.usefixtures("imitated")
+def test_samples_on_a_fake_gpu_are_copied_when_the_step_ends() -> None:
+    with FakeTensorMode():
+        model = nn.Linear(4, 4, device="cuda")
+        with instrument.attach(model, {}, ids="all") as probe:
+            for step in range(2):
+                with Launches() as launches:
+                    ids, targets = (
+                        torch.empty(3, device="cuda", dtype=dtype) for dtype in (torch.int64, torch.float32)
+                    )
+                    probe.batch(ids=ids, targets=targets)
+                    model(torch.empty(3, 4, device="cuda"))
+                    probe.end_micro_step()
+                assert launches.copies == []
+                probe.end_step()
+                assert len(probe.sink.rows["samples"]) == 3 * step, "rows are read when the next step ends"
+    rows = probe.sink.rows["samples"]
+    assert [row[5:] for row in rows] == [(position, 1.0, None, 1.0, "float32") for position in range(3)] * 2
+
+
 def test_jagged_tensor_on_a_device_is_read_without_its_lengths() -> None:
     values, offsets = torch.empty(5, 2, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
     assert as_vector(torch.nested.nested_tensor_from_jagged(values, offsets)).shape == (10,)

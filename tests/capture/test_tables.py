@@ -34,6 +34,7 @@ def sink() -> instrument.MemorySink:
     }
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
+            probe.batch(ids=range(len(batch)), targets=batch.sum(1))
             loss = model(batch).sum()
             loss.backward()
             optimizer.step()
@@ -87,7 +88,7 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated"]
+    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples"]
     for name in ("stats", "distributions", "tensors", "effects"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == list(STATISTICS)

@@ -148,6 +148,7 @@ def test_rewind_needs_a_part_that_ends_at_the_checkpoint(tmp_path: Path) -> None
         OSError, match=r"cannot resume from this checkpoint: .*part-0000-000000-000003\.parquet mixes rows from before"
     ):
         parts.remove_rows_after_checkpoint(folder, 0, counts | {"stats": 3})
+    del counts["samples"]  # as in a checkpoint of an earlier version, which lacks this table
     parts.remove_rows_after_checkpoint(folder, 0, counts | {"stats": 0})
     assert RunFiles(folder).count("stats") == 0
 

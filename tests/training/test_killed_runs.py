@@ -49,6 +49,14 @@ def check(run: instrument.Run, reported: int) -> None:
     counts = per_step(tensors)
     assert all(counts[step] == 6 for step in range(0, reported + 1, 3))
     assert all(values.shape == shape for values, shape in zip(tensors["values"], tensors["shape"], strict=True))
+    samples = run.samples[run.samples.phase == "train"]
+    counts = per_step(samples)
+    assert all(counts[step] in (5, 8) for step in range(0, reported + 1, 3)), "a batch has 8 samples, the last one 5"
+    assert set(counts.values()) <= {5, 8}
+    assert not samples.duplicated(["step", "position"]).any()
+    if len(tensors) and reported >= 0:
+        features = run.features("layers.0", call=0, step=0)
+        assert features.ids.tolist() == sorted(samples[samples.step == 0]["sample"])
 
 
 def test_killed_run_keeps_every_completed_step(killed: list[tuple[Path, int]]) -> None:

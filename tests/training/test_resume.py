@@ -57,7 +57,7 @@ def test_resumed_run_equals_an_uninterrupted_run(pairs: list[tuple[Path, Path]])
 
 def check_equal(uninterrupted: instrument.Run, killed: instrument.Run) -> None:
     assert (uninterrupted.info["status"], killed.info["status"]) == ("done", "done")
-    for name in ("stats", "effects", "coverage", "layers"):
+    for name in ("stats", "effects", "coverage", "layers", "samples"):
         pd.testing.assert_frame_equal(getattr(uninterrupted, name), getattr(killed, name), check_exact=True)
     pd.testing.assert_frame_equal(uninterrupted.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
     one, other = uninterrupted.tensors(), killed.tensors()

@@ -1,0 +1,118 @@
+"""Speed of recorded features: writing them in forward passes and reading them, compared with `np.save` and `np.load`.
+
+python benchmarks/features.py [--samples 50000] [--width 2048] [--batch 256] [--rounds 3]
+
+The model returns its input, so that only the recording takes time. The memory is that of the reading process: its peak
+minus the size of the array and minus the memory before the call. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import machine
+from torch import nn
+
+import instrument
+
+HOOKS = {"f": {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}}
+
+
+def write(folder: Path, values: torch.Tensor, batch: int) -> None:
+    """Record the values in shuffled batches."""
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    model = nn.Identity()
+    with instrument.attach(model, HOOKS, out=folder) as probe:
+        for ids in order.split(batch):
+            probe.batch(ids=ids, targets=ids % 1000)
+            model(values[ids])
+            probe.end_step()
+
+
+def save(file: Path, values: torch.Tensor, batch: int) -> None:
+    """Collect the same batches in a list, and write them in the order of the dataset with NumPy."""
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    kept = [values[ids].clone() for ids in order.split(batch)]
+    array = np.empty(tuple(values.shape), np.float32)
+    array[order.numpy()] = torch.cat(kept).numpy()
+    np.save(file, array)
+
+
+def memory(field: str) -> float:
+    """Return the resident memory of this process in MB: now (`VmRSS`), or at most so far (`VmHWM`)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) / 1024
+
+
+def read(folder: Path) -> None:
+    """Read the array and the features in this process; print the seconds of both, and the additional memory in MB."""
+    started_at = time.perf_counter()
+    size = np.load(folder / "X.npy").nbytes / 2**20
+    load_seconds = time.perf_counter() - started_at
+    run = instrument.load(folder / "run")
+    print(run.features, instrument.Features, run.samples.shape)  # imports everything
+    before = memory("VmRSS")
+    started_at = time.perf_counter()
+    features = run.features(".")
+    seconds = time.perf_counter() - started_at
+    assert features.X.nbytes / 2**20 == size
+    print(load_seconds, seconds, memory("VmHWM") - before - size)
+
+
+def main() -> None:
+    """Print a table of speeds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=50_000)
+    parser.add_argument("--width", type=int, default=2_048)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.read is not None:
+        read(args.read)
+        return
+    values = torch.randn(args.samples, args.width, generator=torch.Generator().manual_seed(0))
+    size = values.nbytes / 1e6
+    seconds: dict[str, list[float]] = {name: [] for name in ("np.save", "recorded", "np.load", "features")}
+    additional = []
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name) / "run", values[:1], 1)  # imports everything
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as name:
+            file, folder = Path(name) / "X.npy", Path(name) / "run"
+            for label, action in (
+                ("np.save", lambda file=file: save(file, values, args.batch)),
+                ("recorded", lambda folder=folder: write(folder, values, args.batch)),
+            ):
+                started_at = time.perf_counter()
+                action()
+                seconds[label].append(time.perf_counter() - started_at)
+            command = [sys.executable, "-W", "ignore", __file__, "--read", name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            load_seconds, read_seconds, extra = map(float, done.stdout.splitlines()[-1].split())
+            seconds["np.load"].append(load_seconds)
+            seconds["features"].append(read_seconds)
+            additional.append(extra)
+    print(f"{machine()}\n{args.samples:,} samples x {args.width:,}, {size:,.0f} MB; medians of {args.rounds}\n")
+    print("| | MB/s | relative to NumPy |\n|---|---|---|")
+    for label, reference in (
+        ("np.save", "np.save"),
+        ("recorded", "np.save"),
+        ("np.load", "np.load"),
+        ("features", "np.load"),
+    ):
+        median, base = (statistics.median(seconds[name]) for name in (label, reference))
+        print(f"| {label} | {size / median:,.0f} | {base / median:.2f} |")
+    print(f"\nadditional memory of `features`: {statistics.median(additional):,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

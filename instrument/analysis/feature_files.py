@@ -1,0 +1,91 @@
+"""Files with the features of a layer, and the ids and targets of their samples: CSV, NumPy's `.npz`, and Zarr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from .features import Features
+
+CHUNK_BYTES = 16 * 2**20
+ROWS = 1024  # rows of a CSV file that are converted at once
+
+
+def write_csv(features: Features, file: Path) -> None:
+    """Write one row per sample: `sample`, `target` if there are targets, and the flattened features `f0`, `f1`, ...
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    flat = features.flat
+    flat = flat.astype(np.float32) if flat.dtype == np.float16 else flat  # Arrow writes no float16
+    columns = {"sample": features.ids, **({} if features.y is None else {"target": features.y})}
+    fields = [pa.field(name, _arrow(values[:0]).type) for name, values in columns.items()]
+    schema = pa.schema([*fields, *(pa.field(f"f{i}", _arrow(flat[:0, i]).type) for i in range(flat.shape[1]))])
+    with pyarrow.csv.CSVWriter(file, schema) as writer:
+        for start in range(0, len(flat), ROWS):
+            rows = slice(start, start + ROWS)
+            arrays = [*(_arrow(values[rows]) for values in columns.values()), *map(_arrow, flat[rows].T)]
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+
+
+def _arrow(values: np.ndarray[Any, Any]) -> pa.Array:
+    return pa.array(values.astype(object), pa.string()) if values.dtype.kind == "U" else pa.array(values)
+
+
+def write_npz(features: Features, file: Path) -> None:
+    """Write the arrays `X`, `ids`, and `y` if there are targets; `numpy.load` reads them.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with file.open("wb") as stream:
+        np.savez(stream, allow_pickle=False, **_arrays(features))
+
+
+def write_zarr(features: Features, folder: Path) -> None:
+    """Write a Zarr group (format 2, uncompressed) with the arrays `X`, `ids`, and `y` if there are targets.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    folder.mkdir()
+    (folder / ".zgroup").write_text(json.dumps({"zarr_format": 2}))
+    for name, array in _arrays(features).items():
+        rows = max(1, min(len(array), CHUNK_BYTES // max(1, array[:1].nbytes)))
+        chunks = [rows, *array.shape[1:]]
+        (folder / name).mkdir()
+        layout = {
+            "zarr_format": 2,
+            "shape": list(array.shape),
+            "chunks": chunks,
+            "dtype": array.dtype.str,
+            "compressor": None,
+            "fill_value": None,
+            "order": "C",
+            "filters": None,
+            "dimension_separator": ".",
+        }
+        (folder / name / ".zarray").write_text(json.dumps(layout))
+        for number, start in enumerate(range(0, len(array), rows)):
+            chunk = np.zeros(chunks, array.dtype)  # the last chunk is padded
+            chunk[: len(array) - start] = array[start : start + rows]
+            (folder / name / ".".join([str(number), *["0"] * (array.ndim - 1)])).write_bytes(chunk.tobytes())
+
+
+def _arrays(features: Features) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: array for name, array in features._asdict().items() if array is not None}
+
+
+FEATURE_WRITERS: dict[str, Callable[[Features, Path], None]] = {
+    "csv": write_csv,
+    "npz": write_npz,
+    "zarr": write_zarr,
+}
+"""The functions that write features, by format: each takes the features and the path to write."""

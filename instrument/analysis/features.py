@@ -1,0 +1,429 @@
+"""The recorded tensors of a layer as one array, in the order of the dataset, with the ids and targets of the samples.
+
+Values are read one row group at a time and copied to their final place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from ..spec.base import parse_slice
+from ..spec.kinds import KINDS
+from .frames import plain_labels
+from .replay import rows_of
+from .run_files import RunFiles
+from .tensor_decoding import array_of, is_known
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+Steps = int | Collection[int] | None
+MOST_SHOWN = 12  # steps or names in a message
+_BATCH = ["step", "micro_step", "rank"]
+_CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
+_INDEX = [*_BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call", "dtype", "shape", "source_shape"]
+_VALUES = [*_BATCH, "dtype", "shape", "values", "data"]
+_SAMPLES = [*_BATCH, "position", "sample", "id", "target", "target_dtype"]
+
+
+class Features(NamedTuple):
+    """The recorded tensors of a layer. It can be unpacked: `X, y, ids = run.features("avgpool")`.
+
+    Attributes:
+        X: One entry per sample, [samples, ...], in the order of the dataset.
+        y: The target of each sample, [samples]; None if no targets were recorded. If some are missing, float64 with NaN.
+        ids: The dataset index of each sample, int64 [samples]; or the strings that the loop passed as ids.
+    """
+
+    X: Array
+    y: Array | None
+    ids: Array
+
+    def __repr__(self) -> str:
+        described = {
+            name: "None" if part is None else f"{part.dtype} {part.shape}" for name, part in self._asdict().items()
+        }
+        return f"Features({', '.join(f'{name}: {text}' for name, text in described.items())})"
+
+    @property
+    def flat(self) -> Array:
+        """`X` as a matrix, [samples, features]: the features of a sample in C order."""
+        return self.X.reshape(len(self.X), prod(self.X.shape[1:]))
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a DataFrame with one row per sample.
+
+        Returns:
+            The index `sample` has the ids. The column `target` exists if there are targets. The columns `f0`, `f1`, ...
+            have the features; those of more than one dimension are flattened in C order.
+        """
+        flat = self.flat
+        index = pd.Index(self.ids, name="sample")
+        frame = pd.DataFrame(flat, columns=[f"f{i}" for i in range(flat.shape[1])], index=index)
+        if self.y is not None:
+            frame.insert(0, "target", self.y)
+        return frame
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tensors that `features_of` joins; see `instrument.Run.features`."""
+
+    layer: str
+    hook: str | None = None
+    role: str = "output"
+    phase: str | None = None
+    step: Steps = None
+    epoch: Steps = None
+    call: int | None = None
+    path: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The conditions on columns other than the layer."""
+        names = ("hook", "role", "phase", "path", "call", "step", "epoch")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class _Batch(NamedTuple):
+    """The tensor of one batch.
+
+    Attributes:
+        key: Step, micro-step and rank.
+        shape: The recorded shape.
+        samples: For each entry of dimension 0, the index of its sample among all samples that were read.
+    """
+
+    key: tuple[int, int, int]
+    shape: Shape
+    samples: Array
+
+
+def features_of(files: RunFiles, selection: Selection, out: Path | None = None) -> Features:
+    """Join the tensors of one run.
+
+    Args:
+        files: The files of the run.
+        selection: The tensors.
+        out: A `.npy` file to which the features are written; the array is mapped from it. Default: None, in memory.
+
+    Raises:
+        ConfigError: The selection matches no tensors, or is ambiguous; the tensors have no samples in dimension 0; or
+            the samples of the batches are unknown.
+        InstrumentError: A tensor cannot be read.
+    """
+    rows = _select(files, selection)
+    samples = _samples_of(files, rows)
+    cut = _cut_of(files, rows["hook"].iloc[0])
+    batches = list(_batches(files, rows, samples, cut, selection))
+    shape, dtype = _common_shape(batches, selection), _common_dtype(rows)
+    read = np.concatenate([batch.samples for batch in batches])
+    ids, first = _in_dataset_order(samples.iloc[read], selection)
+    destinations = np.full(len(read), -1)
+    destinations[first] = np.arange(len(first))
+    size = (len(first), *_squeezed(shape))
+    features: Array = (
+        np.empty(size, dtype) if out is None else np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=size)
+    )
+    destinations_of = {}
+    end = 0
+    for batch in batches:
+        start, end = end, end + len(batch.samples)
+        destinations_of[batch.key] = destinations[start:end]
+    _copy_values(files, selection, rows, destinations_of, features)
+    return Features(features, _targets(samples.iloc[read[first]]), ids)
+
+
+# ------------------------------------------------------------------------------------------------ selection
+
+
+def _select(files: RunFiles, selection: Selection) -> pd.DataFrame:
+    """Return the rows of the selected tensors, without their values, one per batch.
+
+    Raises:
+        ConfigError: No tensor matches, or the selection is ambiguous.
+    """
+    layer = "" if selection.layer == "." else selection.layer
+    rows: pd.DataFrame = plain_labels(files.read("tensors", _INDEX, _firings_at(layer))).to_pandas()
+    if rows.empty:
+        layers = sorted(map(str, files.read("tensors", ["layer"])["layer"].unique().to_pylist()))
+        if not layers:
+            message, fix = "the run has no recorded tensors", "set 'tensors: true' in a record hook"
+            raise ConfigError(Problem("layer", message, layer, fix=fix))
+        similar = similar_names(layer, layers)
+        raise ConfigError(Problem("layer", "no tensors of this layer were recorded", layer, _shown(layers), similar))
+    for name, value in selection.given.items():
+        allowed = [value] if isinstance(value, str | int) else list(value)
+        known = sorted(rows[name].unique().tolist())
+        rows = rows[rows[name].isin(allowed)]
+        if rows.empty:
+            message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
+            similar = similar_names(value, known) if isinstance(value, str) else []
+            raise ConfigError(Problem(name, message, value, _shown(known), similar))
+    for name in _CHOICES:
+        found = sorted(rows[name].unique().tolist())
+        if len(found) > 1:
+            several = {"hook": "hooks", "phase": "phases", "path": "paths", "call": "calls"}[name]
+            message = f"layer {selection.layer!r} has tensors of several {several}"
+            raise ConfigError(Problem(name, message, allowed=_shown(found), fix=f"pass {name}={found[0]!r}"))
+    kind = KINDS.get(rows["kind"].iloc[0])
+    if kind is not None and kind.family != "module":
+        message = f"tensors of kind {kind.name} have no samples"
+        raise ConfigError(Problem("hook", message, selection.hook, "a hook on the outputs or inputs of a module"))
+    return rows.sort_values(_BATCH, kind="stable", ignore_index=True)
+
+
+def _firings_at(layer: str) -> ds.Expression:
+    """Return the condition on the original calls of a layer, without repeated ones and further gradients."""
+    return (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
+
+
+def _shown(values: Sequence[Any]) -> list[str]:
+    """Return values as text for a message; the first ones if there are many."""
+    texts = [repr(value) if value == "" else str(value) for value in values]
+    return texts if len(texts) <= MOST_SHOWN else [*texts[:MOST_SHOWN], f"... ({len(texts)})"]
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
+def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the table `samples` of the steps of the selected tensors, in the order of the batches.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    steps = ds.field("step").isin(pa.array(rows["step"].unique()))
+    condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
+    samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
+    if samples.empty:
+        message = "the ids of the samples are unknown: the table 'samples' has no rows for these tensors"
+        fix = (
+            "in your own loop, call probe.batch(ids=ids, targets=targets) before each forward pass; repeat a run of an earlier "
+            "version; run.tensors() reads the tensors without ids"
+        )
+        raise ConfigError(Problem("samples", message, fix=fix))
+    return samples.sort_values([*_BATCH, "position"], kind="stable", ignore_index=True)
+
+
+class _Cut(NamedTuple):
+    """The fields of a record hook that select a part of the tensor."""
+
+    samples: int | None
+    slice: str | None
+    max_elements: int | None
+
+
+def _cut_of(files: RunFiles, hook: str) -> _Cut:
+    """Return the part of the tensors that a hook records, from the configuration of the run."""
+    hooks = (files.info().get("config") or {}).get("hooks") or {}
+    if not isinstance(hooks, Mapping):
+        hooks = {spec.get("name"): spec for spec in hooks}
+    spec = hooks.get(hook) or {}
+    return _Cut(*(spec.get(name) for name in _Cut._fields))
+
+
+@lru_cache
+def _recorded_positions(shape: Shape, cut: _Cut) -> Array | None:
+    """Return the index in the batch of each entry of dimension 0 of a recorded tensor.
+
+    Args:
+        shape: The shape of the tensor in the model.
+        cut: The recorded part.
+
+    Returns:
+        The indices; None if dimension 0 of the recorded tensor is not that of the samples.
+    """
+    if not shape:
+        return None
+    # A view in which each element has the index of its sample: its stride is 0 along all other dimensions.
+    index = np.broadcast_to(np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)), shape)
+    index = index[: cut.samples]
+    index = index if cut.slice is None else index[parse_slice(cut.slice)]
+    if cut.max_elements is not None and index.size > cut.max_elements:
+        return index[: cut.max_elements] if index.ndim == 1 else None
+    if not index.ndim or any(
+        stride for size, stride in zip(index.shape[1:], index.strides[1:], strict=True) if size > 1
+    ):
+        return None
+    if not index.size:
+        return np.empty(0, np.int64) if not len(index) else None
+    if len(index) > 1 and not index.strides[0]:  # an integer of the slice has removed the dimension of the samples
+        return None
+    while index.ndim > 1:
+        index = index[:, 0]
+    return index
+
+
+def _batches(
+    files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, cut: _Cut, selection: Selection
+) -> Iterator[_Batch]:
+    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example.
+
+    Raises:
+        ConfigError: The tensors have no samples in dimension 0, or no batch has known samples.
+    """
+    groups = samples.groupby(_BATCH, sort=False).indices
+    unknown = []
+    for cells in rows[[*_BATCH, "shape", "source_shape"]].itertuples(index=False, name=None):
+        key, shape, source = cells[:3], tuple(map(int, cells[3])), tuple(map(int, cells[4]))
+        group = groups.get(key)
+        if group is None:
+            unknown.append(key)
+            continue
+        positions = _recorded_positions(source, cut)
+        if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
+            message = (
+                f"the tensors of layer {selection.layer!r} have no samples in dimension 0: shape {list(shape)}"
+                + (f" of {list(source)}" if shape != source else "")
+                + f" in a batch of {len(group)} samples"
+            )
+            fix = "run.tensors() reads them; a hook with 'slice' must keep dimension 0"
+            raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
+        yield _Batch(key, shape, np.asarray(group)[positions])
+    if len(unknown) == len(rows):
+        fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
+        raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
+    if unknown:
+        first = ", ".join(f"{name} {value}" for name, value in zip(_BATCH, unknown[0], strict=True))
+        which = first if len(unknown) == 1 else f"the first at {first}"
+        files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
+
+
+def _in_dataset_order(samples: pd.DataFrame, selection: Selection) -> tuple[Array, Array]:
+    """Return the ids in the order of the result, and the position in `samples` of each.
+
+    Integers are sorted. Strings keep the order in which they were recorded.
+
+    Raises:
+        ConfigError: A sample occurs in several steps.
+    """
+    are_names = samples["id"].notna().any()
+    if are_names:
+        numbers = samples["sample"].astype("Int64").astype("string")  # of batches that have integers
+        values = samples["id"].astype("string").fillna(numbers).to_numpy(object)
+    else:
+        values = samples["sample"].to_numpy(np.int64)
+    codes, unique = pd.factorize(values, sort=not are_names)
+    order = np.argsort(codes, kind="stable")
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = codes[order][1:] != codes[order][:-1]
+    if len(unique) < len(codes):
+        steps = samples["step"].to_numpy()[order]
+        differs = np.flatnonzero(~is_first & (steps != np.roll(steps, 1)))
+        if len(differs):
+            repeated = values[[order[differs[0]]]].tolist()[0]
+            occurrences = sorted({int(step) for step in samples["step"].to_numpy()[values == repeated]})
+            message = (
+                f"the samples occur in several steps: sample {repeated!r} in steps {', '.join(_shown(occurrences))}"
+            )
+            known = sorted(map(int, samples["step"].unique()))
+            fix = f"pass step={occurrences[-1]}, several steps as a list or a range, or epoch="
+            raise ConfigError(Problem("step", message, selection.step, _shown(known), fix=fix))
+    first = order[is_first]
+    ids = values[first]
+    return (ids.astype(np.str_) if are_names else ids), first
+
+
+def _targets(samples: pd.DataFrame) -> Array | None:
+    """Return the targets in their dtype; float64 with NaN if some are missing, None if all are."""
+    values: Array = samples["target"].to_numpy(np.float64)
+    known = samples["target_dtype"].dropna().unique().tolist()
+    if not known:
+        return None
+    dtypes = [_numpy_dtype(name) for name in known]
+    if samples["target_dtype"].isna().any():
+        return values
+    return values.astype(np.result_type(*dtypes))
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of arrays of a PyTorch dtype."""
+    dtype: np.dtype[Any] = array_of(None, b"", (0,), name).dtype
+    return dtype
+
+
+def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
+    names = rows["dtype"].unique().tolist()
+    if unknown := [name for name in names if not is_known(name)]:
+        raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
+    return np.result_type(*map(_numpy_dtype, names))
+
+
+def _common_shape(batches: Sequence[_Batch], selection: Selection) -> Shape:
+    """Return the shape of the features of one sample.
+
+    Raises:
+        ConfigError: It differs between batches.
+    """
+    shapes = list(dict.fromkeys(batch.shape[1:] for batch in batches))
+    if len(shapes) > 1:
+        message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
+        fix = "record a part of equal shape with 'slice'; run.tensors() reads tensors of any shape"
+        raise ConfigError(
+            Problem("layer", message, ", ".join(str(["samples", *shape]) for shape in shapes[:3]), fix=fix)
+        )
+    return shapes[0]
+
+
+def _squeezed(shape: Shape) -> Shape:
+    """Return the shape of one sample without dimensions of size 1 at its end. One dimension remains."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _copy_values(
+    files: RunFiles,
+    selection: Selection,
+    rows: pd.DataFrame,
+    destinations: Mapping[tuple[int, int, int], Array],
+    features: Array,
+) -> None:
+    """Copy the values of each tensor to its place.
+
+    Args:
+        files: The files of the run.
+        selection: The tensors.
+        rows: The rows of the selected tensors.
+        destinations: For each batch, the index in the result of each entry of dimension 0; -1 for entries left out.
+        features: The result.
+
+    Raises:
+        InstrumentError: A tensor cannot be read.
+    """
+    condition = _firings_at("" if selection.layer == "." else selection.layer)
+    for name in ("hook", "role", "phase", "path", "call", "step"):
+        condition &= ds.field(name).isin(pa.array(rows[name].unique()))
+    left = set(destinations)
+    for batch in files.scan("tensors", _VALUES, condition):
+        for step, micro_step, rank, dtype, shape, values, data in rows_of(batch):
+            destination = destinations.get((step, micro_step, rank))
+            if destination is None:
+                continue
+            array = array_of(values, data, (shape[0], *features.shape[1:]), dtype)
+            start = int(destination[0]) if len(destination) else 0
+            if np.array_equal(destination, np.arange(start, start + len(destination))):
+                features[start : start + len(destination)] = array
+            elif (destination < 0).any():
+                features[destination[destination >= 0]] = array[destination >= 0]
+            else:
+                features[destination] = array
+            left.discard((step, micro_step, rank))
+        pa.default_memory_pool().release_unused()
+    if left:
+        problems = "; ".join(files.problems) or "the files were removed"
+        raise InstrumentError(f"{len(left)} of {len(destinations)} tensors cannot be read: {problems}")

@@ -1,0 +1,83 @@
+"""The rows of a probe that keeps them in memory, read in the same way as the files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from ..capture.sink_interface import Row
+from ..capture.tables import POSITION, TABLES, Table, as_batch, as_table
+from ..sinks.memory import MemorySink
+from ..sinks.tensors import FITS_FLOAT32, rows_of
+from .run_files import RunFiles
+
+IN_MEMORY = Path("in memory")
+"""The name that stands for the folder of the run."""
+T = TypeVar("T")
+
+
+class MemoryFiles(RunFiles):
+    """The rows of a `MemorySink` as Arrow tables. New rows are converted when a table is read.
+
+    Args:
+        sink: The sink.
+        info: Returns the content that run.json would have.
+    """
+
+    def __init__(self, sink: MemorySink, info: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(IN_MEMORY)
+        self.sink = sink
+        self._info = info
+        self._pieces: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+
+    def info(self) -> dict[str, Any]:
+        """Return the content that run.json would have."""
+        return self._info()
+
+    def table_files(self, name: str) -> tuple[list[Path], list[pa.Table]]:
+        """Return no Parquet files, and the rows of a table."""
+        if name == "tensors":
+            self.sink.wait()
+        pieces = self._pieces[name]
+        if rows := self.sink.rows[name][sum(map(len, pieces)) :]:
+            pieces.append(_tensors(rows) if name == "tensors" else _table(TABLES[name], rows))
+        return [], list(pieces)
+
+    def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:  # noqa: ARG002
+        """Call `operation` and return its result."""
+        return operation()
+
+
+def _table(table: Table, rows: Sequence[Row]) -> pa.Table:
+    plain = pa.Table.from_batches([as_batch(table, rows)])
+    if table.is_sorted:
+        plain = plain.append_column(POSITION.name, pa.array(_positions(table, rows), POSITION.type))
+    return as_table(table, plain)
+
+
+def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
+    """Return the index of each row among the rows of its step and phase, which follow each other."""
+    step, phase = table.names.index("step"), table.names.index("phase")
+    moments = [(row[step], row[phase]) for row in rows]
+    is_first = np.array([True, *(one != other for one, other in pairwise(moments))])
+    index = np.arange(len(rows))
+    positions: np.ndarray[Any, Any] = index - np.maximum.accumulate(np.where(is_first, index, 0))
+    return positions
+
+
+def _tensors(rows: Sequence[Row]) -> pa.Table:
+    """Convert rows of the `tensors` table, whose values are tensors."""
+
+    def stored(row: Row) -> tuple[Row, torch.Tensor, bool]:
+        *columns, tensor, _ = row
+        as_list = tensor.dtype in FITS_FLOAT32
+        flat = (tensor.to(torch.float32) if as_list else tensor).reshape(-1)
+        return tuple(columns), flat, as_list
+
+    return as_table(TABLES["tensors"], rows_of(map(stored, rows)))

@@ -1,0 +1,168 @@
+"""The probe that `instrument.attach` yields: it reads back what it has recorded, with the methods of `instrument.Run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..analysis.features import Features
+from ..analysis.load import Run, load
+from ..analysis.memory_files import IN_MEMORY, MemoryFiles
+from ..capture.probe import Probe
+from ..plan.hook_plan import HookPlan
+from ..sinks.memory import MemorySink
+from ..sinks.parquet import ParquetSink
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+class AttachedProbe(Probe):
+    """A `Probe` whose recorded data can be read at any time, during the block and after it.
+
+        with instrument.attach(model, hooks) as probe:
+            ...
+        probe.stats
+        X, y, ids = probe.features("avgpool")
+
+    The rows of completed steps are read: from memory, or from the folder `out`. In contrast to `Run`, nothing is cached:
+    each access returns the current rows. The method `coverage` returns the current coverage; `probe.run.coverage` has
+    the table.
+
+    Args:
+        plan: See `Probe`.
+        sink: A sink in memory, or in a folder.
+        info: The entries of run.json if the sink is in memory.
+        options: Further arguments of `Probe`.
+    """
+
+    def __init__(
+        self, plan: HookPlan, sink: MemorySink | ParquetSink, *, info: Mapping[str, Any], **options: Any
+    ) -> None:
+        super().__init__(plan, sink, **options)
+        self._status = "running"
+        self._info = info
+        self._source: Callable[[], Run]
+        if isinstance(sink, MemorySink):
+            files = MemoryFiles(sink, self._run_info)
+            self._source = lambda: Run(IN_MEMORY, [IN_MEMORY], [files])
+        else:
+            folder = sink.folder
+            self._source = lambda: load(folder)
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._status = "done" if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+        super().__exit__(exc_type, exc, tb)
+
+    def _run_info(self) -> dict[str, Any]:
+        return {**self._info, "status": self._status, "overrides": {}, "metrics": {}}
+
+    def __repr__(self) -> str:
+        sites, hooks = len(self.plan.sites), len(self.plan.specs)
+        where = f"in {self.sink.folder}" if isinstance(self.sink, ParquetSink) else "in memory"
+        rows = f"{self.recorder.rows_written:,} rows {where}"
+        return f"<{type(self).__name__} {self._status}: {self.step} steps, {hooks} hooks at {sites} sites, {rows}>"
+
+    def _repr_html_(self) -> str:
+        """Return the HTML representation for notebooks."""
+        return self.run._repr_html_()
+
+    @property
+    def run(self) -> Run:
+        """The data recorded so far, as a `Run`. Waits for values that are still being copied from a GPU."""
+        self.flush()
+        return self._source()
+
+    @property
+    def stats(self) -> pd.DataFrame:
+        """Statistics. One row per recorded tensor and firing of a hook."""
+        return self.run.stats
+
+    @property
+    def distributions(self) -> pd.DataFrame:
+        """Quantiles and histograms. One row per recorded tensor and firing of a hook."""
+        return self.run.distributions
+
+    @property
+    def effects(self) -> pd.DataFrame:
+        """What interventions changed. One row per intervention and firing."""
+        return self.run.effects
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """Loss, accuracy and other metrics. One row per training step and per evaluation."""
+        return self.run.metrics
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        """The modules of the model. One row per module."""
+        return self.run.layers
+
+    @property
+    def events(self) -> pd.DataFrame:
+        """Warnings and errors. One row per event."""
+        return self.run.events
+
+    @property
+    def samples(self) -> pd.DataFrame:
+        """The id and the target of each sample. One row per sample of a batch in which a tensor was recorded."""
+        return self.run.samples
+
+    @property
+    def problems(self) -> list[str]:
+        """The files that could not be read completely, each with the reason."""
+        return self.run.problems
+
+    def tensors(self, **where: Any) -> pd.DataFrame:
+        """Read recorded tensors as NumPy arrays; see `Run.tensors`."""
+        return self.run.tensors(**where)
+
+    def features(
+        self,
+        layer: str,
+        *,
+        hook: str | None = None,
+        role: str = "output",
+        phase: str | None = None,
+        step: int | Collection[int] | None = None,
+        epoch: int | Collection[int] | None = None,
+        call: int | None = None,
+        path: str | None = None,
+        out: str | Path | None = None,
+    ) -> Features:
+        """Join the recorded tensors of a layer over all batches; see `Run.features`."""
+        features = self.run.features(
+            layer, hook=hook, role=role, phase=phase, step=step, epoch=epoch, call=call, path=path, out=out
+        )
+        assert isinstance(features, Features), "a probe records one run"
+        return features
+
+    def read(self, table: str, columns: list[str]) -> pd.DataFrame:
+        """Read some columns of a table; see `Run.read`."""
+        return self.run.read(table, columns)
+
+    def scan(
+        self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Iterate over some columns of a table in record batches; see `Run.scan`."""
+        return self.run.scan(table, columns, condition)
+
+    def count(self, table: str) -> int:
+        """Return the number of rows of a table; see `Run.count`."""
+        return self.run.count(table)
+
+    def sql(self, query: str) -> pd.DataFrame:
+        """Run a SQL query with DuckDB on the tables; see `Run.sql`."""
+        return self.run.sql(query)
+
+    def lazy(self, table: str) -> pl.LazyFrame:
+        """Return a table as a polars LazyFrame; see `Run.lazy`."""
+        return self.run.lazy(table)

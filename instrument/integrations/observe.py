@@ -1,0 +1,105 @@
+"""One look at a model: shapes, dtypes and statistics of the tensors of one forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, Problem
+from ..nested import iter_tensors
+from ..plan.shape_inference import without_side_effects
+from .attach import attach
+
+STATISTICS = ("mean", "std", "min", "max", "nan_count", "inf_count")
+COLUMNS = ("layer", "module_type", "call", "role", "path", "shape", "dtype", *STATISTICS)
+
+
+def observe(
+    model: nn.Module,
+    batch: Any,
+    layers: str | Sequence[str] = "**",
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    backward: bool = True,
+) -> pd.DataFrame:
+    """Run a model on one batch and describe the outputs of its layers and their gradients.
+
+        instrument.observe(model, images, "encoder.**")
+
+    The model is not changed: gradients of parameters, buffers, random states and training flags are the same afterwards.
+    It runs in its current mode and on its current device. Hooks of the model run, as in any forward pass.
+
+    Args:
+        model: The model.
+        batch: The input: a tuple contains positional arguments, a mapping contains keyword arguments, and any other
+            value is the only argument.
+        layers: The layers: a glob on their names, or a list of globs. Default: all layers.
+        loss: Takes the output of the model and returns the scalar whose gradients are computed. Default: the sum of all
+            outputs.
+        backward: Whether to run the backward pass. Default: True.
+
+    Returns:
+        One row per tensor, in the order of execution: the outputs (`role` output) in the order in which the layers
+        finish, then the gradients of the loss with respect to these outputs (`role` grad_output). The columns:
+
+        - `layer`, `module_type`: name and class of the module
+        - `call`: the index of the module's call, from 0
+        - `role`, `path`: which tensor, and its path in a nested output
+        - `shape`, `dtype`: as a tuple, and as the name that PyTorch uses
+        - `mean`, `std`, `min`, `max`: over finite values
+        - `nan_count`, `inf_count`: numbers of elements
+
+    Raises:
+        ConfigError: A glob matches no module, or `loss` returns no scalar that requires a gradient.
+
+    Warns:
+        InstrumentWarning: A layer was not called, or an output has no gradient.
+    """
+    record = {"layers": layers, "action": "record", "stats": list(STATISTICS), "tensors": True, "max_elements": 1}
+    hooks = {"outputs": {**record, "kind": "forward"}}
+    if backward:
+        hooks["gradients"] = {**record, "kind": "full_backward", "role": "grad_output"}
+    with attach(model, hooks) as probe:
+        with without_side_effects(model), torch.enable_grad():
+            output = _call(model, batch)
+            if backward:
+                _backward(model, batch, _scalar(output, loss))
+        probe.end_step()
+    rows = probe.tensors(recompute=False)
+    keys = ["hook", "layer", "path", "call", "backward"]
+    described = rows.merge(probe.stats[lambda stats: ~stats["recompute"]][[*keys, *STATISTICS]], on=keys, how="left")
+    return described.assign(shape=described["source_shape"].map(tuple))[list(COLUMNS)]
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, tuple):
+        return model(*batch)
+    return model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+def _scalar(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+    """Return the scalar whose gradients are computed; None if no output requires a gradient.
+
+    Raises:
+        ConfigError: `loss` returns something else than a scalar that requires a gradient.
+    """
+    if loss is None:
+        parts = [tensor.sum() for _, tensor in iter_tensors(output) if tensor.requires_grad and not tensor.is_complex()]
+        return sum(parts[1:], parts[0]) if parts else None
+    scalar = loss(output)
+    if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.requires_grad:
+        given = f"shape {list(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
+        raise ConfigError(Problem("loss", "must return a scalar tensor that requires a gradient", given))
+    return scalar
+
+
+def _backward(model: nn.Module, batch: Any, scalar: Tensor | None) -> None:
+    """Run a backward pass that stores no gradient in any parameter or input."""
+    leaves = [*model.parameters(), *(tensor for _, tensor in iter_tensors(batch) if tensor.is_leaf)]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    if scalar is not None and leaves:
+        torch.autograd.grad(scalar.reshape(()), leaves, allow_unused=True)
