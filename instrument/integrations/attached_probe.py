@@ -112,6 +112,11 @@ class AttachedProbe(Probe):
         return self.run.events
 
     @property
+    def generated(self) -> pd.DataFrame:
+        """Texts and tokens that a language model generated. One row per prompt."""
+        return self.run.generated
+
+    @property
     def samples(self) -> pd.DataFrame:
         """The id and the target of each sample. One row per sample of a batch in which a tensor was recorded."""
         return self.run.samples
