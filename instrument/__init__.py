@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
     from .capture.probe import Probe
+    from .capture.sink_interface import Sink
     from .integrations.attach import attach
     from .sinks.memory import MemorySink
 
@@ -32,6 +33,7 @@ __all__ = [
     "NoRunError",
     "Probe",
     "Run",
+    "Sink",
     "attach",
     "load",
     "plot",
@@ -45,6 +47,7 @@ _LAZY = {
     "NoRunError": ".analysis.folders",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
+    "Sink": ".capture.sink_interface",
     "attach": ".integrations.attach",
     "load": ".analysis.load",
 }
