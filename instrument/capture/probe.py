@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +35,7 @@ from .recorder import Recorder
 from .row_cells import has_lazy_parameters, layer_rows
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Sink
+from .step_statistics import check_custom_columns
 
 
 class Probe:
@@ -63,6 +64,7 @@ class Probe:
         budget: Limits for the cost of record hooks. Default: no limits.
         steps: The number of training steps, if known. A budget of bytes is spread over them.
         ranks: The processes that train together. Default: None, a single process.
+        print_line: Prints a line of `action: print`. Default: to stdout.
 
     Attributes:
         sink: The sink that receives all rows.
@@ -71,7 +73,8 @@ class Probe:
 
     Raises:
         ConfigError: A kind or role requires an optimizer that is missing or that keeps no such state, a custom function
-            cannot be imported or called, or a spec requires the tensors of a run that cannot be found.
+            cannot be imported or called, a custom statistic has the name of a column, or a spec requires the tensors of
+            a run that cannot be found.
         AlreadyAttachedError: The probe is entered a second time.
         HookError: A hook failed; see `instrument.attach`.
     """
@@ -89,7 +92,9 @@ class Probe:
         budget: BudgetConfig | None = None,
         steps: int | None = None,
         ranks: Ranks | None = None,
+        print_line: Callable[[str], None] = print,
     ) -> None:
+        check_custom_columns(plan.specs)
         self.plan = plan
         self.sink = sink
         self.optimizers = optimizers_of(optimizer)
@@ -97,7 +102,7 @@ class Probe:
         self.steps_by_loop = steps_by_loop
         self.alerts = Alerts(self.event)
         self.ranks = ranks
-        self.recorder = Recorder(sink, self.alerts.check_stats, ranks)
+        self.recorder = Recorder(sink, self.alerts.check_stats, ranks, print_line=print_line)
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         tensors = archive or NoArchive()

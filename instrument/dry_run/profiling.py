@@ -223,6 +223,7 @@ class _Profiler:
             scaler=experiment.scaler,
             seed=config.seed,
             archive=experiment.archive,
+            print_line=lambda line: None,
         )
         self.timer = self.probe.clock.timer = HookTimer()
         one_batch: Any = [next(iter(experiment.eval_loader))] if self.first_steps["eval"] else []

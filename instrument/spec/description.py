@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .hooks import HookSpec
+from .print_and_call import PrintSpec
 from .record import RecordSpec
+from .statistics import COUNTS
 
 
 def describe_action(spec: HookSpec) -> str:
@@ -19,6 +21,9 @@ def describe_action(spec: HookSpec) -> str:
             )
             if requested
         )
+    if isinstance(spec, PrintSpec):
+        shown = [name for name in spec.statistics if name not in COUNTS]
+        return "print " + ", ".join([*shown, *(custom.column for custom in spec.custom_statistics)] or ["shape"])
     arguments = spec.model_dump(
         include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
         exclude_none=True,

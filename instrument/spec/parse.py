@@ -16,10 +16,11 @@ from .apply import ApplySpec
 from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
-from .field_types import number_to_text
+from .field_types import Target, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
 from .modify import FUNCTIONS, FunctionSpec
+from .record import CustomStatistic, StatisticsSpec
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -106,7 +107,25 @@ def parse_hooks(raw: Any) -> dict[str, HookSpec]:
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
-    return _parse_section("hooks", raw, _hook_class)
+    specs: dict[str, HookSpec] = _parse_section("hooks", raw, _hook_class)
+    if problems := list(_ambiguous_statistics(specs)):
+        raise ConfigError(*problems)
+    return specs
+
+
+def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
+    """Yield a problem for each custom statistic whose column already contains another function."""
+    known: dict[str, tuple[str, CustomStatistic]] = {}
+    for name, spec in specs.items():
+        for custom in spec.custom_statistics if isinstance(spec, StatisticsSpec) else ():
+            first, other = known.setdefault(custom.column, (name, custom))
+            if (other.to_config(), other.function) != (custom.to_config(), custom.function):
+                yield Problem(
+                    f"hooks.{name}.stats",
+                    f"hook {first!r} has another function with the column {custom.column!r}",
+                    given=custom.target,
+                    fix="set another 'name'",
+                )
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
@@ -214,7 +233,7 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     if action != "modify":
         return hook_specs.ACTIONS[action]
     fn = value.get("fn")
-    if isinstance(fn, Mapping) or callable(fn):
+    if isinstance(fn, Mapping | Target) or callable(fn):
         return FunctionSpec
     return FUNCTIONS[_choice(value, "fn", FUNCTIONS, where, "or {_target_: package.function}")]
 

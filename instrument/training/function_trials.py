@@ -105,7 +105,7 @@ class FunctionCheck:
         except InstrumentError as error:
             assert isinstance(spec, FunctionSpec), "only custom functions are called"
             message = f"the trial call on a copy before the run failed: {error}"
-            allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype"
+            allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
             raise ConfigError(Problem(f"hooks.{spec.name}.fn", message, spec.fn.target, allowed)) from error
 
 
