@@ -74,8 +74,16 @@ class Measurement:
         names = self.statistics[: len(self.statistics) - len(self.derived)]
         values: Values = measure(tensor, names) if names else []
         others = [DERIVED[name](tensor, context, self.unit_dim) for name in self.derived]
-        others += [_custom_number(name, function, tensor, context) for name, function in self.custom.items()]
+        others += self.custom_numbers(tensor, context)
         return _combined(values, others) if others else values
+
+    def custom_numbers(self, tensor: Tensor, context: Context) -> list[Number]:
+        """Return the custom statistics in their order.
+
+        Raises:
+            HookError: A function failed, modified its tensor, or did not return a number.
+        """
+        return [_custom_number(name, function, tensor, context) for name, function in self.custom.items()]
 
     def part(self, tensor: Tensor, context: Context) -> tuple[PartialStatistics, Tensor | None]:
         """Measure this process's part of a tensor.

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from ..capture.tables import TABLES
-from .custom_columns import names_of_custom_statistics, with_custom_columns
+from .custom_columns import custom_statistics_of, with_custom_columns
 from .run_files import RunFiles
 
 
@@ -19,7 +19,7 @@ def write_csv(files: RunFiles, folder: Path) -> None:
     Raises:
         OSError: A file cannot be written.
     """
-    custom = names_of_custom_statistics([files.info()])
+    custom = custom_statistics_of([files.info()])
     for name, table in TABLES.items():
         if name == "tensors":
             continue

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import ValidationError
 
 from ..capture.tables import CUSTOM
-from ..spec.record import CustomStatistic
+from ..spec.record import names_of_custom_statistics
 
 
-def names_of_custom_statistics(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the names of the custom statistics of some runs, each once.
 
     Args:
         infos: The content of run.json of each run.
     """
-    return tuple(dict.fromkeys(name for info in infos for name in _names_in(info)))
-
-
-def _names_in(info: Mapping[str, Any]) -> Iterator[str]:
-    config = info.get("config")
-    hooks = config.get("hooks") if isinstance(config, Mapping) else None
-    specs = hooks.values() if isinstance(hooks, Mapping) else hooks if isinstance(hooks, list) else ()
-    for spec in specs:
-        stats = spec.get("stats") if isinstance(spec, Mapping) and spec.get("action") == "record" else None
-        for item in stats if isinstance(stats, list) else [stats]:
-            if isinstance(item, Mapping):
-                try:
-                    yield CustomStatistic.model_validate(item).column
-                except ValidationError:  # run.json was edited
-                    continue
+    configs = (info.get("config") for info in infos)
+    hooks = (config.get("hooks") for config in configs if isinstance(config, Mapping))
+    return tuple(dict.fromkeys(name for each in hooks for name in names_of_custom_statistics(each)))
 
 
 def column_names(columns: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 from ..capture.tables import CUSTOM, SHAPE, TABLES
 from ..sinks.remote_folder import is_address
 from .config_columns import typed_frame
-from .custom_columns import names_of_custom_statistics, with_custom_columns
+from .custom_columns import custom_statistics_of, with_custom_columns
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
 
@@ -68,7 +68,7 @@ class RunTables:
     @cached_property
     def custom_statistics(self) -> tuple[str, ...]:
         """The names of the custom statistics of all runs: further columns of `stats`."""
-        return names_of_custom_statistics(self.infos)
+        return custom_statistics_of(self.infos)
 
     @property
     def problems(self) -> list[str]:

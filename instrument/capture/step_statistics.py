@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -232,9 +233,10 @@ class StatisticsRows(Sequence[Row]):
             or self._moments.count(first) != len(self)
         ):
             return self.to_batch()
-        cache, unchanged = self._cache, (self._sites, self._shapes, first[1:], some_missing.tolist())
-        if cache.template is None or cache.unchanged != unchanged:
+        cache, unchanged = self._cache, (self._sites, first[1:], some_missing.tolist())
+        if cache.template is None or cache.unchanged != unchanged or not cache.replace_shapes(self._shapes):
             cache.template, cache.unchanged = MessageTemplate(self.to_batch()), unchanged
+            cache.message_shapes = self._shapes
             return cache.template.message
         step, statistics = cache.template.numbers[0], cache.template.numbers[len(IDENTITY) :]
         for numbers, values in zip((step, *statistics), (first.step, *self._numbers.T), strict=False):
@@ -288,6 +290,7 @@ class ColumnCache:
 
     Attributes:
         template: The message of an earlier step; None before the first step.
+        message_shapes: The shapes in this message.
         unchanged: What that step and steps with this message have in common: the identity columns and the missing numbers.
     """
 
@@ -296,6 +299,7 @@ class ColumnCache:
         self.unchanged: tuple[Any, ...] = ()
         self._sites: list[Row] = []
         self._site_arrays: list[pa.Array] = []
+        self.message_shapes: list[Shape] = []
         self._shapes: list[Shape] = []
         self._shape_array: pa.Array = pa.array([], SHAPE.type)
         self._repeated: dict[tuple[Any, pa.DataType], pa.Array] = {}  # arrays of one repeated cell
@@ -308,6 +312,18 @@ class ColumnCache:
             self._sites = sites
             self._site_arrays = [pa.array(cells, dtype) for cells, dtype in zip(columns, _SITE_TYPES, strict=True)]
         return self._site_arrays
+
+    def replace_shapes(self, shapes: list[Shape]) -> bool:
+        """Replace the shapes in the message. Return false if they have other numbers of dimensions."""
+        known = self.message_shapes
+        if shapes == known:
+            return True
+        numbers = None if self.template is None else self.template.numbers[_TABLE.names.index(SHAPE.name)]
+        if numbers is None or None in shapes or [*map(len, shapes)] != [*map(len, known)]:  # type: ignore[arg-type]
+            return False
+        numbers[:] = [*chain.from_iterable(shapes)]  # type: ignore[arg-type]
+        self.message_shapes = shapes
+        return True
 
     def shapes(self, shapes: list[Shape]) -> pa.Array:
         """Return the column of shapes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -39,6 +40,21 @@ class CustomStatistic(Target):
         if self.column in ALL:
             raise ValueError(f"{self.column!r} is the name of a built-in statistic; set another 'name'")
         return self
+
+
+def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
+    """Yield the names of the custom statistics that hooks record. Invalid specs are ignored.
+
+    Args:
+        hooks: The section `hooks` of a configuration: a mapping or a list.
+    """
+    specs = hooks.values() if isinstance(hooks, Mapping) else hooks if isinstance(hooks, list) else ()
+    for spec in specs:
+        stats = spec.get("stats") if isinstance(spec, Mapping) and spec.get("action") == "record" else None
+        for item in stats if isinstance(stats, list) else [stats]:
+            if isinstance(item, Mapping):
+                with suppress(ValidationError):
+                    yield CustomStatistic.model_validate(item).column
 
 
 _CUSTOM_SCHEMA = {

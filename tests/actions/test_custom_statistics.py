@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Answer
 from device_statistics import use_device_statistics
 from torch import Tensor, nn
 
@@ -197,3 +200,48 @@ def test_budget_drops_custom_statistics_first() -> None:
     assert part == "spread"
     assert action.measurement.names == ("numel", "mean", "l1", "nan_count", "inf_count")
     assert action.bits
+
+
+MODULE = """
+def spread(tensor):
+    return tensor.amax() - tensor.amin()
+
+def itself(tensor):
+    return tensor
+"""
+RUN = ("model=mlp", "data=digits", "data.slice.stop=64", "train.steps=2", "device=cpu", "hydra.run.dir=out")
+
+
+def test_statistic_of_a_configuration_can_be_an_objective(cli: Callable[..., Answer], workdir: Path) -> None:
+    (workdir / "mymodule.py").write_text(MODULE)
+    hook = (
+        "+hooks.h={layers: layers.0, kind: forward, action: record, stats: [{_target_: mymodule.spread, name: Width}]}"
+    )
+    answer = cli(*RUN, hook, "objective='max(stats.width where step = 1)'", "sink.tensorboard=false")
+    assert answer.code == 0, answer.err
+    stats = instrument.load("out").stats
+    assert stats.Width.notna().all()
+    answer = cli(*RUN, hook, "objective='max(stats.height)'", "hydra.run.dir=other")
+    assert answer.code == 2
+    assert "no numeric column of stats is named height" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("statistic", "message"),
+    [
+        ("mymodule.itself", "the trial call on a copy before the run failed: .*'itself' must return one real number"),
+        ("mymodule.missing", "mymodule has no 'missing'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["forward", "parameter_grad", "full_backward"])
+def test_invalid_statistic_is_reported_before_the_first_batch(
+    cli: Callable[..., Answer], workdir: Path, statistic: str, message: str, kind: str
+) -> None:
+    (workdir / "mymodule.py").write_text(MODULE)
+    answer = cli(
+        *RUN, f"+hooks.h={{layers: layers.2, kind: {kind}, action: record, stats: [{{_target_: {statistic}}}]}}"
+    )
+    assert answer.code == 2, answer.out
+    assert "hooks.h.stats" in answer.err
+    assert re.search(message, answer.err)
+    assert not (workdir / "out").exists()

@@ -35,7 +35,7 @@ def test_shapes_follow_batches_of_different_sizes(plain: bool, tmp_path: Path, m
             assert rows.numel.to_list() == [a * b * 3 for a, b in sizes]
 
 
-def test_unchanged_shapes_reuse_the_message_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_shapes_reuse_the_message_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     original = MessageTemplate.__init__
 
@@ -45,11 +45,15 @@ def test_unchanged_shapes_reuse_the_message_of_a_step(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(MessageTemplate, "__init__", count)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    inputs = [(5, 4), (5, 4), (2, 4), (5, 4), (7, 2, 4), (6, 1, 4), (4,), (2, 4)]
     with instrument.attach(model, {"h": RECORD}, out=tmp_path / "run") as probe:
-        for batch in (5, 5, 5, 2, 2, 5):
-            model(torch.randn(batch, 4))
+        for size in inputs:
+            model(torch.randn(*size))
             probe.end_step()
-    assert made.count(3) == 3  # one for each change of the shapes
+        running = instrument.load(tmp_path / "run").stats["shape"].to_list()
+    assert made.count(3) == 4  # one for each change of the number of dimensions
+    expected = [(*size[:-1], width) for size in inputs for width in (3, 2, 2)]
+    assert running == instrument.load(tmp_path / "run").stats["shape"].to_list() == expected
 
 
 def test_shapes_of_scalars_parameters_and_nested_tensors() -> None:
