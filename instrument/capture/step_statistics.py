@@ -59,7 +59,7 @@ def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
         for name, spec in specs.items()
         if isinstance(spec, RecordSpec)
         for custom in spec.custom_statistics
-        if custom.column in reserved
+        if custom.column.lower() in reserved
     ]
     if problems:
         raise ConfigError(*problems)

@@ -118,8 +118,9 @@ def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
     known: dict[str, tuple[str, CustomStatistic]] = {}
     for name, spec in specs.items():
         for custom in spec.custom_statistics if isinstance(spec, StatisticsSpec) else ():
-            first, other = known.setdefault(custom.column, (name, custom))
-            if (other.to_config(), other.function) != (custom.to_config(), custom.function):
+            first, other = known.setdefault(custom.column.lower(), (name, custom))  # SQL ignores case
+            definitions = [(each.column, each.to_config(), each.function) for each in (custom, other)]
+            if definitions[0] != definitions[1]:
                 yield Problem(
                     f"hooks.{name}.stats",
                     f"hook {first!r} has another function with the column {custom.column!r}",

@@ -37,7 +37,7 @@ class CustomStatistic(Target):
             raise ValueError(
                 f"{self.target} requires a name of letters, digits and underscores: {{name: entropy, _target_: ...}}"
             )
-        if self.column in ALL:
+        if self.column.lower() in ALL:
             raise ValueError(f"{self.column!r} is the name of a built-in statistic; set another 'name'")
         return self
 

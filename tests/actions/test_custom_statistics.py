@@ -153,6 +153,8 @@ def test_invalid_result_is_an_error_that_names_the_hook(function: Any, message: 
         ({"a": hook(lambda tensor: 0)}, "requires a name"),
         ({"a": hook({"name": "mean", "_target_": spread})}, "name of a built-in statistic"),
         ({"a": hook({"name": "layer", "_target_": spread})}, "already has a column 'layer'"),
+        ({"a": hook({"name": "Mean", "_target_": spread})}, "name of a built-in statistic"),
+        ({"a": hook(spread, {"name": "Spread", "_target_": spread})}, "another function with the column 'Spread'"),
         ({"a": hook({"name": "run", "_target_": spread})}, "already has a column 'run'"),
         ({"a": hook(spread, {"name": "spread", "_target_": scaled})}, "another function with the column 'spread'"),
         ({"a": hook(spread), "b": hook({"name": "spread", "_target_": scaled})}, "hook 'a' has another function"),
