@@ -33,6 +33,7 @@ from instrument.spec.config import (
 from instrument.spec.field_types import Selection
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
+from instrument.spec.print_and_call import CallSpec, PrintSpec
 from instrument.spec.record import RecordSpec
 from instrument.spec.statistics import STATISTICS
 
@@ -57,6 +58,8 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
 
 HOOKS: dict[str, tuple[type[HookBase], str]] = {
     "record": (RecordSpec, "{layers: '**', kind: forward, action: record, every: 10, stats: [default, dead_fraction]}"),
+    "print": (PrintSpec, "{layers: encoder.*, kind: forward, action: print, steps: [0], stats: [mean, std, abs_max]}"),
+    "call": (CallSpec, "{layers: encoder.1, kind: forward, action: call, fn: {_target_: mymodule.look}}"),
     "clip": (ClipSpec, "{layers: '**', kind: parameter_grad, action: clip, norm: 1.0}"),
     "scale": (ScaleSpec, "{layers: encoder.1, kind: full_backward, action: scale, factor: 0.5}"),
     "zero": (FUNCTIONS["zero"], "{layers: encoder.1, kind: forward, action: modify, fn: zero}"),

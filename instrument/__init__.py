@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
     from .capture.probe import Probe
+    from .capture.sink_interface import Sink
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe
@@ -40,6 +41,7 @@ __all__ = [
     "Outcome",
     "Probe",
     "Run",
+    "Sink",
     "Task",
     "attach",
     "load",
@@ -59,6 +61,7 @@ _LAZY = {
     "Outcome": ".tasks",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
+    "Sink": ".capture.sink_interface",
     "Task": ".tasks",
     "attach": ".integrations.attach",
     "load": ".analysis.load",

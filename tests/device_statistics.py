@@ -28,9 +28,9 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> DeviceNumbers:
         return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
 
-    for module in ("actions.record", "actions.intervention", "stats.unit_statistics"):
+    for module in ("actions.measurement", "actions.intervention", "stats.unit_statistics"):
         monkeypatch.setattr(f"instrument.{module}.measure", measure)
     monkeypatch.setattr("instrument.actions.intervention.effect_of_plain", lambda before, after: None)
     monkeypatch.setattr("instrument.actions.record.distribution", distribution)
-    monkeypatch.setattr("instrument.actions.record.dead_fraction", dead_fraction_on_device)
-    monkeypatch.setattr("instrument.actions.record.saturated_fraction", saturated_fraction_on_device)
+    monkeypatch.setattr("instrument.actions.measurement.dead_fraction", dead_fraction_on_device)
+    monkeypatch.setattr("instrument.actions.measurement.saturated_fraction", saturated_fraction_on_device)

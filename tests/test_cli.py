@@ -155,8 +155,8 @@ def test_plan_is_printed_and_writes_nothing(cli: Cli) -> None:
     assert answer.code == 0, answer.err
     for message in (
         "MnistCNN",
-        "Conv2d  144 parameters  activations, gradients, updates",
-        "Linear  650 parameters  gradients → tame, updates",
+        "Conv2d  144 parameters  [64, 16, 28, 28]  activations, gradients, updates",
+        "Linear  650 parameters  [64, 10]  gradients → tame, updates",
     ):
         assert message in answer.out
     rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}

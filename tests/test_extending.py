@@ -39,7 +39,7 @@ ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "instrument/spec/hooks.py": (
         ("import ClipSpec, ScaleSpec", "import ClipSpec, NegateSpec, ScaleSpec"),
         ("    | ScaleSpec\n", "    | ScaleSpec\n    | NegateSpec\n"),
-        ('"scale": ScaleSpec, ', '"scale": ScaleSpec, "negate": NegateSpec, '),
+        ('    "scale": ScaleSpec,\n', '    "scale": ScaleSpec,\n    "negate": NegateSpec,\n'),
     ),
     "instrument/actions/make_action.py": (
         ("import ClipSpec, ScaleSpec", "import ClipSpec, NegateSpec, ScaleSpec"),

@@ -165,8 +165,15 @@ class Effects(Protocol):
 class Rows(Effects, Protocol):
     """Receives the rows of an action."""
 
-    def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
-        """Add the statistics of one tensor, in the order of `names`."""
+    def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
+        """Add the statistics of one tensor.
+
+        Args:
+            context: The call.
+            shape: The shape of the tensor.
+            names: The names of the statistics: built-in ones in column order, then custom ones.
+            values: Their values.
+        """
 
     def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: tuple[Any, ...]) -> bool:
         """Add the statistics of one plain tensor; see `instrument.stats.single_pass.record_plain`.
@@ -196,6 +203,16 @@ class Rows(Effects, Protocol):
 
     def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
         """Add this process's sketch for quantiles and a histogram of such a tensor, float64 [numbers]."""
+
+    def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
+        """Add a line to print for one tensor.
+
+        Args:
+            context: The call.
+            text: The description of the tensor.
+            names: The names of the statistics.
+            values: Their values.
+        """
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""

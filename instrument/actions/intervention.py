@@ -70,7 +70,7 @@ class Intervention:
         )
 
     def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
-        given = _versioned_copy(tensor) if tensor.is_inference() else tensor
+        given = versioned_copy(tensor) if tensor.is_inference() else tensor
         version = given._version
         new, factor = self.change(given, context)
         if given._version != version:
@@ -82,7 +82,7 @@ class Intervention:
         return new
 
 
-def _versioned_copy(tensor: Tensor) -> Tensor:
+def versioned_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor that was created under `torch.inference_mode()`.
 
     The version counter of the copy detects in-place changes.

@@ -5,11 +5,14 @@ from __future__ import annotations
 from ..spec.clip_and_scale import ClipSpec, ScaleSpec
 from ..spec.hooks import HookSpec
 from ..spec.modify import ModifySpec
+from ..spec.print_and_call import CallSpec, PrintSpec
 from ..spec.record import RecordSpec
 from .base import Action, Archive, Rows
+from .call import Call
 from .clip import Clip
 from .intervention import Intervention
 from .modify import Modify
+from .print import Print
 from .record import Record
 from .scale import Scale
 
@@ -26,12 +29,16 @@ def make_action(spec: HookSpec, rows: Rows, archive: Archive) -> Action:
         The action.
 
     Raises:
-        ConfigError: A custom function cannot be imported or cannot be called with a tensor and a context, or the
+        ConfigError: A custom function cannot be imported or cannot be called with its arguments, or the
             tensors of another run cannot be found.
     """
     match spec:
         case RecordSpec():
             return Record(spec, rows)
+        case PrintSpec():
+            return Print(spec, rows)
+        case CallSpec():
+            return Call(spec)
         case ClipSpec():
             return Intervention(Clip(spec), rows)
         case ScaleSpec():

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..errors import ConfigError, Problem
 from ..spec.base import parse_slice
-from ..spec.field_types import Target
 from ..spec.modify import (
     DropoutSpec,
     FunctionSpec,
@@ -28,11 +23,11 @@ from ..spec.modify import (
     SignSpec,
     ZeroSpec,
 )
-from ..targets import locate
 from . import builtin_functions
 from .base import Archive, Context
+from .custom_functions import custom_function
 
-Function = Callable[[Tensor, Context], Tensor]
+Function = Callable[[Tensor, Context], Tensor | None]
 
 
 class Modify:
@@ -47,7 +42,7 @@ class Modify:
         self.straight_through = spec.straight_through
         self.entrywise = isinstance(spec, ZeroSpec | SignSpec | QuantizeSpec)
         if isinstance(spec, FunctionSpec):
-            self.function = _custom_function(spec.fn, f"hooks.{spec.name}.fn")
+            self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context")
         elif isinstance(spec, RecordedSpec):
             self.function = _recorded(spec, archive)
         else:
@@ -58,6 +53,8 @@ class Modify:
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, None]:
         new = self.function(tensor, context)
+        if new is None:
+            return tensor, None
         return (builtin_functions.straight_through(tensor, new) if self.straight_through else new), None
 
 
@@ -128,59 +125,3 @@ def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
         return builtin_functions.patch(tensor, found, part)
 
     return replace
-
-
-def _custom_function(target: Target, where: str) -> Callable[[Tensor, Context], Tensor]:
-    """Import a custom function and bind its further arguments.
-
-    A class is instantiated once, and the instance is called.
-    """
-    found: Callable[..., Any] = locate(target.target, where)
-    arguments = target.model_extra or {}
-    bound = {} if inspect.isclass(found) else arguments
-    try:
-        function: Any = found(**arguments) if inspect.isclass(found) else found
-        _check_arguments(function, bound)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                where,
-                f"{target.target} cannot be called as fn(tensor, context): {str(error).partition(chr(10))[0]}",
-                given=arguments or target.target,
-            )
-        ) from None
-    return check_random_state(partial(function, **bound))
-
-
-def check_random_state(function: Function) -> Function:
-    """Wrap a function so that it fails if it changes PyTorch's global random state.
-
-    A change would alter the rest of the run.
-    """
-
-    def checked(tensor: Tensor, context: Context) -> Tensor:
-        before = _random_state(tensor)
-        new = function(tensor, context)
-        if not torch.equal(before, _random_state(tensor)):
-            raise RuntimeError(
-                "the function changes the global random state, which affects the rest of the run; "
-                "pass generator=context.generator(tensor.device)"
-            )
-        return new
-
-    return checked
-
-
-def _random_state(tensor: Tensor) -> Tensor:
-    return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
-
-
-def _check_arguments(function: Callable[..., Any], bound: dict[str, Any]) -> None:
-    """Raise a TypeError if the function cannot be called with a tensor, a context and the bound arguments."""
-    try:
-        signature = inspect.signature(function)
-    # A function written in C that does not declare its parameters: only a call can test them.
-    except ValueError:
-        function(torch.zeros(1), object(), **bound)
-        return
-    signature.bind(torch.empty(0), None, **bound)

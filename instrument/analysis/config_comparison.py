@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
+from ..spec.base import ObservationSpec
+from ..spec.hooks import ACTIONS
 from ..spec.parse import parse_hooks
 from .run_tables import RunTables
 
@@ -89,7 +91,9 @@ def trainings(run: RunTables) -> tuple[list[Training], dict[int, str]]:
             rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)} | _used(
                 config, info
             )
-            interventions = {name: spec for name, spec in specs.items() if spec["action"] != "record"}
+            interventions = {
+                name: spec for name, spec in specs.items() if not issubclass(ACTIONS[spec["action"]], ObservationSpec)
+            }
             comparable.append(Training(index, info["seed"], rest, specs, interventions))
     return comparable, left_out
 

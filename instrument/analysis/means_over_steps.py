@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from ..capture.tables import IDENTITY, TABLES
+from ..capture.tables import CUSTOM, IDENTITY, SHAPE, TABLES
 from ..spec.schedule import STEP_PHASES
 from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
@@ -25,7 +25,7 @@ NUMERIC_COLUMNS: dict[str, tuple[str, ...]] = {
     table: tuple(
         column.name
         for column in TABLES[table].columns
-        if column not in IDENTITY and not pa.types.is_dictionary(column.type)
+        if column not in (*IDENTITY, SHAPE, CUSTOM) and not pa.types.is_dictionary(column.type)
     )
     for table in MEASURED_TABLES
 }

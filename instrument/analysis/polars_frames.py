@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..capture.tables import TABLES
+from ..capture.tables import CUSTOM, TABLES
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..sinks.remote_folder import is_address
+from .custom_columns import column_names
 from .query_sources import RunsToQuery, TableFiles
 
 if TYPE_CHECKING:
@@ -32,12 +33,16 @@ def scan(queried: RunsToQuery, table: str) -> pl.LazyFrame:
         InstrumentError: polars is not installed.
     """
     try:
-        import polars  # noqa: F401
+        import polars
         from polars.io.plugins import register_io_source
     except ImportError:
         raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
     source = _Source(queried, table)
-    return register_io_source(source.read, schema=source.schema)
+    rows = register_io_source(source.read, schema=source.schema)
+    if CUSTOM.name not in source.schema:
+        return rows
+    custom = [polars.col(CUSTOM.name).map.get(name).alias(name) for name in queried.custom]
+    return rows.with_columns(custom).select(column_names(source.schema.names(), queried.custom))
 
 
 class _Source:

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ..capture.tables import TABLES
+from .custom_columns import column_names
 from .run_files import RunFiles
 
 Columns = dict[str, pa.Array]
@@ -48,19 +49,25 @@ class RunsToQuery:
             additional columns.
         run_settings: The seed and the overrides of each run.
         runs: The table `runs`, which includes these columns.
+        custom: The names of the custom statistics of all runs.
     """
 
     files: Sequence[RunFiles]
     names: Sequence[str] | None
     run_settings: pd.DataFrame
     runs: pd.DataFrame
+    custom: Sequence[str] = ()
+
+    def own_columns(self, table: str) -> list[str]:
+        """Return the columns that a table has without those of runs, with custom statistics."""
+        return column_names(TABLES[table].schema.names, self.custom)
 
     def columns(self, table: str) -> tuple[Columns, Columns]:
         """Return the additional columns of a table: those in front of its own columns, and those after them."""
         if self.names is None:
             return {}, {}
         return {"run": pa.array(self.names, pa.string())}, columns_of_runs(
-            self.run_settings, ["run", *TABLES[table].schema.names]
+            self.run_settings, ["run", *self.own_columns(table)]
         )
 
     def table_files(self, table: str, runs: Iterable[int] | None = None) -> TableFiles:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..capture.tables import AS_WRITTEN, POSITION, TABLES, Table
+from ..capture.tables import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..errors import InstrumentWarning
 from ..sinks.journal_truncation_check import DAMAGED
 from ..sinks.lock import is_locked
@@ -35,6 +35,8 @@ from .remote_files import arrow_files, remote_errors
 OPTIONAL_COLUMNS = {
     POSITION.name,
     "scope",
+    SHAPE.name,
+    CUSTOM.name,
     *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""

@@ -12,9 +12,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..capture.tables import TABLES
+from ..capture.tables import CUSTOM, SHAPE, TABLES
 from ..sinks.remote_folder import is_address
 from .config_columns import typed_frame
+from .custom_columns import custom_statistics_of, with_custom_columns
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
 
@@ -70,6 +71,11 @@ class RunTables:
         """The content of run.json of the run, or of the first of several runs."""
         return self.infos[0]
 
+    @cached_property
+    def custom_statistics(self) -> tuple[str, ...]:
+        """The names of the custom statistics of all runs: further columns of `stats`."""
+        return custom_statistics_of(self.infos)
+
     @property
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason; filled when tables are read."""
@@ -106,7 +112,7 @@ class RunTables:
 
     @cached_property
     def stats(self) -> pd.DataFrame:
-        """Statistics. One row per recorded tensor and firing of a hook."""
+        """Statistics. One row per recorded tensor and firing of a hook, and one column per statistic, also custom ones."""
         return self._frame("stats")
 
     @cached_property
@@ -163,7 +169,10 @@ class RunTables:
             ValueError: The table does not exist.
         """
         check_table(table)
-        parts: list[pd.DataFrame] = [plain_labels(files.read(table, columns)).to_pandas() for files in self._files]
+        custom = [name for name in columns if table == "stats" and name in self.custom_statistics]
+        stored = [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom else [])]
+        rows = (with_custom_columns(files.read(table, stored), custom).select(columns) for files in self._files)
+        parts: list[pd.DataFrame] = [plain_labels(each).to_pandas() for each in rows]
         return pd.concat(parts, ignore_index=True)
 
     def scan(
@@ -230,7 +239,11 @@ class RunTables:
         frames = []
         overrides = self._given()
         for index, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
-            frame: pd.DataFrame = plain_labels(files.read(table, condition=condition)).to_pandas()
+            rows = with_custom_columns(files.read(table, condition=condition), self.custom_statistics)
+            frame: pd.DataFrame = plain_labels(rows).to_pandas()
+            if table == "stats":
+                shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]
+                frame[SHAPE.name] = pd.Series(shapes, dtype=object)
             if table == "tensors":
                 frame = without_unknown_types(frame, files)
             if self._is_sweep:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import pyarrow as pa
 
-from ..capture.tables import TABLES
+from ..capture.tables import CUSTOM, TABLES
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..pip_extras import pip_command
 from ..sinks.remote_errors import safe_message
@@ -112,7 +112,22 @@ class _Views:
             if len(unwritten) or not paths or by_name:
                 connection.register(f"unwritten rows of {name}", unwritten)
                 selections.append(f'select * from "unwritten rows of {name}"')
-            connection.execute(f"create view {name} as {' union all by name '.join(selections)}")
+            rows = " union all by name ".join(selections)
+            if CUSTOM in TABLES[name].columns:
+                rows = self._with_custom_columns(rows)
+            connection.execute(f"create view {name} as {rows}")
+
+    def _with_custom_columns(self, rows: str) -> str:
+        """Return the query of rows with one column per custom statistic."""
+        before, after = self.queried.columns("stats")
+        names = [*before, *self.queried.own_columns("stats"), *after]
+        expressions = [
+            f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}"
+            if name in self.queried.custom
+            else _quoted_name(name)
+            for name in names
+        ]
+        return f"select {', '.join(expressions)} from ({rows})"
 
     def repair(self, *, only_heads: bool) -> bool:
         """Return whether a cause of a failed query was found and removed, so that the query can be repeated.
@@ -149,7 +164,7 @@ class _Views:
 
     def _columns(self, table: str) -> list[str]:
         before, after = self.queried.columns(table)
-        return [*before, *TABLES[table].schema.names, *after]
+        return [*before, *self.queried.own_columns(table), *after]
 
     def _selection(self, table: str, paths: Sequence[Path], owners: Sequence[int], *, by_name: bool) -> str:
         before, after = self.queried.columns(table)

@@ -37,7 +37,8 @@ class MessageTemplate:
 
     Attributes:
         message: The message.
-        numbers: For each column, its numbers as a writable array [rows]; None for labels, booleans and columns with nulls.
+        numbers: For each column, its numbers as a writable array [rows], or those of all its lists, concatenated; None for
+            labels, booleans and columns with nulls.
     """
 
     def __init__(self, batch: pa.RecordBatch) -> None:
@@ -49,6 +50,8 @@ class MessageTemplate:
 
 def _numbers(column: pa.Array, content: np.ndarray) -> np.ndarray | None:
     """Return the numbers of a column as a part of the message; None if they cannot be replaced."""
+    if pa.types.is_list(column.type):
+        return None if column.null_count else _numbers(column.values, content)
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
     if not is_number or column.null_count or not len(column):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -39,6 +39,7 @@ from .row_cells import has_lazy_parameters, layer_rows
 from .samples import SampleBatch, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Sink
+from .step_statistics import check_custom_columns
 
 PHASES = (*get_args(Phase), "sanity")
 
@@ -71,6 +72,7 @@ class Probe:
         ranks: The processes that train together. Default: None, a single process.
         ids: The batches whose samples are written to the table `samples`: those in which a tensor is recorded
             (`recorded`, default), or `all`.
+        print_line: Prints a line of `action: print`. Default: to stdout.
 
     Attributes:
         sink: The sink that receives all rows.
@@ -79,7 +81,8 @@ class Probe:
 
     Raises:
         ConfigError: A kind or role requires an optimizer that is missing or that keeps no such state, a custom function
-            cannot be imported or called, or a spec requires the tensors of a run that cannot be found.
+            cannot be imported or called, a custom statistic has the name of a column, or a spec requires the tensors of
+            a run that cannot be found.
         AlreadyAttachedError: The probe is entered a second time.
         HookError: A hook failed; see `instrument.attach`.
     """
@@ -98,7 +101,9 @@ class Probe:
         steps: int | None = None,
         ranks: Ranks | None = None,
         ids: Literal["recorded", "all"] = "recorded",
+        print_line: Callable[[str], None] = print,
     ) -> None:
+        check_custom_columns(plan.specs)
         self.plan = plan
         self.sink = sink
         self.optimizers = optimizers_of(optimizer)
@@ -106,7 +111,7 @@ class Probe:
         self.steps_by_loop = steps_by_loop
         self.alerts = Alerts(self.event)
         self.ranks = ranks
-        self.recorder = Recorder(sink, self.alerts.check_stats, ranks, all_samples=ids == "all")
+        self.recorder = Recorder(sink, self.alerts.check_stats, ranks, all_samples=ids == "all", print_line=print_line)
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         tensors = archive or NoArchive()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Context, Effect, StepContext
+from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
 from ..spec.statistics import ALL
 from ..stats.device_numbers import DeviceNumbers
@@ -34,7 +35,8 @@ from .rank_merging import (
 from .row_cells import effect_cells
 from .samples import SampleBatch, Samples
 from .sink_interface import Row, Sink
-from .step_statistics import ColumnCache, StepStatistics, split_identity
+from .step_statistics import ColumnCache, StepStatistics
+from .tables import IDENTITY
 
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
@@ -49,6 +51,7 @@ class Recorder:
         ranks: The processes that train together; None for a single one.
         all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
             tensor is stored.
+        print_line: Prints a line of `action: print`, when the values of its step are read.
 
     Attributes:
         samples: The samples of the batches.
@@ -61,9 +64,11 @@ class Recorder:
         ranks: Ranks | None = None,
         *,
         all_samples: bool = False,
+        print_line: Callable[[str], None] = print,
     ) -> None:
         self.sink = sink
         self.on_stats = on_stats
+        self.print_line = print_line
         self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
@@ -73,6 +78,7 @@ class Recorder:
         self._columns = ColumnCache()
         self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution]] = []
         self._effects: list[tuple[Row, Effect]] = []
+        self._lines: list[tuple[str, tuple[str, ...], Values]] = []
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
@@ -90,18 +96,17 @@ class Recorder:
         self._merger.add(distribution_piece(context, levels, bins, sketch))
         self._count_distribution(context, levels, bins)
 
-    def add_stats(self, context: Context, names: tuple[str, ...], values: Values) -> None:
+    def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
         if not self._merger.is_duplicate(context):
-            moment, site = split_identity(self._merger.identity(context))
-            self._stats.add_values(moment, site, names, values)
+            self._stats.add_values(self._merger.identity(context), shape, names, values)
 
     def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: Row) -> bool:
         """Add the statistics of one plain tensor."""
         numbers = record_plain(tensor, bits)
         if numbers is None:
             return False
-        self._stats.add(moment, site, numbers)
+        self._stats.add(moment, site, tensor.shape, numbers)
         return True
 
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
@@ -109,6 +114,11 @@ class Recorder:
         if not self._merger.is_duplicate(context):
             self._distributions.append((self._merger.identity(context), levels, bins, values))
             self._count_distribution(context, levels, bins)
+
+    def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
+        """Add a line to print for one tensor."""
+        if not self._merger.is_duplicate(context):
+            self._lines.append((text, names, values))
 
     def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * (2 * len(levels) + bins)
@@ -172,19 +182,22 @@ class Recorder:
         stats, self._stats = self._stats, StepStatistics()
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
+        lines, self._lines = self._lines, []
         on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
         for *_, found in distributions:
             on_device += found.numbers if isinstance(found, DeviceNumbers) else ()
         for _, effect in effects:
             on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
+        for *_, values in lines:
+            on_device += values.numbers if isinstance(values, DeviceNumbers) else ()
         batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
         deferred, self._deferred = self._deferred, []
         devices, self._copied_from = self._copied_from, set()
         transfer = Transfer(on_device, devices)
-        self._pending = _Step(stats, distributions, effects, merged, batches, deferred, transfer)
+        self._pending = _Step(stats, distributions, effects, merged, batches, lines, deferred, transfer)
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -194,7 +207,8 @@ class Recorder:
         step = self._pending
         if step is None:
             return False
-        return bool(step.stats or step.distributions or step.effects or step.merged or step.transfer.devices)
+        rows = step.stats or step.distributions or step.effects or step.merged or step.lines
+        return bool(rows or step.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
         """Write a row that is computed when the rows of the step are passed to the sink."""
@@ -219,9 +233,12 @@ class Recorder:
         if step.merged is not None:
             for table, merged in step.merged.build(*(next(fetched) for _ in step.merged.numbers)):
                 if table == "stats":
-                    step.stats.add_values(*split_identity(merged), ALL, merged[-len(ALL) :])
+                    step.stats.add_values(merged[: len(IDENTITY)], None, ALL, merged[len(IDENTITY) :])
                 else:
                     tables[table].append(merged)
+        for text, names, values in step.lines:
+            numbers = values.values(fetched) if isinstance(values, DeviceNumbers) else values
+            self.print_line(line_of(text, names, numbers))
         not_finite: Sequence[Row] = ()
         if len(step.stats):
             stats = step.stats.rows(self._columns)
@@ -247,6 +264,7 @@ class _Step(NamedTuple):
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None
     batches: list[SampleBatch]
+    lines: list[tuple[str, tuple[str, ...], Values]]
     deferred: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
 

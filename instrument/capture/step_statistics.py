@@ -8,28 +8,61 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
 
 from ..actions.base import StepContext
+from ..errors import ConfigError, Problem
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
 from ..spec.statistics import ALL, STATISTICS
 from ..stats.device_numbers import DeviceNumbers
 from ..stats.measure import Values, positions
 from ..stats.single_pass import NATIVE
 from .message_template import Message, MessageTemplate
 from .sink_interface import Row
-from .tables import IDENTITY, TABLES
+from .tables import CUSTOM, IDENTITY, SHAPE, TABLES
 
+Shape = tuple[int, ...] | None
 _MOMENT = len(StepContext._fields)
 _TABLE = TABLES["stats"]
 _TYPES: list[pa.DataType] = [field.type for field in _TABLE.plain_schema]
-_MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = _TYPES[:_MOMENT], _TYPES[_MOMENT : len(IDENTITY)], _TYPES[len(IDENTITY) :]
+_MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = (
+    _TYPES[:_MOMENT],
+    _TYPES[_MOMENT : len(IDENTITY)],
+    _TYPES[len(IDENTITY) : len(IDENTITY) + len(ALL)],
+)
 _IS_COUNT = tuple(statistic.unit == "count" for statistic in STATISTICS.values())
 _NOT_FINITE = slice(NATIVE.index("nan_count"), NATIVE.index("inf_count") + 1)
 _NATIVE_BYTES = 8 * len(NATIVE)
+
+
+def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
+    """Check that the names of custom statistics differ from the names of other columns.
+
+    Raises:
+        ConfigError: A custom statistic has the name of a column that tables of runs have.
+    """
+    reserved = {"run", "seed", *(column.name for column in _TABLE.stored)}
+    problems = [
+        Problem(
+            f"hooks.{name}.stats",
+            f"the table 'stats' already has a column {custom.column!r}",
+            given=custom.target,
+            fix="set another 'name'",
+        )
+        for name, spec in specs.items()
+        if isinstance(spec, RecordSpec)
+        for custom in spec.custom_statistics
+        if custom.column.lower() in reserved
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 class OnDevice(NamedTuple):
@@ -46,11 +79,6 @@ class OnDevice(NamedTuple):
     values: DeviceNumbers
 
 
-def split_identity(row: Row) -> tuple[StepContext, Row]:
-    """Return the moment of a row that begins with the identity columns, and the other identity columns."""
-    return StepContext(*row[:_MOMENT]), row[_MOMENT : len(IDENTITY)]
-
-
 class StepStatistics:
     """Collects the statistics of one step. Several threads may add rows.
 
@@ -59,25 +87,33 @@ class StepStatistics:
     """
 
     def __init__(self) -> None:
-        # The moment, the other identity columns, and the memory of a float64 array: the statistics `NATIVE`, or all.
+        # The moment, the other identity columns, the shape of the tensor, the memory of a float64 array (the statistics
+        # `NATIVE`, or all), and, if the spec has any, the custom statistics.
         self._rows: list[Sequence[Any]] = []
         self.on_device: list[OnDevice] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, moment: StepContext, site: Row, numbers: bytes) -> None:
+    def add(self, moment: StepContext, site: Row, shape: Shape, numbers: bytes) -> None:
         """Add the result of `instrument.stats.single_pass.record_plain`."""
-        self._rows.append((moment, site, numbers))
+        self._rows.append((moment, site, shape, numbers))
 
-    def add_values(self, moment: StepContext, site: Row, names: tuple[str, ...], values: Values) -> None:
-        """Add a row of values in the order of `names`."""
+    def add_values(self, identity: Row, shape: Shape, names: tuple[str, ...], values: Values) -> None:
+        """Add a row of values.
+
+        Args:
+            identity: The identity columns.
+            shape: The shape of the tensor; None if the row is merged from several tensors.
+            names: The names of the statistics: built-in ones, then custom ones.
+            values: Their values.
+        """
+        row = [StepContext(*identity[:_MOMENT]), identity[_MOMENT:], shape]
         if isinstance(values, DeviceNumbers):
-            row = [moment, site, b""]
             self.on_device.append(OnDevice(row, names, values))
-            self._rows.append(row)
         else:
-            self.add(moment, site, _as_memory(names, values))
+            row += _number_cells(names, values)
+        self._rows.append(row)
 
     def fetch(self, fetched: Iterator[list[float]]) -> None:
         """Set the values of all rows on a device.
@@ -86,7 +122,7 @@ class StepStatistics:
             fetched: The numbers of all tensors of `on_device`, in order.
         """
         for waiting in self.on_device:
-            waiting.row[-1] = _as_memory(waiting.names, waiting.values.values(fetched))
+            waiting.row.extend(_number_cells(waiting.names, waiting.values.values(fetched)))
 
     def rows(self, cache: ColumnCache) -> StatisticsRows:
         """Return the collected rows. Every number has to be on the host.
@@ -94,19 +130,35 @@ class StepStatistics:
         Args:
             cache: Keeps columns for the next step.
         """
-        moments, sites, memory = ([row[i] for row in self._rows] for i in range(3))
+        moments, sites, shapes, memory = ([row[i] for row in self._rows] for i in range(4))
         others = {i: np.frombuffer(row[_NATIVE_BYTES:]) for i, row in enumerate(memory) if len(row) > _NATIVE_BYTES}
         numbers = np.frombuffer(b"".join(row[:_NATIVE_BYTES] for row in memory) if others else b"".join(memory))
-        return StatisticsRows(moments, sites, numbers.reshape(-1, len(NATIVE)), others, cache)
+        custom = {i: row[4] for i, row in enumerate(self._rows) if len(row) > 4}
+        return StatisticsRows(
+            moments, sites, shapes, numbers.reshape(-1, len(NATIVE)), others=others, custom=custom, cache=cache
+        )
 
 
-def _as_memory(names: tuple[str, ...], values: Sequence[float | None]) -> bytes:
-    """Return values as the memory of a float64 array: the statistics `NATIVE` if the others have no value, otherwise all."""
+def _number_cells(names: tuple[str, ...], values: Sequence[float | None]) -> Iterator[Any]:
+    """Yield the built-in statistics as the memory of a float64 array, and then the custom ones if there are any.
+
+    The array contains the statistics `NATIVE` if the others have no value, otherwise all.
+    """
+    known = _known(names)
     numbers = [math.nan] * len(ALL)
-    for position, value in zip(positions(names), values, strict=True):
+    for position, value in zip(positions(known), values, strict=False):
         numbers[position] = math.nan if value is None else value
     has_others = not all(map(math.isnan, numbers[len(NATIVE) :]))
-    return array("d", numbers if has_others else numbers[: len(NATIVE)]).tobytes()
+    yield array("d", numbers if has_others else numbers[: len(NATIVE)]).tobytes()
+    if len(known) < len(names):
+        custom = zip(names[len(known) :], values[len(known) :], strict=True)
+        yield {name: None if value is None or math.isnan(value) else value for name, value in custom}
+
+
+@cache
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the built-in statistics, which come before custom ones."""
+    return tuple(name for name in names if name in STATISTICS)
 
 
 class StatisticsRows(Sequence[Row]):
@@ -115,8 +167,10 @@ class StatisticsRows(Sequence[Row]):
     Args:
         moments: For each row, step, micro-step, epoch and phase.
         sites: For each row, the other identity columns.
+        shapes: For each row, the shape of the tensor; None if the row is merged from several tensors.
         numbers: float64 [rows, NATIVE]: the statistics of the native kernel; NaN for no value.
         others: The other statistics of those rows that have them.
+        custom: The custom statistics of those rows that have them, by name.
         cache: Keeps columns for the next step.
     """
 
@@ -124,14 +178,19 @@ class StatisticsRows(Sequence[Row]):
         self,
         moments: list[StepContext],
         sites: list[Row],
+        shapes: list[Shape],
         numbers: np.ndarray,
+        *,
         others: dict[int, np.ndarray],
+        custom: dict[int, dict[str, float | None]],
         cache: ColumnCache,
     ) -> None:
         self._moments = moments
         self._sites = sites
+        self._shapes = shapes
         self._numbers = numbers
         self._others = others
+        self._custom = custom
         self._cache = cache
 
     def __len__(self) -> int:
@@ -149,7 +208,9 @@ class StatisticsRows(Sequence[Row]):
             None if math.isnan(value) else int(value) if is_count else value
             for value, is_count in zip((*self._numbers[index].tolist(), *others), _IS_COUNT, strict=True)
         )
-        return (*self._moments[index], *self._sites[index], *cells)
+        shape = self._shapes[index]
+        further = (None if shape is None else list(shape), self._custom.get(index % len(self)))
+        return (*self._moments[index], *self._sites[index], *cells, *further)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -165,11 +226,17 @@ class StatisticsRows(Sequence[Row]):
         """Return the rows for a journal: a message with the numbers of these rows, if the cache has a similar one."""
         first, missing = self._moments[0], np.isnan(self._numbers)
         some_missing = missing.any(axis=0)
-        if self._others or (some_missing != missing.all(axis=0)).any() or self._moments.count(first) != len(self):
+        if (
+            self._others
+            or self._custom
+            or (some_missing != missing.all(axis=0)).any()
+            or self._moments.count(first) != len(self)
+        ):
             return self.to_batch()
         cache, unchanged = self._cache, (self._sites, first[1:], some_missing.tolist())
-        if cache.template is None or cache.unchanged != unchanged:
+        if cache.template is None or cache.unchanged != unchanged or not cache.replace_shapes(self._shapes):
             cache.template, cache.unchanged = MessageTemplate(self.to_batch()), unchanged
+            cache.message_shapes = self._shapes
             return cache.template.message
         step, statistics = cache.template.numbers[0], cache.template.numbers[len(IDENTITY) :]
         for numbers, values in zip((step, *statistics), (first.step, *self._numbers.T), strict=False):
@@ -179,7 +246,9 @@ class StatisticsRows(Sequence[Row]):
 
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""
-        arrays = [*self._cache.moments(self._moments), *self._cache.sites(self._sites), *self._number_arrays()]
+        cache = self._cache
+        identity = [*cache.moments(self._moments), *cache.sites(self._sites)]
+        arrays = [*identity, *self._number_arrays(), cache.shapes(self._shapes), self._custom_array()]
         return pa.RecordBatch.from_arrays(arrays, schema=_TABLE.plain_schema)
 
     def _number_arrays(self) -> Iterator[pa.Array]:
@@ -207,6 +276,11 @@ class StatisticsRows(Sequence[Row]):
         for dtype in _NUMBER_TYPES[len(columns) :]:
             yield self._cache.nulls(dtype, count)
 
+    def _custom_array(self) -> pa.Array:
+        if not self._custom:
+            return self._cache.nulls(CUSTOM.type, len(self))
+        return pa.array([self._custom.get(row) for row in range(len(self))], CUSTOM.type)
+
 
 _NO_OTHERS = np.full(len(ALL) - len(NATIVE), math.nan)
 
@@ -216,6 +290,7 @@ class ColumnCache:
 
     Attributes:
         template: The message of an earlier step; None before the first step.
+        message_shapes: The shapes in this message.
         unchanged: What that step and steps with this message have in common: the identity columns and the missing numbers.
     """
 
@@ -224,6 +299,9 @@ class ColumnCache:
         self.unchanged: tuple[Any, ...] = ()
         self._sites: list[Row] = []
         self._site_arrays: list[pa.Array] = []
+        self.message_shapes: list[Shape] = []
+        self._shapes: list[Shape] = []
+        self._shape_array: pa.Array = pa.array([], SHAPE.type)
         self._repeated: dict[tuple[Any, pa.DataType], pa.Array] = {}  # arrays of one repeated cell
         self._count = 0  # their length
 
@@ -234,6 +312,25 @@ class ColumnCache:
             self._sites = sites
             self._site_arrays = [pa.array(cells, dtype) for cells, dtype in zip(columns, _SITE_TYPES, strict=True)]
         return self._site_arrays
+
+    def replace_shapes(self, shapes: list[Shape]) -> bool:
+        """Replace the shapes in the message. Return false if they have other numbers of dimensions."""
+        known = self.message_shapes
+        if shapes == known:
+            return True
+        numbers = None if self.template is None else self.template.numbers[_TABLE.names.index(SHAPE.name)]
+        if numbers is None or None in shapes or [*map(len, shapes)] != [*map(len, known)]:  # type: ignore[arg-type]
+            return False
+        numbers[:] = [*chain.from_iterable(shapes)]  # type: ignore[arg-type]
+        self.message_shapes = shapes
+        return True
+
+    def shapes(self, shapes: list[Shape]) -> pa.Array:
+        """Return the column of shapes."""
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self._shape_array = pa.array(shapes, SHAPE.type)
+        return self._shape_array
 
     def moments(self, moments: list[StepContext]) -> Iterator[pa.Array]:
         """Return the columns of the moment."""

@@ -139,6 +139,18 @@ IDENTITY = (
         "averaged: a value that is equal on every rank; shard: this rank's shard of a tensor",
     ),
 )
+SHAPE = Column(
+    "shape",
+    pa.list_(pa.int32()),
+    "elements",
+    "shape of the tensor; null for a row that `reduce: global` merges from the tensors of several processes",
+)
+CUSTOM = Column(
+    "custom",
+    pa.map_(pa.string(), pa.float64()),
+    "",
+    "custom statistics by name; null without any. Readers of this package replace it by one column per statistic",
+)
 _UNITS = {
     "count": "elements",
     "fraction": "fraction of the finite values",
@@ -154,7 +166,12 @@ TABLES: dict[str, Table] = {
         Table(
             "stats",
             "one tensor at one firing",
-            (*IDENTITY, *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.formula) for s in STATISTICS.values())),
+            (
+                *IDENTITY,
+                *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.formula) for s in STATISTICS.values()),
+                SHAPE,
+                CUSTOM,
+            ),
             is_sorted=True,
         ),
         Table(
@@ -451,6 +468,8 @@ def _type_name(kind: pa.DataType) -> str:
         return "string (dictionary)"
     if pa.types.is_list(kind):
         return f"list<{kind.value_type}>"
+    if pa.types.is_map(kind):
+        return f"map<{kind.key_type}, {kind.item_type}>"
     return str(kind)
 
 

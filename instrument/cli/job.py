@@ -70,7 +70,7 @@ def job(config: DictConfig) -> float | None:
                 Problem("resume", "only single runs can be resumed", given=config.resume, fix="remove -m")
             )
         parsed, raw = read_config(config)
-        objective = read_objective(parsed.objective)
+        objective = read_objective(parsed.objective, raw.get("hooks"))
         if parsed.plan:
             show_plan(parsed, None)
             return None

@@ -79,7 +79,7 @@ def check_objective(config: DictConfig) -> None:
     written = plain.get(OBJECTIVE_KEY)
     is_swept = OBJECTIVE_KEY in keys_of(sweep_overrides(config.hydra))
     if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
-        read_objective(written)
+        read_objective(written, plain.get("hooks"))
 
 
 def prepare_launcher(config: DictConfig) -> None:

@@ -89,8 +89,8 @@ class HydraCallback(Callback):
         with _exit_on_error():
             folder = Path(config.hydra.run.dir)
             with synced_errors(processes):
-                parsed, _ = read_config(config)
-                read_objective(parsed.objective)
+                parsed, raw = read_config(config)
+                read_objective(parsed.objective, raw.get("hooks"))
                 check_remote(parsed.sink.remote)
                 check_processes(parsed, processes)
                 if parsed.plan:

@@ -23,7 +23,7 @@ from ..spec.config import RunConfig
 from ..tasks.forward_and_loss import Forward
 from .batch_sharding import FULL_BATCH, BatchShard
 from .torchrun import check_processes
-from .unsupported import budget_problems, shard_problems
+from .unsupported import reduce_problems, shard_problems
 
 if TYPE_CHECKING:
     from .process_group import Processes
@@ -155,7 +155,7 @@ class DataParallel(Strategy):
         Raises:
             ConfigError: A recording budget is combined with `reduce=global`.
         """
-        problems = _budget_problems(config)
+        problems = _reduce_problems(config)
         if problems:
             raise ConfigError(*problems)
 
@@ -249,7 +249,7 @@ class FullySharded(DataParallel):
             ConfigError: The configuration uses fp16, `train.compile`, or hooks that never fire on sharded parameters,
                 or combines a recording budget with `reduce=global`. The error lists all problems.
         """
-        problems = _budget_problems(config)
+        problems = _reduce_problems(config)
         if config.train.precision == "fp16":
             problems.append(
                 Problem(
@@ -338,8 +338,8 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     return made(processes, reduces=config.reduce == "global")
 
 
-def _budget_problems(config: RunConfig) -> list[Problem]:
-    return budget_problems(config.budget) if config.reduce == "global" else []
+def _reduce_problems(config: RunConfig) -> list[Problem]:
+    return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
 
 def _sum(bucket: Any) -> torch.futures.Future[Tensor]:

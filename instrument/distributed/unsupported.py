@@ -8,21 +8,29 @@ from ..errors import Problem
 from ..spec.budget import BudgetConfig
 from ..spec.hooks import HookSpec
 from ..spec.modify import PenaltySpec
+from ..spec.record import RecordSpec
 
 
-def budget_problems(budget: BudgetConfig | None) -> list[Problem]:
-    """Report a recording budget, which cannot be combined with `reduce=global`.
+def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
+    """Report what cannot be combined with `reduce=global`: a recording budget, and custom statistics.
 
     Args:
         budget: Budget of the run; None for no budget.
+        hooks: Hook specs by name.
 
     Returns:
-        The problems found; empty if neither `time` nor `bytes` is limited.
+        The problems found; empty if neither `time` nor `bytes` is limited, and no hook records a custom statistic.
     """
-    if budget is None or (budget.time is None and budget.bytes is None):
-        return []
-    message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
-    return [Problem("budget", message, fix="set reduce=none")]
+    problems = []
+    if budget is not None and (budget.time is not None or budget.bytes is not None):
+        message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
+        problems.append(Problem("budget", message, fix="set reduce=none"))
+    for name, spec in hooks.items():
+        if isinstance(spec, RecordSpec) and spec.custom_statistics:
+            message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
+            given = spec.custom_statistics[0].target
+            problems.append(Problem(f"hooks.{name}.stats", message, given=given, fix="set reduce=none"))
+    return problems
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:

@@ -237,6 +237,7 @@ class _Profiler:
             scaler=experiment.scaler,
             seed=config.seed,
             archive=experiment.archive,
+            print_line=lambda line: None,
         )
         self.timer = self.probe.clock.timer = HookTimer()
         one_batch: Any = [next(iter(experiment.eval_loader or ()))] if self.first_steps.get("eval") else []

@@ -18,8 +18,9 @@ from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.collectives import Ranks, own_rank
 from ..capture.optimizer_checks import Optimizers
 from ..capture.probe import Probe
+from ..capture.sink_interface import Sink
 from ..distributed.process_group import report_dead_ranks
-from ..distributed.unsupported import budget_problems, shard_problems
+from ..distributed.unsupported import reduce_problems, shard_problems
 from ..dtensor import is_sharded
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.run_folder import RunFolder, WorkerRunFolder
@@ -28,8 +29,10 @@ from ..folders.run_upload import RemoteCopy
 from ..kinds.distributed_scope import Parallel
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import make_plan
+from ..sinks.custom import CustomSink
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
+from ..sinks.tee import TeeSink
 from ..spec.budget import BudgetConfig
 from ..spec.config import SinkConfig
 from ..spec.hooks import HookSpec
@@ -49,6 +52,7 @@ def attach(
     optimizer: Optimizers = None,
     scaler: GradScaler | None = None,
     out: str | Path | None = None,
+    sink: Sink | None = None,
     remote: str | None = None,
     seed: int = 0,
     steps_by_loop: bool = False,
@@ -77,6 +81,8 @@ def attach(
         scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
         out: The output folder, readable with `instrument.load`. It must not contain a run. Default: None, which keeps
             all rows in memory. In both cases, the probe reads them: `probe.stats`, `probe.tensors(...)`.
+        sink: A custom sink: an object with the methods of `instrument.Sink`. It receives all rows in place of the memory, or,
+            with `out`, in addition to the files. Default: None.
         remote: A remote address such as `s3://bucket/prefix`. The files of `out` are uploaded there during the run.
             Requires `out`. Default: None.
         seed: The seed of all random numbers that interventions draw. Default: 0.
@@ -105,7 +111,7 @@ def attach(
             shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
             the result has the wrong type, shape, dtype or device.
-        SinkError: Rows cannot be written.
+        SinkError: Rows cannot be written, or the custom sink raised an exception.
         RankError: Another process ended, and a collective operation failed. The message contains its rank.
     """
     if not isinstance(model, nn.Module):
@@ -121,7 +127,8 @@ def attach(
     settings = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
     probe = AttachedProbe(
         plan,
-        MemorySink() if out is None else ParquetSink(Path(out)),
+        _sink(out, sink),
+        folder=None if out is None else Path(out),
         info={"seed": seed, "device": _device(model), "config": {"hooks": settings}},
         optimizer=optimizer,
         scaler=scaler,
@@ -168,6 +175,19 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterato
         run_folder.update(device_statistics=measured_by())
 
 
+def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
+    """Return the sink of the probe: files, memory or a custom sink, or files and a custom sink.
+
+    Raises:
+        ConfigError: The custom sink lacks a method.
+    """
+    own = None if custom is None else CustomSink(custom, "sink")
+    if out is None:
+        return own or MemorySink()
+    files = ParquetSink(Path(out))
+    return files if own is None else TeeSink(files, {own.name: own}, required=[own.name])
+
+
 class _Warnings:
     """Display of uploads that issues warnings and ignores successful uploads."""
 
@@ -202,7 +222,7 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     parallel: Parallel = "own"
-    problems = budget_problems(budget) if reduce == "global" else []
+    problems = reduce_problems(budget, hooks) if reduce == "global" else []
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         parallel = "ddp"
     elif sharded := [parameter for parameter in model.parameters() if is_sharded(parameter)]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ from ..analysis.features import Features
 from ..analysis.load import Run, load
 from ..analysis.memory_files import IN_MEMORY, MemoryFiles
 from ..capture.probe import Probe
+from ..capture.sink_interface import Sink
+from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
 from ..sinks.memory import MemorySink
-from ..sinks.parquet import ParquetSink
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,24 +38,20 @@ class AttachedProbe(Probe):
 
     Args:
         plan: See `Probe`.
-        sink: A sink in memory, or in a folder.
+        sink: See `Probe`.
+        folder: The folder to which the sink writes; None if it writes to memory, or only to a custom sink.
         info: The entries of run.json if the sink is in memory.
         options: Further arguments of `Probe`.
     """
 
     def __init__(
-        self, plan: HookPlan, sink: MemorySink | ParquetSink, *, info: Mapping[str, Any], **options: Any
+        self, plan: HookPlan, sink: Sink, *, folder: Path | None, info: Mapping[str, Any], **options: Any
     ) -> None:
         super().__init__(plan, sink, **options)
         self._status = "running"
         self._info = info
-        self._source: Callable[[], Run]
-        if isinstance(sink, MemorySink):
-            files = MemoryFiles(sink, self._run_info)
-            self._source = lambda: Run(IN_MEMORY, [IN_MEMORY], [files])
-        else:
-            folder = sink.folder
-            self._source = lambda: load(folder)
+        self._folder = folder
+        self._files = MemoryFiles(sink, self._run_info) if isinstance(sink, MemorySink) else None
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -67,7 +64,7 @@ class AttachedProbe(Probe):
 
     def __repr__(self) -> str:
         sites, hooks = len(self.plan.sites), len(self.plan.specs)
-        where = f"in {self.sink.folder}" if isinstance(self.sink, ParquetSink) else "in memory"
+        where = "in memory" if self._files else f"in {self._folder}" if self._folder else "in a custom sink"
         rows = f"{self.recorder.rows_written:,} rows {where}"
         return f"<{type(self).__name__} {self._status}: {self.step} steps, {hooks} hooks at {sites} sites, {rows}>"
 
@@ -77,9 +74,17 @@ class AttachedProbe(Probe):
 
     @property
     def run(self) -> Run:
-        """The data recorded so far, as a `Run`. Waits for values that are still being copied from a GPU."""
+        """The data recorded so far, as a `Run`. Waits for values that are still being copied from a GPU.
+
+        Raises:
+            InstrumentError: Only a custom sink received the rows.
+        """
         self.flush()
-        return self._source()
+        if self._files is not None:
+            return Run(IN_MEMORY, [IN_MEMORY], [self._files])
+        if self._folder is None:
+            raise InstrumentError("only the custom sink has the rows; pass out=FOLDER to also read them here")
+        return load(self._folder)
 
     @property
     def stats(self) -> pd.DataFrame:
@@ -120,6 +125,11 @@ class AttachedProbe(Probe):
     def samples(self) -> pd.DataFrame:
         """The id and the target of each sample. One row per sample of a batch in which a tensor was recorded."""
         return self.run.samples
+
+    @property
+    def custom_statistics(self) -> tuple[str, ...]:
+        """The names of the custom statistics, in alphabetical order; see `Run.custom_statistics`."""
+        return self.run.custom_statistics
 
     @property
     def problems(self) -> list[str]:

@@ -18,8 +18,10 @@ from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
 from ..errors import HookError, InstrumentError, user_code_location
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
+from ..spec.base import ObservationSpec
 from ..spec.globs import matches
 from ..spec.modify import FunctionSpec, PenaltySpec
+from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from ..stats.flatten import unreadable
@@ -67,7 +69,8 @@ class AttachedHook:
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
         self.clock = clock
-        self.is_record_hook = isinstance(site.spec, RecordSpec)
+        # Whether it changes nothing: it records, prints or calls a function.
+        self.is_record_hook = isinstance(site.spec, ObservationSpec)
         self.frequency = site.spec.definition.frequency
         self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
         self.default_reason = default_reason(site.spec.definition)
@@ -239,7 +242,7 @@ class AttachedHook:
     @property
     def needs_value(self) -> bool:
         """Whether the action requires the tensor that a gradient belongs to."""
-        return isinstance(self.site.spec, PenaltySpec | FunctionSpec)
+        return isinstance(self.site.spec, PenaltySpec | FunctionSpec | CallSpec)
 
     @property
     def is_scaled(self) -> bool:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..formatting import human_bytes, human_seconds
+from ..spec.base import InterventionSpec
 from ..spec.description import describe_action
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
@@ -52,7 +53,7 @@ def plan_view(
     """
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
     parts: list[RenderableType] = [
-        module_tree(plan, colours),
+        module_tree(plan, next(iter(inferred_by_phase.values()), {}), colours),
         Text(),
         Costs(plan, forecast, steps, colours),
         Text(
@@ -153,8 +154,10 @@ def output_tables(plan: HookPlan, colours: Mapping[str, str], folder: Path | Non
 
 
 def _tables_of(spec: HookSpec) -> list[str]:
-    if not isinstance(spec, RecordSpec):
+    if isinstance(spec, InterventionSpec):
         return ["effects"]
+    if not isinstance(spec, RecordSpec):
+        return []
     requested = {
         "stats": spec.statistics,
         "distributions": spec.quantiles or spec.histogram,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..errors import ConfigError, Problem, similar_names
@@ -31,7 +32,9 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
     if not typed:
         types = sorted({layer.type for layer in named})
-        similar = [name for type_name in selection.types for name in similar_names(type_name, types)]
+        similar = [
+            name for type_name in selection.types for name in similar_names(re.sub(r"[*?\[\]!]", "", type_name), types)
+        ]
         raise ConfigError(
             Problem(
                 f"{where}.types",

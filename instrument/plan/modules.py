@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 from torch import nn
@@ -68,15 +69,24 @@ class Layer:
         """Return whether its class or a base class has this name.
 
         Args:
-            type_name: A short name, or a name with a package from which the class can be imported.
+            type_name: A short name, or a name with a package from which the class can be imported. `*`, `?` and `[ab]` are
+                wildcards. A name with a wildcard is not compared with `nn.Module`, which is a base of all modules.
         """
-        package, _, short = type_name.rpartition(".")
-        # torch.nn.Conv2d is defined in torch.nn.modules.conv.
-        public = getattr(sys.modules.get(package), short, None)
-        return any(
-            cls is public or type_name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-            for cls in type(self.module).__mro__
-        )
+        package = type_name.rpartition(".")[0]
+        classes = type(self.module).__mro__
+        if set(type_name) & set("*?["):
+            classes = classes[: classes.index(nn.Module)]
+        return any(fnmatchcase(name, type_name) for cls in classes for name in _class_names(cls, package))
+
+
+def _class_names(cls: type, package: str) -> Iterator[str]:
+    """Yield the short name and the full name of a class, and its name in a package from which it can be imported."""
+    yield cls.__name__
+    yield f"{cls.__module__}.{cls.__qualname__}"
+    if (
+        getattr(sys.modules.get(package), cls.__name__, None) is cls
+    ):  # torch.nn.Conv2d is defined in torch.nn.modules.conv.
+        yield f"{package}.{cls.__name__}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .hook_plan import HookPlan
+from .layer_selection import shorten
 from .modules import Layer
+from .shape_inference import InferredCalls, tensors_of
 
 MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
@@ -21,6 +23,7 @@ class _Node:
 
     layer: Layer
     hooks: list[list[str]]
+    shapes: str
     sites: tuple[tuple[str, str], ...]
     children: list[_Node] = field(default_factory=list)
     size: int = 1
@@ -40,15 +43,24 @@ class _Node:
             node.compute_signature()
         self.size = 1 + sum(node.size for node in self.children)
         child_signatures = tuple((node.own_name, node.signature) for node in self.children)
-        self.signature = (self.layer.type, self.parameters, self.layer.aliases, self.sites, child_signatures)
+        self.signature = (
+            *(self.layer.type, self.parameters, self.layer.aliases),
+            *(self.shapes, self.sites, child_signatures),
+        )
 
 
-def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
-    """Build a tree of all modules with their types, numbers of parameters, and matching specs in execution order."""
+def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, str]) -> Tree:
+    """Build a tree of all modules: types, numbers of parameters, shapes of outputs, and specs in execution order.
+
+    Args:
+        plan: The plan.
+        inferred: The result of shape inference.
+        colours: The colour of each spec.
+    """
     nodes: dict[str, _Node] = {}
     for layer in plan.layers:
         sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
-        node = nodes[layer.name] = _Node(layer, execution_order(plan, layer), sites)
+        node = nodes[layer.name] = _Node(layer, execution_order(plan, layer), _output_shapes(layer, inferred), sites)
         if layer.name:
             parent = layer.name.rpartition(".")[0]
             nodes[parent if parent in nodes else ""].children.append(node)
@@ -57,6 +69,12 @@ def module_tree(plan: HookPlan, colours: Mapping[str, str]) -> Tree:
     tree = Tree(_label(root, colours))
     _add_nodes(tree, root.children, colours)
     return tree
+
+
+def _output_shapes(layer: Layer, inferred: InferredCalls) -> str:
+    """Return the shapes of the outputs of a module, each once: those of all calls and of nested values."""
+    shapes = [str(list(info.shape)) for info in tensors_of(layer.module, "output", inferred)]
+    return shorten(list(dict.fromkeys(shapes)), 3)
 
 
 def _add_nodes(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> None:
@@ -92,6 +110,8 @@ def _label(node: _Node, colours: Mapping[str, str]) -> Text:
     label = Text.assemble((node.own_name, "" if node.hooks else "dim"), " ", (layer.type, "dim"))
     if node.parameters:
         label.append(f"  {node.parameters:,} parameters", "dim")
+    if node.shapes:
+        label.append(f"  {node.shapes}", "dim")
     if layer.aliases:
         label.append(f"  also {', '.join(layer.aliases)}", "dim")
     for i, names in enumerate(node.hooks):

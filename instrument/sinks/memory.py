@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..capture.device_copy import HostCopy
 from ..capture.sink_interface import Row
-from ..capture.tables import TABLES
+from ..capture.tables import CUSTOM, SHAPE, TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,11 +95,20 @@ class MemorySink:
         return [dict(zip(TABLES[table].names, row, strict=True)) for row in self.rows[table]]
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return the rows of a table as a DataFrame with all columns.
+        """Return the rows of a table as a DataFrame with all columns. Each custom statistic is a column.
 
         Args:
             table: The name of the table.
         """
         import pandas as pd
 
-        return pd.DataFrame(self.rows[table], columns=list(TABLES[table].names))
+        frame = pd.DataFrame(self.rows[table], columns=list(TABLES[table].names))
+        if CUSTOM.name not in frame:
+            return frame
+        shapes = [None if shape is None else tuple(shape) for shape in frame[SHAPE.name]]
+        frame[SHAPE.name] = pd.Series(shapes, dtype=object)
+        custom = frame.pop(CUSTOM.name)
+        names = dict.fromkeys(name for cells in custom.dropna() for name in cells)
+        return frame.assign(
+            **{name: pd.Series([(cells or {}).get(name) for cells in custom], dtype=float) for name in names}
+        )

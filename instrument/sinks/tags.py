@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ..capture.sink_interface import Row
-from ..capture.tables import IDENTITY, TABLES
+from ..capture.tables import CUSTOM, IDENTITY, TABLES
 from ..spec.kinds import KINDS
 from ..spec.statistics import STATISTICS
 
@@ -32,6 +32,7 @@ Fold = Callable[[Sequence[float]], float]
 SCALAR_TABLES = ("stats", "effects", "metrics", "distributions")  # tables with scalars
 ROOT = "_root_"
 _FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the three trackers refuses or replaces
+_CUSTOM = TABLES["stats"].names.index(CUSTOM.name)
 _KEY = {column.name: index for index, column in enumerate(IDENTITY)}
 
 
@@ -61,6 +62,9 @@ def scalars(table: str, row: Row) -> Iterator[Scalar]:
         value = row[index]
         if value is not None:
             yield Scalar(f"{tag}/{name}", row[0], float(value), fold)
+    for name, value in dict(row[_CUSTOM] or ()).items() if table == "stats" else ():
+        if value is not None:
+            yield Scalar(f"{tag}/{segment(name)}", row[0], value, _mean)
 
 
 def tag_prefix(row: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -18,18 +18,27 @@ from .parquet import warn
 class TeeSink:
     """Passes everything to a main sink and to others.
 
-    Exceptions of the main sink propagate. If another sink raises an exception, it is reported once, as a warning and an
-    event, closed, and skipped from then on. The run continues, and the main sink loses no row.
+    Exceptions of the main sink and of required sinks propagate. If another sink raises an exception, it is reported once,
+    as a warning and an event, closed, and skipped from then on. The run continues, and the main sink loses no row.
 
     Args:
         first: The main sink. Its `keep` decides whether a tensor is dropped.
         others: Other sinks by the names that messages use. A sink that is added later receives later rows.
+        required: The names of those whose exceptions propagate. Default: none.
         report: Called with a message if one of the others fails. Default: issue a warning.
     """
 
-    def __init__(self, first: Sink, others: Mapping[str, Sink], *, report: Callable[[str], None] = warn) -> None:
+    def __init__(
+        self,
+        first: Sink,
+        others: Mapping[str, Sink],
+        *,
+        required: Iterable[str] = (),
+        report: Callable[[str], None] = warn,
+    ) -> None:
         self.first = first
         self.others: dict[str, Sink] = dict(others)
+        self.required = set(required)
         self.report = report
         self._step: int | None = None
 
@@ -62,7 +71,10 @@ class TeeSink:
             try:
                 sink.close()
             except Exception as error:
-                self._drop_sink(name, error)
+                if name in self.required:
+                    errors.append(error)
+                else:
+                    self._drop_sink(name, error)
             except BaseException as error:
                 errors.append(error)
         try:
@@ -77,6 +89,8 @@ class TeeSink:
             try:
                 call(sink)
             except Exception as error:
+                if name in self.required:
+                    raise
                 self._drop_sink(name, error)
                 with suppress(Exception):  # its failure is reported already
                     sink.close()

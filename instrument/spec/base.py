@@ -101,6 +101,10 @@ class HookBase(Selection):
         return self
 
 
+class ObservationSpec(HookBase):
+    """A hook that changes nothing: it records, prints or calls a function."""
+
+
 class InterventionSpec(HookBase):
     """A hook that changes the tensor it sees."""
 

@@ -6,7 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from .apply import ApplySpec
 from .base import parse_slice
@@ -209,8 +218,17 @@ class InitFromConfig(Spec):
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
+def _custom_sink_schema(schema: dict[str, Any]) -> None:
+    """Allow the arguments of a custom sink next to the other fields."""
+    del schema["additionalProperties"]
+    schema["if"] = {"not": {"required": ["_target_"]}}
+    schema["then"] = {"propertyNames": {"enum": [*schema["properties"]]}}
+
+
 class SinkConfig(Spec):
     """Where and how rows are written."""
+
+    model_config = ConfigDict(json_schema_extra=_custom_sink_schema)
 
     tensors: Literal["list", "bytes"] = Field(
         "list", description="Store recorded values as list<float>, or as raw bytes for large volumes."
@@ -237,6 +255,22 @@ class SinkConfig(Spec):
         False, description="Also log the rows to Weights & Biases, configured by its environment variables."
     )
     mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
+
+    custom: Annotated[Target | None, WithJsonSchema({"type": "string"})] = Field(
+        None,
+        alias="_target_",
+        description="A custom sink that also receives all rows: a class with the methods of `instrument.Sink`. Further keys are its "
+        "arguments.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_arguments(cls, value: Any) -> Any:
+        """Move the arguments of a custom sink into its target."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("_target_"), str):
+            return value
+        arguments = {key: item for key, item in value.items() if key not in cls.model_fields}
+        return {**{key: item for key, item in value.items() if key not in arguments}, "_target_": arguments}
 
     @model_validator(mode="after")
     def _validate_remote(self) -> SinkConfig:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .config import ForwardConfig
 from .hooks import HookSpec
+from .print_and_call import PrintSpec
 from .record import RecordSpec
+from .statistics import COUNTS
 
 
 def describe_forward(config: ForwardConfig) -> str:
@@ -26,6 +28,9 @@ def describe_action(spec: HookSpec) -> str:
             )
             if requested
         )
+    if isinstance(spec, PrintSpec):
+        shown = [name for name in spec.statistics if name not in COUNTS]
+        return "print " + ", ".join([*shown, *(custom.column for custom in spec.custom_statistics)] or ["shape"])
     arguments = spec.model_dump(
         include={"min", "max", "value", "norm", "factor", "fn", "std", "coefficient"},
         exclude_none=True,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -13,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -33,24 +36,47 @@ class Target(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, defer_build=True)
 
     target: str = Field(alias="_target_", min_length=1, description="The dotted path of a class or function to import.")
+    _function: Callable[..., Any] | None = PrivateAttr(None)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _from_callable(cls, value: Any) -> Any:
-        """Accept a function or class instead of a target without arguments, for specs in Python."""
-        return {"_target_": _dotted_path(value)} if callable(value) else value
+    def _from_callable(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Accept any callable, alone or as `_target_`, for specs in Python."""
+        given = {"_target_": value} if callable(value) else value
+        function = given.get("_target_") if isinstance(given, Mapping) else None
+        if not callable(function):
+            return validate(given)
+        target = validate({**given, "_target_": describe_callable(function)})
+        target._function = function
+        return target
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        """The callable that a spec in Python contains; None if `target` has to be imported."""
+        return self._function
 
     def to_config(self) -> dict[str, Any]:
         """Return the mapping that `hydra.utils.instantiate` accepts."""
         return {"_target_": self.target, **(self.model_extra or {})}
 
 
-def _dotted_path(function: Any) -> str:
-    """Return the import path of a function or class, so that the recorded spec identifies it."""
-    path = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
-    if "<" in path or "None" in path.split("."):
-        raise ValueError("must be a function or class at the top level of a module, not a lambda or a nested function")
-    return path
+def describe_callable(function: Any) -> str:
+    """Describe a callable, so that the recorded spec identifies it. The text is the same in each process.
+
+    Returns:
+        The import path of a function or class at the top level of a module; `<lambda> at file.py:12` for a lambda or a nested
+        function; the class for other objects.
+    """
+    if isinstance(function, partial):
+        return f"partial of {describe_callable(function.func)}"
+    name = getattr(function, "__qualname__", None)
+    if name is None:
+        return f"object of {describe_callable(type(function))}"
+    if "<" not in name:
+        return f"{function.__module__}.{name}" if getattr(function, "__module__", None) else str(name)
+    code = getattr(function, "__code__", None)
+    location = "" if code is None else f" at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return f"{str(name).rpartition('.')[2]}{location}"
 
 
 def _glob(pattern: str) -> str:
@@ -103,7 +129,7 @@ class Selection(Spec):
 
     layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root module.")
     exclude: Globs = Field((), description="Globs on module names to exclude.")
-    types: Names = Field((), description="Class names of modules, short or full. Subclasses match.")
+    types: Names = Field((), description="Globs on class names of modules, short or full. Subclasses match.")
     params: Globs = Field((), description="Globs on parameter names within the module: weight, bias.")
 
     @model_validator(mode="wrap")

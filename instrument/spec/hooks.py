@@ -19,10 +19,13 @@ from .modify import (
     SignSpec,
     ZeroSpec,
 )
+from .print_and_call import CallSpec, PrintSpec
 from .record import RecordSpec
 
 HookSpec = (
     RecordSpec
+    | PrintSpec
+    | CallSpec
     | ClipSpec
     | ScaleSpec
     | ZeroSpec
@@ -39,4 +42,11 @@ HookSpec = (
     | FunctionSpec
 )
 
-ACTIONS: dict[str, type[HookBase]] = {"record": RecordSpec, "clip": ClipSpec, "scale": ScaleSpec, "modify": ModifySpec}
+ACTIONS: dict[str, type[HookBase]] = {
+    "record": RecordSpec,
+    "print": PrintSpec,
+    "call": CallSpec,
+    "clip": ClipSpec,
+    "scale": ScaleSpec,
+    "modify": ModifySpec,
+}

@@ -134,7 +134,7 @@ class RecordedSpec(ModifySpec):
 
 
 class FunctionSpec(ModifySpec):
-    """A custom function, called as `fn(tensor, context)` with the additional arguments of the target."""
+    """A custom function, called as `fn(tensor, context)` with the additional arguments of the target. None keeps the tensor."""
 
     fn: Target
 

@@ -17,11 +17,12 @@ from .apply import ApplySpec
 from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
-from .field_types import number_to_text
+from .field_types import Target, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
 from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
+from .record import CustomStatistic, StatisticsSpec
 from .schedule import Phase
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -116,7 +117,26 @@ def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
-    return _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
+    specs: dict[str, HookSpec] = _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
+    if problems := list(_ambiguous_statistics(specs)):
+        raise ConfigError(*problems)
+    return specs
+
+
+def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
+    """Yield a problem for each custom statistic whose column already contains another function."""
+    known: dict[str, tuple[str, CustomStatistic]] = {}
+    for name, spec in specs.items():
+        for custom in spec.custom_statistics if isinstance(spec, StatisticsSpec) else ():
+            first, other = known.setdefault(custom.column.lower(), (name, custom))  # SQL ignores case
+            definitions = [(each.column, each.to_config(), each.function) for each in (custom, other)]
+            if definitions[0] != definitions[1]:
+                yield Problem(
+                    f"hooks.{name}.stats",
+                    f"hook {first!r} has another function with the column {custom.column!r}",
+                    given=custom.target,
+                    fix="set another 'name'",
+                )
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
@@ -228,7 +248,7 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     if action != "modify":
         return hook_specs.ACTIONS[action]
     fn = value.get("fn")
-    if isinstance(fn, Mapping) or callable(fn):
+    if isinstance(fn, Mapping | Target) or callable(fn):
         return FunctionSpec
     return FUNCTIONS[_choice(value, "fn", FUNCTIONS, where, "or {_target_: package.function}")]
 

@@ -1,19 +1,77 @@
-"""The spec of `action: record`."""
+"""The statistics of a spec, and the spec of `action: record`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from .base import HookBase, SliceText, UnknownNameError
-from .field_types import Count, Dimension
+from .base import ObservationSpec, SliceText, UnknownNameError
+from .field_types import Count, Dimension, Target
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
+
+class CustomStatistic(Target):
+    """A custom statistic: a function of the tensor that returns a number, and the name of its column."""
+
+    name: str = Field("", description="The name of the column. The default is the name of the function.")
+
+    @property
+    def column(self) -> str:
+        """The name of its column."""
+        return self.name or self.target.partition(" at ")[0].rpartition(".")[2]
+
+    @model_validator(mode="after")
+    def _validate_column(self) -> CustomStatistic:
+        if not (self.column.isidentifier() and self.column.isascii()):
+            raise ValueError(
+                f"{self.target} requires a name of letters, digits and underscores: {{name: entropy, _target_: ...}}"
+            )
+        if self.column.lower() in ALL:
+            raise ValueError(f"{self.column!r} is the name of a built-in statistic; set another 'name'")
+        return self
+
+
+def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
+    """Yield the names of the custom statistics that hooks record. Invalid specs are ignored.
+
+    Args:
+        hooks: The section `hooks` of a configuration: a mapping or a list.
+    """
+    specs = hooks.values() if isinstance(hooks, Mapping) else hooks if isinstance(hooks, list) else ()
+    for spec in specs:
+        stats = spec.get("stats") if isinstance(spec, Mapping) and spec.get("action") == "record" else None
+        for item in stats if isinstance(stats, list) else [stats]:
+            if isinstance(item, Mapping):
+                with suppress(ValidationError):
+                    yield CustomStatistic.model_validate(item).column
+
+
+_CUSTOM_SCHEMA = {
+    "type": "object",
+    "properties": {"_target_": {"type": "string", "minLength": 1}, "name": {"type": "string"}},
+    "required": ["_target_"],
+}
 Statistics = Annotated[
-    Literal["default", "all", "none"] | tuple[str, ...],
+    Literal["default", "all", "none"] | tuple[str | CustomStatistic, ...],
     WithJsonSchema(
-        {"anyOf": [{"enum": ["default", "all", "none", *ALL]}, {"type": "array", "items": {"enum": ["default", *ALL]}}]}
+        {
+            "anyOf": [
+                {"enum": ["default", "all", "none", *ALL]},
+                _CUSTOM_SCHEMA,
+                {"type": "array", "items": {"anyOf": [{"enum": ["default", *ALL]}, _CUSTOM_SCHEMA]}},
+            ]
+        }
     ),
 ]
 DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -52,18 +110,77 @@ Bins = Annotated[
 ]
 
 
-class RecordSpec(HookBase):
-    """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
+class StatisticsSpec(ObservationSpec):
+    """A hook that measures tensors."""
 
-    action: Literal["record"]
     stats: Statistics = Field(
         "default",
-        description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list. "
-        "numel, nan_count and inf_count are always added.",
+        description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list, and so can a "
+        "custom function of the tensor: {_target_: package.function, name: column}. numel, nan_count and inf_count are always added.",
     )
     unit_dim: Dimension | None = Field(
         None, description="The dimension of the units for dead_fraction. The default depends on the layer."
     )
+
+    @field_validator("stats", mode="before")
+    @classmethod
+    def _parse_statistics(cls, value: Any) -> Any:
+        is_custom = callable(value) or isinstance(value, Mapping | CustomStatistic)
+        if is_custom or (isinstance(value, str) and value not in ("default", "all", "none")):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(item for given in value for item in _parse_statistic(given))
+
+    @model_validator(mode="after")
+    def _validate_statistics(self) -> Self:
+        for name in self.stats if isinstance(self.stats, tuple) else ():
+            if isinstance(name, str) and not self._has(name):
+                where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[name].only)
+                raise ValueError(
+                    f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
+                )
+        if self.unit_dim is not None and "dead_fraction" not in self.statistics:
+            raise ValueError("'unit_dim' requires dead_fraction in 'stats'")
+        return self
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
+        requested = (
+            {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
+        )
+        return tuple(name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS))
+
+    @property
+    def custom_statistics(self) -> tuple[CustomStatistic, ...]:
+        """The custom statistics, in the order of the spec."""
+        return tuple(item for item in self.stats if isinstance(item, CustomStatistic))
+
+    def _has(self, statistic: str) -> bool:
+        only = STATISTICS[statistic].only
+        return not only or (self.kind, self.tensor_role) in only
+
+
+def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
+    """Return the statistics that an item of the list requests."""
+    if callable(given) or isinstance(given, Mapping | CustomStatistic):
+        try:
+            return (CustomStatistic.model_validate(given),)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            message = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"invalid custom statistic: {place}: {message}" if place else message) from None
+    if given not in ("default", *ALL):
+        raise UnknownNameError("statistic", str(given), ("default", *ALL, "or {_target_: package.function}"))
+    return DEFAULT if given == "default" else (given,)
+
+
+class RecordSpec(StatisticsSpec):
+    """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
+
+    action: Literal["record"]
     quantiles: Levels = Field(
         None,
         description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
@@ -79,54 +196,18 @@ class RecordSpec(HookBase):
         None, description="Convert the values to this dtype; complex tensors keep theirs."
     )
 
-    @field_validator("stats", mode="before")
-    @classmethod
-    def _parse_statistics(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in ("default", "all", "none"):
-            value = [value]
-        if not isinstance(value, list | tuple):
-            return value
-        for name in value:
-            if name not in ("default", *ALL):
-                raise UnknownNameError("statistic", str(name), ("default", *ALL))
-        return tuple(known for name in value for known in (DEFAULT if name == "default" else (name,)))
-
-    @model_validator(mode="after")
-    def _validate_statistics(self) -> RecordSpec:
-        for name in self.stats if isinstance(self.stats, tuple) else ():
-            if not self._has(name):
-                where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[name].only)
-                raise ValueError(
-                    f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
-                )
-        return self
-
     @model_validator(mode="after")
     def _validate_output(self) -> RecordSpec:
         if not self.tensors and not self.statistics and not self.distribution:
             raise ValueError(
                 "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are requested"
             )
-        if self.unit_dim is not None and "dead_fraction" not in self.statistics:
-            raise ValueError("'unit_dim' requires dead_fraction in 'stats'")
         tensor_options = {"samples", "slice", "max_elements", "dtype"} & self.model_fields_set
         if tensor_options and not self.tensors:
             raise ValueError(
                 f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
             )
         return self
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
-        requested = (
-            {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
-        )
-        return tuple(name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS))
-
-    def _has(self, statistic: str) -> bool:
-        only = STATISTICS[statistic].only
-        return not only or (self.kind, self.tensor_role) in only
 
     @property
     def distribution(self) -> bool:

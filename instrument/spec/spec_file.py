@@ -56,9 +56,7 @@ def _read_file(path: Path) -> Any:
 def _plain(spec: Any) -> Any:
     """Convert a spec object to a mapping. Other values are returned unchanged."""
     if isinstance(spec, HookBase):
-        return {
-            name: value
-            for name, value in spec.model_dump(exclude_unset=True, by_alias=True).items()
-            if name != "name" or value
-        }
+        # Not a dump of the spec, which would contain the names of functions instead of the functions.
+        given = {name: getattr(spec, name) for name in type(spec).model_fields if name in spec.model_fields_set}
+        return {name: value for name, value in given.items() if name != "name" or value}
     return spec

@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..pip_extras import pip_command
+from ..spec.record import names_of_custom_statistics
 
 OBJECTIVE_KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation
@@ -80,13 +82,14 @@ class Objective:
         return (float(value), "") if math.isfinite(value) else (None, f"the value is {float(value)}")
 
 
-def read_objective(written: str) -> Objective:
+def read_objective(written: str, hooks: Any = None) -> Objective:
     """Parse the value of `objective`, and test its query on an empty table.
 
     The query leaves out rows of a recomputed forward pass (activation checkpointing).
 
     Args:
         written: A metric of an evaluation, or `aggregate(table.column where condition)`.
+        hooks: The section `hooks` of the configuration; their custom statistics are columns of `stats`. Default: none.
 
     Raises:
         ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
@@ -105,7 +108,8 @@ def read_objective(written: str) -> Objective:
     condition = match[4]
     _check_known("aggregate", aggregate, list(AGGREGATES), written)
     _check_known("table", table, NUMERIC_TABLES, written)
-    _check_known(f"numeric column of {table}", column, _numeric_columns(table), written)
+    custom = [name.lower() for name in names_of_custom_statistics(hooks)] if table == "stats" else []
+    _check_known(f"numeric column of {table}", column, [*_numeric_columns(table), *custom], written)
     once = "" if table == "metrics" else " and not recompute"
     # The newline ends a SQL comment at the end of the condition.
     where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")
@@ -113,7 +117,7 @@ def read_objective(written: str) -> Objective:
     if aggregate in ("first", "last"):
         rows = f"select step, avg(value) as value from ({rows}) group by step"
     query = f"select {AGGREGATES[aggregate]} as value, count(*) as rows from ({rows})"
-    _check_query(query, table, condition or "")
+    _check_query(query, table, custom, condition or "")
     return Objective(written, query)
 
 
@@ -137,23 +141,28 @@ def _numeric_columns(table: str) -> list[str]:
     ]
 
 
-def _check_query(query: str, table: str, condition: str) -> None:
+def _check_query(query: str, table: str, custom: Iterable[str], condition: str) -> None:
     try:
         import duckdb
     except ImportError:
         message = "an objective from a table requires DuckDB"
         raise ConfigError(Problem(OBJECTIVE_KEY, message, condition or None, METRICS, fix=pip_command("sql"))) from None
+    import pyarrow as pa
+
     from ..capture.tables import TABLES
 
     with duckdb.connect() as connection:
-        connection.register(table, TABLES[table].schema.empty_table())
+        empty = TABLES[table].schema.empty_table()
+        for name in dict.fromkeys(custom):
+            empty = empty.append_column(name, pa.array([], pa.float64()))
+        connection.register(table, empty)
         try:
             if condition:
                 duckdb.SQLExpression(condition)  # raises unless it is one complete expression
             connection.execute(query)
         except duckdb.Error as error:
             message = _first_line(error)
-            names, unknown = TABLES[table].names, re.search(r'column "(\w+)"', message)
+            names, unknown = empty.column_names, re.search(r'column "(\w+)"', message)
             like = similar_names(unknown[1], names) if unknown else ()
             raise ConfigError(
                 Problem(OBJECTIVE_KEY, f"cannot parse the condition: {message}", condition, names, like)

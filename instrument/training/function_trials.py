@@ -1,14 +1,16 @@
-"""Trial calls of custom hook functions (`fn: {_target_: ...}`), to report invalid results before step 0."""
+"""Trial calls of custom hook functions and statistics (`_target_: ...`), to report invalid results before step 0."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..actions.base import Context, Effect, NoArchive, StepContext
+from ..actions.base import Action, Context, Effect, NoArchive, StepContext
 from ..actions.intervention import Intervention
+from ..actions.measurement import Measurement
 from ..actions.modify import Modify
 from ..errors import ConfigError, InstrumentError, Problem
 from ..kinds.attached_hook import AttachedHook
@@ -16,11 +18,14 @@ from ..kinds.clock import Clock
 from ..nested import iter_tensors
 from ..plan.hook_plan import HookPlan, Site
 from ..spec.modify import FunctionSpec
+from ..spec.record import StatisticsSpec
 from ..spec.schedule import Schedule
 
 
 class FunctionCheck:
-    """Calls each custom function once for each tensor at each of its sites. Nothing is recorded or changed.
+    """Calls each custom function of `modify` and each custom statistic once for each tensor at each of its sites.
+
+    Nothing is recorded or changed. Functions of `call` are not called, because they have side effects.
 
     Each function gets a copy of the tensor. For a gradient, the copy of the forward tensor is used, which has the same
     shape. Functions on the state of an optimizer are not called, because the state does not exist yet. Use this class
@@ -36,7 +41,12 @@ class FunctionCheck:
     """
 
     def __init__(self, plan: HookPlan, seed: int) -> None:
-        sites = [site for site in plan.sites if isinstance(site.spec, FunctionSpec)]
+        sites = [
+            site
+            for site in plan.sites
+            if isinstance(site.spec, FunctionSpec)
+            or (isinstance(site.spec, StatisticsSpec) and site.spec.custom_statistics)
+        ]
         actions = {site.spec.name: _action(site) for site in sites}
         self.attached_hooks = [
             AttachedHook(site, actions[site.spec.name], Clock(_first(site.spec.schedule), seed), shapes_checked=True)
@@ -103,16 +113,33 @@ class FunctionCheck:
             with torch.set_grad_enabled(copy.requires_grad):
                 attached.fire(copy, path, value=value)
         except InstrumentError as error:
-            assert isinstance(spec, FunctionSpec), "only custom functions are called"
             message = f"the trial call on a copy before the run failed: {error}"
-            allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype"
+            if not isinstance(spec, FunctionSpec):
+                allowed = "functions of the tensor that return one number"
+                raise ConfigError(Problem(f"hooks.{spec.name}.stats", message, allowed=allowed)) from error
+            allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
             raise ConfigError(Problem(f"hooks.{spec.name}.fn", message, spec.fn.target, allowed)) from error
 
 
-def _action(site: Site) -> Intervention:
-    """Return an intervention that calls the function of a site and records no effect."""
+def _action(site: Site) -> Action:
+    """Return an action that calls the functions of a site and records nothing."""
+    if isinstance(site.spec, StatisticsSpec):
+        return _CustomStatistics(site.spec)
     assert isinstance(site.spec, FunctionSpec), "only custom functions are called"
     return Intervention(Modify(site.spec, NoArchive()), _NoRows())
+
+
+class _CustomStatistics:
+    """Computes the custom statistics of a spec and records none."""
+
+    def __init__(self, spec: StatisticsSpec) -> None:
+        self.measurement = Measurement(spec)
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: each tensor is measured independently."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> None:
+        self.measurement.custom_numbers(tensor, context)
 
 
 def _first(schedule: Schedule) -> StepContext:

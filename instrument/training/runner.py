@@ -20,6 +20,7 @@ from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
 from ..folders.run_upload import RemoteCopy
+from ..sinks.custom import CustomSink
 from ..sinks.parquet import ParquetSink
 from ..sinks.parts import remove_rows_after_checkpoint
 from ..sinks.tee import TeeSink
@@ -27,6 +28,7 @@ from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
 from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
+from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks
 from .device_and_seed import process_state
@@ -200,7 +202,7 @@ class _Training:
         self.parts = None if self.state is None else self.state["parts"][own_rank()]
         self.sink = ParquetSink(
             folder,
-            **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local"}),
+            **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local", "custom"}),
             report=terminal.show_recording_stopped,
             parts=self.parts,
         )
@@ -216,6 +218,7 @@ class _Training:
             steps=experiment.steps,
             ranks=experiment.strategy.ranks,
             ids=config.data.ids,
+            print_line=terminal.print_line,
         )
         if self.state is not None:
             restore(self.state, experiment, self.probe)
@@ -247,7 +250,7 @@ class _Training:
         return metrics, self.sink.failure
 
     def begin(self) -> None:
-        """Open the trackers and start the upload.
+        """Open the trackers and the custom sink, and start the upload.
 
         If the run is resumed, first remove the rows of the steps that are repeated. Then send the remaining rows of the
         first repeated step to the trackers. They are rows of the evaluation before this step.
@@ -258,6 +261,9 @@ class _Training:
             for name in self.experiment.config.sink.trackers if not own_rank() else ():
                 trackers[name] = open_tracker(name, TrackedRun.of(self.folder, self.raw, since), f"sink.{name}")
                 opened.callback(trackers[name].close)
+            custom = self._open_custom_sink()
+            for sink in custom.values():
+                opened.callback(sink.close)
             if self.parts is not None:
                 self.copy.remove_parts_after(self.parts)
                 remove_rows_after_checkpoint(self.folder, own_rank(), self.parts)
@@ -265,8 +271,19 @@ class _Training:
                     replay(RunFiles(self.folder), tracker, tables=tracker.tables, since=since, rank=own_rank())
             self.copy.begin()
             opened.pop_all()
-        self.several.others |= trackers
+        self.several.others.update(trackers)
+        self.several.others.update(custom)
         self.has_started = True
+
+    def _open_custom_sink(self) -> dict[str, CustomSink]:
+        """Build the custom sink of the configuration, if there is one. Return it by its name."""
+        config = self.experiment.config.sink
+        if config.custom is None:
+            return {}
+        sink = CustomSink(build(config.custom, "sink"), "sink")
+        if config.on_error == "stop":
+            self.several.required.add(sink.name)
+        return {sink.name: sink}
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
         """Record upload messages, and save a checkpoint if it is scheduled."""

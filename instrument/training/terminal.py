@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -30,6 +31,7 @@ from .progress import Show, metric_texts, progress_bar, progress_lines, warnings
 PIPE_WIDTH = 120
 # Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
 ONCE_PER_SWEEP = frozenset({"fallback", "coverage"})
+LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -110,6 +112,12 @@ class Terminal:
     def warn(self, message: str) -> None:
         """Show a warning."""
         self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
+
+    def print_line(self, line: str) -> None:
+        """Show a line of `action: print`, above the progress bar if there is one, and write it to the log of the run."""
+        LOG.info(line)
+        if not self.quiet:
+            self.console.print(line, soft_wrap=True, markup=False)
 
     def show_recording_stopped(self, message: str) -> None:
         """Show that recording stopped. Shown in all modes."""

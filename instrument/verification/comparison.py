@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from ..spec.base import ObservationSpec
 from ..spec.config import RunConfig
 from ..spec.hooks import HookSpec
-from ..spec.record import RecordSpec
 from .fingerprints import (
     Fingerprint,
     trace,
@@ -90,7 +90,7 @@ def verify(config: RunConfig) -> Certificate:
     Raises:
         ConfigError: The experiment cannot be built.
     """
-    recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, RecordSpec)}
+    recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
     baseline, _, _ = trace(config, {})
     with_hooks, sites, rows = trace(config, recording)

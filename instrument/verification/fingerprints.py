@@ -99,6 +99,7 @@ class _OutputProbe(Probe):
             optimizer=experiment.optimizers,
             scaler=experiment.scaler,
             seed=experiment.config.seed,
+            print_line=lambda line: None,
         )
 
     @contextmanager

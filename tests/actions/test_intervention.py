@@ -19,7 +19,6 @@ def raise_key_error(tensor: Tensor, context: Context) -> Tensor:
 
 def return_invalid(tensor: Tensor, context: Context, what: str) -> Any:
     return {
-        "none": None,
         "a list": [tensor],
         "a number": 3.0,
         "another shape": tensor[..., :1],
@@ -94,7 +93,6 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("none", "must return a tensor, but returned NoneType"),
         ("a list", "must return a tensor, but returned list"),
         ("a number", "must return a tensor, but returned float"),
         ("another shape", ", but returned shape ["),

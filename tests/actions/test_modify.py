@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,41 @@ def test_custom_gradient_function_receives_its_value(kind: str) -> None:
             wanted = contexts[0].value
             assert wanted is layer.weight
     assert torch.equal(contexts[0].value, wanted)
+
+
+@pytest.mark.parametrize("kind", ["forward", "tensor", "parameter_grad"])
+def test_function_that_returns_none_leaves_the_tensor_unchanged(kind: str) -> None:
+    model, batch = nn.Linear(2, 2), torch.ones(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[Tensor] = []
+    fn = lambda tensor, context: seen.append(tensor.detach().clone())  # noqa: E731
+    expected = model(batch)
+    specs = {"h": {"layers": ".", "kind": kind, "action": "modify", "fn": fn, "straight_through": kind == "forward"}}
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        found = model(batch)
+        found.sum().backward()
+        optimizer.step()
+        probe.end_step()
+    assert torch.equal(found, expected)
+    effects = probe.sink.records("effects")
+    assert len(effects) == len(seen) > 0
+    for effect, tensor in zip(effects, seen, strict=True):
+        assert (effect["numel"], effect["changed"]) == (tensor.numel(), 0)
+        assert effect["norm_before"] == effect["norm_after"] == pytest.approx(tensor.norm().item())
+
+
+def test_closure_is_called_with_its_variables(tmp_path: Path) -> None:
+    factor = 3.0
+
+    def triple(tensor: Tensor, context: instrument.Context) -> Tensor:
+        return factor * tensor
+
+    model = nn.Identity()
+    spec = {"layers": ".", "kind": "forward", "action": "modify", "fn": triple}
+    with instrument.attach(model, {"h": spec}, out=tmp_path / "run"):
+        assert model(torch.ones(2)).tolist() == [3.0, 3.0]
+    name = instrument.load(tmp_path / "run").info["config"]["hooks"]["h"]["fn"]["_target_"]
+    assert name == f"triple at test_modify.py:{triple.__code__.co_firstlineno}"
 
 
 def test_class_is_instantiated_once_per_hook() -> None:

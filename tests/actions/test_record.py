@@ -89,7 +89,7 @@ def test_most_expensive_output_is_dropped_first() -> None:
         dropped.append(left_out)
     assert dropped == ["tensors", "histogram", "quantiles", "l1"]
     assert (action.keeps_tensors, action.bins, action.levels) == (False, 0, ())
-    assert action.statistics == ("numel", "mean", "nan_count", "inf_count")
+    assert action.measurement.names == ("numel", "mean", "nan_count", "inf_count")
 
 
 def test_tensors_only_statistics_only_or_both() -> None:

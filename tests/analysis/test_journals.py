@@ -38,7 +38,7 @@ def write(folder: Path) -> Steps:
 
     def steps(start: int, stop: int) -> None:
         for step in range(start, stop):
-            sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None)])
+            sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None, [8], None)])
             sink.write("metrics", [(step, 0, *METRICS)])
             sink.end_step()
 

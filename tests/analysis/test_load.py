@@ -21,7 +21,7 @@ from instrument.sinks.parquet import ParquetSink
 
 def stats_row(step: int, layer: str, mean: float) -> tuple[Any, ...]:
     key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False, "global")
-    return (*key, 8, mean, *[0.0] * 8, 0, 0, None, None, None)
+    return (*key, 8, mean, *[0.0] * 8, 0, 0, None, None, None, [8], None)
 
 
 def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:

@@ -89,10 +89,18 @@ def test_hook_and_hook_field_match_runs_without_the_hook(tmp_path: Path) -> None
     ]
 
 
-def test_recording_hooks_may_differ(tmp_path: Path) -> None:
+OBSERVING = {
+    "record": RECORD,
+    "print": {**RECORD, "action": "print"},
+    "call": {**RECORD, "action": "call", "fn": {"_target_": "mymodule.look"}},
+}
+
+
+@pytest.mark.parametrize("spec", OBSERVING.values(), ids=OBSERVING)
+def test_observing_hooks_may_differ(tmp_path: Path, spec: dict[str, Any]) -> None:
     config = clip_config(1.0)
     run = sweep(
-        tmp_path, (1, clip_config(0.1)), (1, {"hooks": {**config["hooks"], "seen": RECORD}, "sink": {"wandb": True}})
+        tmp_path, (1, clip_config(0.1)), (1, {"hooks": {**config["hooks"], "seen": spec}, "sink": {"wandb": True}})
     )
     assert match_indices(run, "hooks.tame.norm") == [(1.0, 1, 0)]
 

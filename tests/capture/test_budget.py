@@ -35,7 +35,7 @@ class SimulatedTime:
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         for module in ("instrument.kinds.hook_timer", "instrument.capture.budget", "instrument.capture.probe"):
             monkeypatch.setattr(f"{module}.time", clock)
-        monkeypatch.setattr("instrument.actions.record.measure", self.measure)
+        monkeypatch.setattr("instrument.actions.measurement.measure", self.measure)
         use_general_path(monkeypatch)
         self.spent = 0.0
 
@@ -267,7 +267,7 @@ def test_budget_drops_tensors_then_l1_and_resumes(
     assert first.budget is not None
     assert second.budget.state_dict() == first.budget.state_dict()
     assert second.attached_hooks[0].subsampling == MAX_SUBSAMPLING
-    assert second.attached_hooks[0].action.statistics == ("numel", "mean", "nan_count", "inf_count")
+    assert second.attached_hooks[0].action.measurement.names == ("numel", "mean", "nan_count", "inf_count")
     assert not second.attached_hooks[0].action.keeps_tensors
 
 

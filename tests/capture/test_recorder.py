@@ -25,7 +25,7 @@ CONTEXT = Context(
 def test_row_contains_location_and_time() -> None:
     sink = MemorySink()
     recorder = Recorder(sink)
-    recorder.add_stats(CONTEXT, ("mean",), [0.5])
+    recorder.add_stats(CONTEXT, (4,), ("mean",), [0.5])
     recorder.end_step()
     (row,) = sink.records("stats")
     assert {key: row[key] for key in list(row)[:14]} == {
@@ -52,7 +52,7 @@ def test_rows_are_written_once_and_in_order() -> None:
     sink = MemorySink()
     recorder = Recorder(sink)
     for value in (1.0, 2.0):
-        recorder.add_stats(CONTEXT, ("mean",), [value])
+        recorder.add_stats(CONTEXT, (4,), ("mean",), [value])
         recorder.add_effect(CONTEXT, Effect(4, [1, value, value], None))
         recorder.add_tensor(CONTEXT, (9, 9), torch.tensor([[value]]), None)
     recorder.end_step()

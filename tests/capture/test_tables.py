@@ -91,7 +91,7 @@ def test_tables_and_identity_columns_are_as_documented() -> None:
     assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples"]
     for name in ("stats", "distributions", "tensors", "effects"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
-    assert list(TABLES["stats"].names[len(IDENTITY) :]) == list(STATISTICS)
+    assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
     assert list(TABLES["effects"].names[len(IDENTITY) :]) == [
         "numel",
         "changed",

@@ -62,7 +62,8 @@ def test_known_fields_are_overridden_without_a_plus() -> None:
 def test_every_field_of_every_section_is_known() -> None:
     sections = [("train",), ("train", "checkpoint"), ("sink",), ("budget",), ("data",), ("data", "slice")]
     for path in sections:
-        assert set(fields_below(path)) == set(_model(path).model_fields), path
+        fields = {field.alias or name for name, field in _model(path).model_fields.items()}
+        assert set(fields_below(path)) == fields, path
     assert {"every", "norm", "fn", "std", "dim", "slice", "unit_dim"} <= set(fields_below(("hooks", "tame")))
     assert {"fn", "std", "nonlinearity", "value", "module"} <= set(fields_below(("apply", "init")))
     assert fields_below(("model",)) == fields_below(("optimizer",)) == fields_below(("hooks", "tame", "fn")) == ()

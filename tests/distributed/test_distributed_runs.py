@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from itertools import chain
@@ -232,6 +233,8 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
     none, merged = instrument.load(tmp_path / "none"), instrument.load(tmp_path / "global")
     apart = none.stats[none.stats["hook"] == "seen"]
     global_rows = merged.stats[merged.stats["hook"] == "seen"].set_index(["step", "layer"])
+    assert global_rows["shape"].isna().all()
+    assert [math.prod(shape) for shape in apart["shape"]] == apart["numel"].to_list()
     assert set(apart["scope"]) == {"local"}
     assert set(global_rows["scope"]) == {"global"}
     total = apart.groupby(["step", "layer"])

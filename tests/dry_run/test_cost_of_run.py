@@ -213,7 +213,9 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("instrument.dry_run.profiling.SECONDS", 30.0)
     monkeypatch.setattr("instrument.dry_run.profiling.train_step", lambda *args: (move(0.5), train_step(*args))[1])
-    monkeypatch.setattr("instrument.actions.record.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1])
+    monkeypatch.setattr(
+        "instrument.actions.measurement.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1]
+    )
     use_general_path(monkeypatch)
     return move
 
@@ -261,7 +263,7 @@ def test_outlier_of_the_measured_time_is_ignored(
         move(9.0 if next(calls) == 100 else 0.03)
         return [0.0] * len(names)
 
-    monkeypatch.setattr("instrument.actions.record.measure", measured)
+    monkeypatch.setattr("instrument.actions.measurement.measure", measured)
     assert forecast_of({"micro": MICRO}, ACCUMULATED).cost["micro"].seconds == pytest.approx(0.18)
 
 

@@ -70,15 +70,15 @@ SPECS: dict[str, dict[str, Any]] = {
 
 def test_tree_line_shows_type_parameters_aliases_and_specs() -> None:
     lines = shown(**SPECS)
-    assert lines[0].strip() == ". Small  5 parameters  all"
-    assert line_with(lines, "encoder") == "encoder Sequential  all"
-    assert line_with(lines, "0 Sequential") == "0 Sequential  all → maps"
-    assert line_with(lines, "0 Conv2d") == "0 Conv2d  20 parameters  all"
-    assert line_with(lines, "1 ReLU") == "1 ReLU  all"
-    assert line_with(lines, "1 Flatten") == "1 Flatten  all → maps"
-    assert line_with(lines, "head") == "head Linear  27 parameters  also again  all, tame"
+    assert lines[0].strip() == ". Small  5 parameters  [2, 3]  all"
+    assert line_with(lines, "encoder") == "encoder Sequential  [2, 8]  all"
+    assert line_with(lines, "0 Sequential") == "0 Sequential  [2, 2, 2, 2]  all → maps"
+    assert line_with(lines, "0 Conv2d") == "0 Conv2d  20 parameters  [2, 2, 2, 2]  all"
+    assert line_with(lines, "1 ReLU") == "1 ReLU  [2, 2, 2, 2]  all"
+    assert line_with(lines, "1 Flatten") == "1 Flatten  [2, 8]  all → maps"
+    assert line_with(lines, "head") == "head Linear  27 parameters  [2, 3]  also again  all, tame"
     assert line_with(lines, "unused") == "unused Tanh  all"
-    assert line_with(lines, "frozen") == "frozen Linear  12 parameters  all"
+    assert line_with(lines, "frozen") == "frozen Linear  12 parameters  [2, 3]  all"
     assert sum(line.startswith(("├", "│", "└", "    ")) for line in lines) == len(list(Small().modules())) - 1
 
 
@@ -133,7 +133,7 @@ def test_spec_that_is_never_scheduled_is_marked() -> None:
 
 def test_plan_without_hooks_shows_only_modules() -> None:
     lines = shown()
-    assert line_with(lines, "head") == "head Linear  27 parameters  also again"
+    assert line_with(lines, "head") == "head Linear  27 parameters  [2, 3]  also again"
     assert "0 hooks in 20 steps" in [line.strip() for line in lines]
     assert not any("total" in line for line in lines)
 

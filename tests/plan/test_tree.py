@@ -6,10 +6,12 @@ import io
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
 from instrument.plan.hook_plan import make_plan
+from instrument.plan.shape_inference import InferredCalls, infer_shapes
 from instrument.plan.tree import module_tree
 from instrument.spec.parse import parse_hooks
 
@@ -20,12 +22,26 @@ def block(width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.ReLU())
 
 
-def tree(model: nn.Module, **hooks: dict[str, Any]) -> list[str]:
+def tree(model: nn.Module, *, inferred: InferredCalls | None = None, **hooks: dict[str, Any]) -> list[str]:
     plan = make_plan(parse_hooks(hooks), model)
     console = Console(file=io.StringIO(), width=100)
-    console.print(module_tree(plan, dict.fromkeys(hooks, "red")))
+    console.print(module_tree(plan, inferred or {}, dict.fromkeys(hooks, "red")))
     assert isinstance(console.file, io.StringIO)
     return [line.strip(" │├└─") for line in console.file.getvalue().splitlines()]
+
+
+def test_tree_contains_the_shapes_of_outputs() -> None:
+    model = nn.Sequential(*(nn.Conv1d(1, 1, 2) for _ in range(4)), nn.Flatten(), nn.LSTM(2, 3))
+    inferred = infer_shapes(model, lambda: model(torch.ones(5, 1, 6)), training=True)
+    assert tree(model, inferred=inferred, seen=ALL) == [
+        ". Sequential  [5, 3], [1, 3]  seen",
+        "0 Conv1d  3 parameters  [5, 1, 5]  seen",
+        "1 Conv1d  3 parameters  [5, 1, 4]  seen",
+        "2 Conv1d  3 parameters  [5, 1, 3]  seen",
+        "3 Conv1d  3 parameters  [5, 1, 2]  seen",
+        "4 Flatten  [5, 2]  seen",
+        "5 LSTM  84 parameters  [5, 3], [1, 3]  seen",
+    ]
 
 
 def test_equal_blocks_are_collapsed() -> None:

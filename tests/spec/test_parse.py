@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
 from instrument.spec.budget import BudgetConfig
 from instrument.spec.kinds import KINDS
-from instrument.spec.modify import FUNCTIONS
+from instrument.spec.modify import FUNCTIONS, FunctionSpec
 from instrument.spec.parse import parse_apply, parse_config, parse_hooks
 from instrument.spec.record import DEFAULT_BINS, DEFAULT_LEVELS
+from instrument.spec.spec_file import read_specs
 from instrument.spec.statistics import ALL, DEFAULT
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
@@ -556,16 +558,33 @@ def test_python_function_is_stored_as_its_import_path(function: Any) -> None:
     spec = {"layers": "**", "kind": "forward", "action": "modify", "fn": function}
     found = parse_hooks({"mine": spec})["mine"]
     path = f"{function.__module__}.{function.__name__}"
-    assert found == parse_hooks({"mine": {**spec, "fn": {"_target_": path}}})["mine"]
+    assert isinstance(found, FunctionSpec)
+    assert found.fn.function is function
     assert found.model_dump(by_alias=True)["fn"] == {"_target_": path}
 
 
+class Callable:
+    def __call__(self, tensor: Any, context: Any) -> Any:
+        return tensor
+
+
+LINE = sys._getframe().f_lineno
+
+
 @pytest.mark.parametrize(
-    "function", [lambda tensor, context: tensor, functools.partial(custom_function)], ids=["lambda", "partial"]
+    ("function", "name"),
+    [
+        (lambda tensor, context: tensor, f"<lambda> at test_parse.py:{LINE + 6}"),
+        (functools.partial(custom_function), f"partial of {__name__}.custom_function"),
+        (Callable(), f"object of {__name__}.Callable"),
+    ],
+    ids=["lambda", "partial", "object"],
 )
-def test_function_without_import_path_is_refused(function: Any) -> None:
-    with pytest.raises(ConfigError, match=r"hooks\.mine\.fn.*top level of a module"):
-        parse_hooks({"mine": {"layers": "**", "kind": "forward", "action": "modify", "fn": function}})
+def test_function_without_import_path_is_named_by_its_source(function: Any, name: str) -> None:
+    spec = {"layers": "**", "kind": "forward", "action": "modify", "fn": function}
+    found = parse_hooks({"mine": spec})["mine"]
+    assert found.model_dump(by_alias=True)["fn"] == {"_target_": name}
+    assert read_specs({"mine": found})["mine"] == found
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from instrument.actions.record import DERIVED
+from instrument.actions.measurement import DERIVED
 from instrument.spec.statistics import ALL, VALUE_STATISTICS
 from instrument.stats.blocks import measure_blocks
 from instrument.stats.device_operations import measure_by_operations
@@ -16,7 +16,7 @@ from instrument.stats.measure import measure
 from instrument.stats.merge import MERGED
 
 COMPUTED = {
-    "FORMULAS in instrument/stats/formulas.py, or DERIVED in instrument/actions/record.py": {*FORMULAS, *DERIVED},
+    "FORMULAS in instrument/stats/formulas.py, or DERIVED in instrument/actions/measurement.py": {*FORMULAS, *DERIVED},
     "MERGED and merged() in instrument/stats/merge.py": {*MERGED},
 }
 

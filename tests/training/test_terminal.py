@@ -233,6 +233,42 @@ def test_evaluations_are_above_the_bar_and_the_warning_below(clock: Clock, tmp_p
     assert "one thing" not in shown
 
 
+def test_printed_lines_are_above_the_bar(clock: Clock, tmp_path: Path) -> None:
+    terminal = Terminal()
+    terminal.console = console_of(70)
+    with progress_bar(terminal.console, 100, tmp_path) as show:
+        show(progress_at(10))
+        terminal.print_line("look  step 9  layers.0  output  [64, 32] float32 cpu  mean [bold]1.0")
+    shown = written_to(terminal.console)
+    assert "look  step 9  layers.0  output  [64, 32] float32 cpu  mean [bold]1.0\n" in shown
+
+
+@pytest.mark.parametrize("options", [(), ("quiet=true",)])
+def test_print_hook_writes_to_the_terminal_and_the_log(cli: Cli, workdir: Path, options: tuple[str, ...]) -> None:
+    hook = "+hooks.look={layers: layers.0, kind: forward, action: print, steps: [0, 2]}"
+    answer = cli(*TINY, "train.steps=4", "hydra.run.dir=out", hook, *options)
+    assert answer.code == 0, answer.err
+    start = r"look  step {}  layers\.0  output  \[64, 10\] float32 cpu  mean "
+    log = (workdir / "out" / "instrument.log").read_text()
+    for step in (0, 2):
+        assert len(re.findall(start.format(step), log)) == 1
+        assert len(re.findall("^" + start.format(step), answer.out, re.M)) == (not options)
+    assert "step 1" not in log
+    assert len(instrument.load("out").coverage.query("hook == 'look' and fired == 2")) == 1
+
+
+def test_plan_prints_no_lines_and_checks_functions(cli: Cli) -> None:
+    call = "+hooks.called={layers: layers.0, kind: forward, action: call, fn: {_target_: operator.truth}}"
+    hook = "+hooks.look={layers: layers.0, kind: forward, action: print, steps: [0, 2]}"
+    answer = cli(*TINY, hook, call, "plan=true")
+    assert answer.code == 2
+    assert "cannot be called as fn(tensor, context)" in answer.err
+    answer = cli(*TINY, hook, "plan=true")
+    assert answer.code == 0, answer.err
+    assert "print mean, std, min, max" in answer.out
+    assert "look  step" not in answer.out
+
+
 def test_nan_loss_is_highlighted() -> None:
     bar = Bar(100)
     bar.update(progress_at(), {"step": "step 50/100", "loss": "loss nan"})

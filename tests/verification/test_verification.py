@@ -358,3 +358,17 @@ def test_verify_command_reports_configuration_errors(
     answer = verify_command(cli, monkeypatch, *SMALL, "hooks.tame.norm=-1")
     assert answer.code == 2
     assert "hooks.tame.norm" in answer.err
+
+
+def test_verification_includes_hooks_that_print_and_call(capsys: pytest.CaptureFixture[str]) -> None:
+    hook = {"layers": "**", "kind": "forward"}
+    hooks = {
+        "printed": {**hook, "action": "print"},
+        "called": {**hook, "action": "call", "fn": lambda tensor, context: None},
+        "custom": {**hook, "action": "record", "stats": [torch.amax]},
+    }
+    certificate = verify(parse_config(config_of(MLP, hooks)))
+    assert certificate.hooks == tuple(hooks)
+    assert certificate.left_out == ()
+    assert certificate.holds
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,36 @@
+"""Calls of a custom function that observes a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..errors import HookError
+from ..spec.print_and_call import CallSpec
+from .base import Context
+from .custom_functions import custom_function, observe
+from .intervention import describe
+
+
+class Call:
+    """The call action of a spec."""
+
+    def __init__(self, spec: CallSpec) -> None:
+        self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context")
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: the function is called for each tensor independently."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> None:
+        """Call the function.
+
+        Raises:
+            HookError: The function modified the tensor in place, or returned a value.
+        """
+        returned = observe(self.function, tensor, context, context)
+        if returned is not None:
+            raise HookError(
+                f"{describe(context)}: a function of action call must return None, but returned "
+                f"{type(returned).__name__}; use action modify to replace the tensor"
+            )

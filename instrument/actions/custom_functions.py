@@ -1,0 +1,107 @@
+"""Custom functions of specs: they are imported, and called so that they cannot affect the rest of the run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, HookError, Problem
+from ..spec.field_types import Target
+from ..targets import locate
+from .base import Context
+from .intervention import describe, versioned_copy
+
+
+def custom_function(target: Target, where: str, *arguments: str) -> Callable[..., Any]:
+    """Import a custom function and bind its further arguments.
+
+    A class is instantiated once, and the instance is called.
+
+    Args:
+        target: The function and its further arguments.
+        where: Its configuration key, for messages.
+        arguments: The names of the arguments with which it is called: `tensor`, or `tensor` and `context`.
+
+    Returns:
+        The function. It raises a RuntimeError if it changes PyTorch's global random state.
+
+    Raises:
+        ConfigError: It does not exist, or cannot be called with these arguments.
+    """
+    found: Callable[..., Any] = target.function or locate(target.target, where)
+    further = target.model_extra or {}
+    bound = {} if inspect.isclass(found) else further
+    try:
+        function: Any = found(**further) if inspect.isclass(found) else found
+        _check_arguments(function, len(arguments), bound)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            Problem(
+                where,
+                f"{target.target} cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}",
+                given=further or target.target,
+            )
+        ) from None
+    return check_random_state(partial(function, **bound))
+
+
+def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *further: Context) -> Any:
+    """Call a custom function with a tensor that it must not change, without gradients. Return its result.
+
+    Args:
+        function: The function.
+        tensor: The tensor.
+        context: The call, for messages.
+        further: The arguments after the tensor.
+
+    Raises:
+        HookError: The function modified the tensor in place.
+    """
+    given = versioned_copy(tensor) if tensor.is_inference() else tensor.detach()
+    version = given._version
+    with torch.no_grad():
+        result = function(given, *further)
+    if given._version != version:
+        raise HookError(
+            f"{describe(context)} modified its tensor in place, but may only read it; modify a copy instead"
+        )
+    return result
+
+
+def check_random_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of a tensor so that it fails if it changes PyTorch's global random state.
+
+    A change would alter the rest of the run.
+    """
+
+    def checked(tensor: Tensor, *further: Any) -> Any:
+        before = _random_state(tensor)
+        new = function(tensor, *further)
+        if not torch.equal(before, _random_state(tensor)):
+            raise RuntimeError(
+                "the function changes the global random state, which affects the rest of the run; "
+                "pass generator=context.generator(tensor.device)"
+            )
+        return new
+
+    return checked
+
+
+def _random_state(tensor: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+
+
+def _check_arguments(function: Callable[..., Any], count: int, bound: dict[str, Any]) -> None:
+    """Raise a TypeError if the function cannot be called with `count` arguments and the bound ones."""
+    try:
+        signature = inspect.signature(function)
+    # A function written in C that does not declare its parameters: only a call can test them.
+    except ValueError:
+        function(*(torch.zeros(1), object())[:count], **bound)
+        return
+    signature.bind(*(torch.empty(0), None)[:count], **bound)

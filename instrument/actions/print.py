@@ -1,0 +1,62 @@
+"""Printed lines that describe tensors. The tensors are not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..nested import shape_of
+from ..spec.print_and_call import PrintSpec
+from ..spec.statistics import COUNTS
+from .base import Context, Rows
+from .measurement import Measurement
+
+
+class Print:
+    """The print action of a spec."""
+
+    def __init__(self, spec: PrintSpec, rows: Rows) -> None:
+        self.measurement = Measurement(spec)
+        self.rows = rows
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: each tensor is printed independently."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        text = f"{_location(context)}  {list(shape_of(tensor))} {dtype} {tensor.device}"
+        self.rows.add_line(context, text, self.measurement.names, self.measurement(tensor, context))
+
+
+def _location(context: Context) -> str:
+    """Describe a call: hook, step, layer and role, and what differs from the usual first call."""
+    moment = context.moment
+    indices = {
+        "micro-step": moment.micro_step,
+        "rank": context.rank,
+        "call": context.call,
+        "gradient": context.backward,
+    }
+    phase = "" if moment.phase == "train" else f"{moment.phase} "
+    others = "".join(f" {name} {index}" for name, index in indices.items() if index)
+    role = f"{context.role} {context.path}".rstrip()
+    return f"{context.hook}  {phase}step {moment.step}{others}  {context.layer or '.'}  {role}"
+
+
+def line_of(text: str, names: Sequence[str], values: Sequence[float | None]) -> str:
+    """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero.
+
+    Args:
+        text: The description of the tensor.
+        names: The names of the statistics.
+        values: Their values; None for no value.
+    """
+    cells = dict(zip(names, values, strict=True))
+    shown = [
+        f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in cells.items() if name not in COUNTS
+    ]
+    shown += [
+        f"{cells[name]:,.0f} {text}" for name, text in (("nan_count", "NaN"), ("inf_count", "Inf")) if cells.get(name)
+    ]
+    return "  ".join([text, *shown])

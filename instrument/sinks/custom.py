@@ -1,0 +1,85 @@
+"""Custom sinks: any object with the methods of `instrument.Sink`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..capture.sink_interface import Row, Sink
+from ..errors import ConfigError, Problem, SinkError, user_code_location
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+METHODS = ("write", "keep", "end_step", "close")
+
+
+class CustomSink:
+    """Passes everything to a custom sink. After an exception of the sink, only `close` is called.
+
+    Args:
+        sink: The custom sink.
+        where: The config key or the argument that contains it, for messages.
+
+    Attributes:
+        name: The class of the custom sink.
+
+    Raises:
+        ConfigError: It lacks a method of `instrument.Sink`.
+        SinkError: From all methods: the custom sink raised an exception, or returned an invalid value.
+    """
+
+    def __init__(self, sink: Any, where: str) -> None:
+        self.name = type(sink).__qualname__
+        if missing := [name for name in METHODS if not callable(getattr(sink, name, None))]:
+            message = f"a sink requires the methods {', '.join(METHODS)}; {self.name} has no {' and no '.join(missing)}"
+            raise ConfigError(Problem(where, message, given=self.name))
+        self._sink: Sink = sink
+        self._has_failed = False
+
+    def write(self, table: str, rows: Sequence[Row]) -> None:
+        """Pass on rows."""
+        if not self._has_failed:
+            with self._calling("write"):
+                self._sink.write(table, rows)
+
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
+        """Pass on a tensor."""
+        if self._has_failed:
+            return None
+        with self._calling("keep"):
+            stored = self._sink.keep(key, source_shape, tensor, dtype)
+            if not (stored is None or isinstance(stored, int)):
+                raise TypeError(
+                    f"must return the size in bytes, or None for a dropped tensor, but returned {type(stored).__name__}"
+                )
+        return stored
+
+    def end_step(self) -> None:
+        """End the step."""
+        if not self._has_failed:
+            with self._calling("end_step"):
+                self._sink.end_step()
+
+    def close(self) -> None:
+        """Close the sink, also after an exception."""
+        if self._has_failed:
+            with suppress(Exception):  # its failure is reported already
+                self._sink.close()
+        else:
+            with self._calling("close"):
+                self._sink.close()
+
+    @contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        """Convert exceptions of the sink to `SinkError`."""
+        try:
+            yield
+        except Exception as error:
+            self._has_failed = True
+            location = user_code_location(error)
+            raise SinkError(f"{self.name}.{method} failed: {type(error).__name__}: {error}{location}") from error

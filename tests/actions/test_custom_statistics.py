@@ -1,0 +1,249 @@
+"""Custom statistics: functions of a tensor whose results are columns of `stats`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Answer
+from device_statistics import use_device_statistics
+from torch import Tensor, nn
+
+import instrument
+from instrument.actions.base import StepContext
+from instrument.actions.measurement import Measurement
+from instrument.distributed.unsupported import reduce_problems
+from instrument.sinks.tags import scalars
+from instrument.spec.parse import parse_hooks
+from instrument.spec.record import RecordSpec
+from instrument.stats.device_numbers import DeviceNumbers
+
+
+def spread(tensor: Tensor) -> Tensor:
+    return tensor.amax() - tensor.amin()
+
+
+def scaled(tensor: Tensor, factor: float = 1.0) -> float:
+    return float(tensor.sum()) * factor
+
+
+def hook(*stats: Any, **fields: Any) -> dict[str, Any]:
+    return {"layers": "*", "kind": "forward", "action": "record", "stats": list(stats), **fields}
+
+
+def record(specs: dict[str, Any], **options: Any) -> instrument.Probe:
+    """Record two steps of two layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    with instrument.attach(model, specs, **options) as probe:
+        for _ in range(2):
+            model(torch.randn(5, 4))
+            probe.end_step()
+    return probe
+
+
+def test_custom_statistics_are_columns_of_every_reader(tmp_path: Path) -> None:
+    named = {"_target_": f"{__name__}.scaled", "name": "doubled", "factor": 2.0}
+    specs = {"mine": hook("mean", "min", "max", "numel", spread, named), "usual": hook("default")}
+    record(specs, out=tmp_path / "run")
+    run = instrument.load(tmp_path / "run")
+    stats = run.stats
+    mine, usual = (stats[stats.hook == name] for name in ("mine", "usual"))
+    assert len(mine) == len(usual) == 4
+    assert mine.spread.to_list() == pytest.approx((mine["max"] - mine["min"]).to_list())
+    assert mine.doubled.to_list() == pytest.approx((2 * mine["mean"] * mine.numel).to_list(), rel=1e-5)
+    assert usual[["spread", "doubled"]].isna().all(axis=None)
+    assert "custom" not in stats
+    assert run.read("stats", ["layer", "spread"])["spread"].equals(stats["spread"])
+    assert run.read("stats", ["layer"]).columns.to_list() == ["layer"]
+    found = run.sql("select hook, max(spread) as largest from stats group by hook order by hook")
+    assert found.largest[0] == mine.spread.max()
+    assert math.isnan(found.largest[1])
+    assert run.sql("select * from stats").columns.to_list() == stats.columns.to_list()
+    frame = run.lazy("stats")
+    assert frame.collect_schema().names() == stats.columns.to_list()
+    assert frame.select("spread").max().collect().item() == mine.spread.max()
+
+
+def test_memory_sink_has_custom_columns() -> None:
+    frame = record({"mine": hook(spread), "usual": hook("mean")}).sink.frame("stats")
+    assert "custom" not in frame
+    assert frame[frame.hook == "mine"].spread.notna().all()
+    assert frame[frame.hook == "usual"].spread.isna().all()
+
+
+def test_sweep_joins_runs_with_different_custom_statistics(tmp_path: Path) -> None:
+    for name, stats in (("a", [spread]), ("b", [{"name": "total", "_target_": scaled}]), ("c", ["mean"])):
+        record({"mine": hook(*stats)}, out=tmp_path / name)
+    runs = instrument.load(tmp_path)
+    for frame in (runs.stats, runs.sql("select * from stats order by run"), runs.lazy("stats").collect().to_pandas()):
+        counts = frame.groupby("run")[["spread", "total"]].count()
+        assert counts.to_numpy().tolist() == [[4, 0], [0, 4], [0, 0]]
+
+
+def test_export_and_trackers_contain_custom_statistics(tmp_path: Path) -> None:
+    from instrument.analysis.csv_export import write_csv
+    from instrument.analysis.run_files import RunFiles
+
+    probe = record({"mine": hook(spread)})
+    row = probe.sink.rows["stats"][0]
+    assert {scalar.tag: scalar.value for scalar in scalars("stats", row)}["mine/0/spread"] == row[-1]["spread"]
+    record({"mine": hook(spread)}, out=tmp_path / "run")
+    write_csv(RunFiles(tmp_path / "run"), tmp_path)
+    header, first, *_ = (tmp_path / "stats.csv").read_text().splitlines()
+    assert "custom" not in header
+    position = header.replace('"', "").split(",").index("spread") - len(header.split(","))
+    assert float(first.split(",")[position]) == pytest.approx(row[-1]["spread"])
+
+
+def test_names_and_functions_of_statistics_in_run_json(tmp_path: Path) -> None:
+    stats = ["mean", spread, {"name": "lowest", "_target_": lambda tensor: tensor.min()}]
+    record({"mine": hook(*stats)}, out=tmp_path / "run")
+    recorded = instrument.load(tmp_path / "run").info["config"]["hooks"]["mine"]["stats"]
+    assert recorded[:2] == ["mean", {"_target_": f"{__name__}.spread"}]
+    assert recorded[2]["name"] == "lowest"
+    assert recorded[2]["_target_"].startswith("<lambda> at test_custom_statistics.py:")
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda tensor: 3, 3.0),
+        (lambda tensor: np.float32(0.5), 0.5),
+        (lambda tensor: torch.tensor([2], dtype=torch.int64), 2.0),
+        (lambda tensor: torch.tensor(True), 1.0),
+        (lambda tensor: math.nan, None),
+        (lambda tensor: None, None),
+        (lambda tensor: math.inf, math.inf),
+    ],
+)
+def test_results_are_converted_to_numbers(function: Any, expected: float | None) -> None:
+    row = record({"mine": hook({"name": "found", "_target_": function})}).sink.records("stats")[0]
+    assert row["custom"] == {"found": expected}
+    assert row["mean"] is None
+    assert row["nan_count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda tensor: tensor, r"'found' must return one real number, but returned a tensor of shape \[5, 3\]"),
+        (lambda tensor: "many", "'found' must return one real number, but returned str"),
+        (lambda tensor: torch.ones((), dtype=torch.complex64), "must return one real number"),
+        (lambda tensor: tensor.zero_().sum(), "modified its tensor in place"),
+        (lambda tensor: torch.rand(()), "changes the global random state"),
+        (lambda tensor: {}["gone"], "KeyError: 'gone'"),
+    ],
+)
+def test_invalid_result_is_an_error_that_names_the_hook(function: Any, message: str) -> None:
+    with pytest.raises(instrument.HookError, match=message) as caught:
+        record({"mine": hook({"name": "found", "_target_": function})})
+    assert "hook 'mine' (forward) on layer '0'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"a": hook(lambda tensor: 0)}, "requires a name"),
+        ({"a": hook({"name": "mean", "_target_": spread})}, "name of a built-in statistic"),
+        ({"a": hook({"name": "layer", "_target_": spread})}, "already has a column 'layer'"),
+        ({"a": hook({"name": "Mean", "_target_": spread})}, "name of a built-in statistic"),
+        ({"a": hook(spread, {"name": "Spread", "_target_": spread})}, "another function with the column 'Spread'"),
+        ({"a": hook({"name": "run", "_target_": spread})}, "already has a column 'run'"),
+        ({"a": hook(spread, {"name": "spread", "_target_": scaled})}, "another function with the column 'spread'"),
+        ({"a": hook(spread), "b": hook({"name": "spread", "_target_": scaled})}, "hook 'a' has another function"),
+        ({"a": hook({"_target_": f"{__name__}.spraed"})}, f"similar  {__name__}.spread"),
+        ({"a": hook({"_target_": f"{__name__}.scaled", "faktor": 1})}, "faktor"),
+        ({"a": hook({"name": "nothing"})}, "_target_"),
+        ({"a": hook("meen")}, "unknown statistic"),
+    ],
+)
+def test_invalid_statistic_is_a_configuration_error(specs: dict[str, Any], message: str) -> None:
+    with pytest.raises(instrument.ConfigError, match=message) as caught:
+        record(specs)
+    assert all(problem.where.startswith("hooks.") and "stats" in problem.where for problem in caught.value.problems)
+
+
+def test_two_hooks_share_a_statistic() -> None:
+    frame = record({"a": hook(spread), "b": hook(spread, "mean")}).sink.frame("stats")
+    assert frame.spread.notna().all()
+
+
+def test_custom_statistics_are_not_merged_over_processes() -> None:
+    specs = parse_hooks({"a": hook(spread), "b": hook("mean")})
+    (problem,) = reduce_problems(None, specs)
+    assert (problem.where, problem.fix) == ("hooks.a.stats", "set reduce=none")
+
+
+def test_value_on_a_device_is_read_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = parse_hooks({"a": hook("mean", spread)})["a"]
+    assert isinstance(spec, RecordSpec)
+    layer = nn.Identity()
+    context = instrument.Context("a", "forward", "output", "0", layer, "", StepContext(0, 0, 0, "train"))
+    values = Measurement(spec)(torch.ones(2, 3, device="meta"), context)
+    assert isinstance(values, DeviceNumbers)
+    specs = {"a": hook("mean", spread)}
+    on_host = record(specs).sink.frame("stats")
+    use_device_statistics(monkeypatch)
+    mixed = record(specs).sink.frame("stats")
+    assert mixed.spread.to_list() == on_host.spread.to_list()
+    assert mixed["mean"].to_list() == pytest.approx(on_host["mean"].to_list())
+
+
+def test_budget_drops_custom_statistics_first() -> None:
+    probe = record({"a": hook("mean", "l1", spread)})
+    action, part = probe.attached_hooks[0].action.without_most_expensive()  # type: ignore[attr-defined]
+    assert part == "spread"
+    assert action.measurement.names == ("numel", "mean", "l1", "nan_count", "inf_count")
+    assert action.bits
+
+
+MODULE = """
+def spread(tensor):
+    return tensor.amax() - tensor.amin()
+
+def itself(tensor):
+    return tensor
+"""
+RUN = ("model=mlp", "data=digits", "data.slice.stop=64", "train.steps=2", "device=cpu", "hydra.run.dir=out")
+
+
+def test_statistic_of_a_configuration_can_be_an_objective(cli: Callable[..., Answer], workdir: Path) -> None:
+    (workdir / "mymodule.py").write_text(MODULE)
+    hook = (
+        "+hooks.h={layers: layers.0, kind: forward, action: record, stats: [{_target_: mymodule.spread, name: Width}]}"
+    )
+    answer = cli(*RUN, hook, "objective='max(stats.width where step = 1)'", "sink.tensorboard=false")
+    assert answer.code == 0, answer.err
+    stats = instrument.load("out").stats
+    assert stats.Width.notna().all()
+    answer = cli(*RUN, hook, "objective='max(stats.height)'", "hydra.run.dir=other")
+    assert answer.code == 2
+    assert "no numeric column of stats is named height" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("statistic", "message"),
+    [
+        ("mymodule.itself", "the trial call on a copy before the run failed: .*'itself' must return one real number"),
+        ("mymodule.missing", "mymodule has no 'missing'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["forward", "parameter_grad", "full_backward"])
+def test_invalid_statistic_is_reported_before_the_first_batch(
+    cli: Callable[..., Answer], workdir: Path, statistic: str, message: str, kind: str
+) -> None:
+    (workdir / "mymodule.py").write_text(MODULE)
+    answer = cli(
+        *RUN, f"+hooks.h={{layers: layers.2, kind: {kind}, action: record, stats: [{{_target_: {statistic}}}]}}"
+    )
+    assert answer.code == 2, answer.out
+    assert "hooks.h.stats" in answer.err
+    assert re.search(message, answer.err)
+    assert not (workdir / "out").exists()
