@@ -76,7 +76,7 @@ def test_forward_in_two_processes_equals_one_process(executed: Callable[..., ins
         assert two.info["metrics"][name] == pytest.approx(one.info["metrics"][name], rel=1e-5)
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("parallel", tiered(["ddp", "fsdp2"], ["fsdp2"]))
 def test_probe_batch_does_not_change_a_distributed_training(
     executed: Callable[..., instrument.Run], parallel: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_probe_batch_does_not_change_a_distributed_training(
     assert len(loss[1]) == 4
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("parallel", tiered(["ddp", "fsdp2"], ["fsdp2"]))
 def test_weights_of_a_distributed_run_are_complete(executed: Callable[..., instrument.Run], parallel: str) -> None:
     trained = executed(*TRAINING, parallel=parallel).path
     single = torch.load(executed(*TRAINING).path / "weights.pt", weights_only=True)

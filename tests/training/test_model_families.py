@@ -16,7 +16,7 @@ from instrument import ConfigError, MemorySink, Probe
 from instrument.dry_run.cost_of_run import dry_run
 from instrument.spec.config import RunConfig
 from instrument.spec.parse import parse_config
-from instrument.tasks import HuggingFace
+from instrument.tasks import HuggingFace, Outcome
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
 from instrument.verification.comparison import verify
@@ -33,6 +33,7 @@ hooks:
 TASKS = {
     "huggingface": "task: {_target_: instrument.tasks.HuggingFace}",
     "loss_dict": "task: {_target_: instrument.tasks.LossDict}",
+    "graphs": f"task: {{_target_: {__name__}.ClassifyGraphs}}",
     "cross_entropy": "task: {_target_: instrument.tasks.Supervised, loss: {_target_: torch.nn.CrossEntropyLoss}}",
 }
 
@@ -84,6 +85,12 @@ def items(split: str, kind: str) -> Items:
                 return pixels(3, 40 + 8 * label, 48), {"boxes": box, "labels": torch.ones(len(box), dtype=torch.int64)}
             case "segments":
                 return pixels(3, 32, 32), torch.randint(3, (32, 32), generator=generator)
+            case "geometric":
+                from torch_geometric.data import Data
+
+                nodes = 3 + index % 3
+                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
+                return Data(x=pixels(nodes, 4), edge_index=edges, y=torch.tensor([label]))
             case "graph":
                 nodes = 3 + index % 3
                 edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
@@ -122,6 +129,18 @@ def joined(samples: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "labels": labels,
     }
+
+
+class ClassifyGraphs:
+    """A task for batches of torch_geometric: the model classifies nodes, and their mean is that of the graph."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        from torch_geometric.nn import global_mean_pool
+
+        logits = global_mean_pool(model(batch.x, batch.edge_index), batch.batch)
+        return Outcome(
+            nn.functional.cross_entropy(logits, batch.y), batch.num_graphs, (logits.argmax(1) == batch.y).sum()
+        )
 
 
 class MessagePassing(nn.Module):
@@ -175,11 +194,14 @@ FAMILIES = {
                     f"{DETECTION}, min_size: 64, max_size: 64"),
     "retinanet": ("boxes", "loss_dict", "torchvision.models.detection.retinanet_resnet50_fpn, "
                   f"{DETECTION}, min_size: 64, max_size: 64"),
+    "geometric": ("geometric", "graphs", "torch_geometric.nn.GCN, in_channels: 4, hidden_channels: 8, num_layers: 2, "
+                  "out_channels: 2"),
     "graph": ("graph", "huggingface", f"{__name__}.MessagePassing, width: 2"),
 }  # fmt: skip
 COLLATE = {
     "captioned": f"{__name__}.with_return_loss",
     "boxes": "instrument.training.loader.lists",
+    "geometric": "torch_geometric.data.Batch.from_data_list",
     "graph": f"{__name__}.joined",
 }
 QUICK = ("gpt2", "llama", "bert", "t5", "vit", "clip", "timm", "graph")
@@ -198,6 +220,27 @@ data:
   {collate}
 """
     return parse_config({**yaml.safe_load(text), **overrides})
+
+
+def test_dataset_of_hugging_face_is_built_from_yaml() -> None:
+    rows = {
+        "input_ids": [[2 + i] * 8 for i in range(SAMPLES)],
+        "labels": [[-100] * 4 + [3 + i] * 4 for i in range(SAMPLES)],
+    }
+    config = config_of("bert").model_dump(by_alias=True, exclude_unset=True)
+    config["data"] = {
+        "dataset": {"_target_": "datasets.Dataset.from_dict", "mapping": rows},
+        "collate_fn": {"_target_": "transformers.default_data_collator"},
+        "slice": {"start": 1},
+    }
+    experiment = prepare(parse_config(config))
+    sink = MemorySink()
+    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
+        train(experiment, probe, lambda progress: None)
+    assert list(sink.frame("metrics").phase) == ["train", "train", "eval"]
+    (batch, *_) = experiment.eval_loader
+    assert batch.batch["input_ids"].tolist() == rows["input_ids"][:4]
+    assert batch.indices == [0, 1, 2, 3]
 
 
 def experiment_of(name: str, kind: str = "", **overrides: Any) -> Experiment:
@@ -221,7 +264,7 @@ def test_model_family_trains_from_yaml(name: str) -> None:
     assert [batch.samples for batch in experiment.eval_loader] == [4, 2]
     has_loss = metrics.loss.notna()
     assert has_loss.all() if FAMILIES[name][1] != "loss_dict" else list(has_loss) == [True, True, False]
-    has_accuracy = (FAMILIES[name][1] == "huggingface" and name != "clip") or name == "timm"
+    has_accuracy = (FAMILIES[name][1] == "huggingface" and name != "clip") or name in ("timm", "geometric")
     assert metrics.accuracy.notna().all() == has_accuracy
     stats = sink.frame("stats")
     for phase, hook in (("train", "seen"), ("eval", "tested")):
