@@ -31,6 +31,7 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -W ignore benchmarks/forecasts.py
 	$(BIN)/python -W ignore benchmarks/storage.py
 	$(BIN)/python -W ignore benchmarks/features.py
+	$(BIN)/python -W ignore benchmarks/forward.py
 	$(BIN)/python -W ignore benchmarks/memory.py
 	$(BIN)/python -W ignore benchmarks/growth.py
 	$(BIN)/python benchmarks/ranks.py

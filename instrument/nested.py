@@ -160,8 +160,9 @@ def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the value with every tensor on the device.
 
-    An object that is no container but has a method `to`, such as a batch of torch_geometric, moves itself. A CUDA device copies from pinned memory, and the host does not wait for it. The lengths of a packed sequence stay on the CPU,
-    as PyTorch requires.
+    An object that is no container but has a method `to`, such as a batch of torch_geometric, moves itself. A CUDA device
+    copies from pinned memory, and the host does not wait for it. The lengths of a packed sequence stay on the CPU, as
+    PyTorch requires.
     """
     if not isinstance(value, Tensor | PackedSequence):
         is_container = isinstance(value, Mapping | tuple | list) or dataclasses.is_dataclass(value)
