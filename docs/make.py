@@ -136,13 +136,13 @@ def actions_page() -> str:
     shared = set(HookBase.model_fields)
     parts = [
         f"{NOTICE}\n# Actions and their fields",
-        "A hook spec selects modules, names a hook kind, and names an action: `record`, `clip`, `scale` or `modify`. "
+        "A hook spec selects modules, names a hook kind, and names an action: `record`, `print`, `call`, `clip`, `scale` or `modify`. "
         "`modify` takes a function `fn`. The [hook kinds](../hooks.md) say which tensors an action can change.",
         "## Fields of every hook",
         _fields(HookBase),
     ]
     for name, (model, example) in HOOKS.items():
-        title = name if name in ("record", "clip", "scale") else f"modify, fn: {name}"
+        title = name if name in ("record", "print", "call", "clip", "scale") else f"modify, fn: {name}"
         fields = [field for field in model.model_fields if field not in shared and field != "action"]
         if issubclass(model, ModifySpec):
             fields = [field for field in fields if field != "fn" or model is FunctionSpec]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
+from ..errors import ConfigError, Problem
 from .features import Features
 
 CHUNK_BYTES = 16 * 2**20
@@ -21,9 +22,12 @@ def write_csv(features: Features, file: Path) -> None:
     """Write one row per sample: `sample`, `target` if there are targets, and the flattened features `f0`, `f1`, ...
 
     Raises:
+        ConfigError: The features are complex numbers.
         OSError: The file cannot be written.
     """
     flat = features.flat
+    if np.iscomplexobj(flat):
+        raise ConfigError(Problem("--to", "CSV has no complex numbers", "csv", "npz, zarr"))
     flat = flat.astype(np.float32) if flat.dtype == np.float16 else flat  # Arrow writes no float16
     columns = {"sample": features.ids, **({} if features.y is None else {"target": features.y})}
     fields = [pa.field(name, _arrow(values[:0]).type) for name, values in columns.items()]
@@ -46,7 +50,7 @@ def write_npz(features: Features, file: Path) -> None:
         OSError: The file cannot be written.
     """
     with file.open("wb") as stream:
-        np.savez(stream, allow_pickle=False, **_arrays(features))
+        np.savez(stream, **_arrays(features))  # type: ignore[arg-type]
 
 
 def write_zarr(features: Features, folder: Path) -> None:

@@ -163,12 +163,12 @@ def _select(files: RunFiles, selection: Selection) -> pd.DataFrame:
         similar = similar_names(layer, layers)
         raise ConfigError(Problem("layer", "no tensors of this layer were recorded", layer, _shown(layers), similar))
     for name, value in selection.given.items():
-        allowed = [value] if isinstance(value, str | int) else list(value)
+        allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
         known = sorted(rows[name].unique().tolist())
         rows = rows[rows[name].isin(allowed)]
         if rows.empty:
             message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
-            similar = similar_names(value, known) if isinstance(value, str) else []
+            similar = similar_names(value, known) if isinstance(value, str) and isinstance(known[0], str) else []
             raise ConfigError(Problem(name, message, value, _shown(known), similar))
     for name in _CHOICES:
         found = sorted(rows[name].unique().tolist())
@@ -180,6 +180,12 @@ def _select(files: RunFiles, selection: Selection) -> pd.DataFrame:
     if kind is not None and kind.family != "module":
         message = f"tensors of kind {kind.name} have no samples"
         raise ConfigError(Problem("hook", message, selection.hook, "a hook on the outputs or inputs of a module"))
+    repeated = rows[rows.duplicated(_BATCH)]
+    if len(repeated):
+        step = int(repeated["step"].iloc[0])
+        message = f"layer {selection.layer!r} has several tensors of the same batch at step {step}: the phase began twice there"
+        fix = "call probe.end_step() between two evaluations, or select other steps"
+        raise ConfigError(Problem("step", message, selection.step, fix=fix))
     return rows.sort_values(_BATCH, kind="stable", ignore_index=True)
 
 

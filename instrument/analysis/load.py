@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, InstrumentWarning, Problem
 from .folders import find_runs
 from .polars_frames import scan
 from .query_sources import RunsToQuery
@@ -189,8 +191,19 @@ class Run(RunTables):
         if out is not None:
             fix = "load one of them, or leave 'out' out"
             raise ConfigError(Problem("out", f"the folder contains {len(self.folders)} runs", str(out), fix=fix))
-        names = [str(folder.relative_to(self.path)) for folder in self.folders]
-        return {name: features_of(files, selection) for name, files in zip(names, self._files, strict=True)}
+        features: dict[str, Features] = {}
+        problems: dict[str, ConfigError] = {}
+        for folder, files in zip(self.folders, self._files, strict=True):
+            name = str(folder.relative_to(self.path))
+            try:
+                features[name] = features_of(files, selection)
+            except ConfigError as error:
+                problems[name] = error
+        for name, problem in problems.items():
+            if not features:
+                raise ConfigError(*(replace(each, where=f"{name}: {each.where}") for each in problem.problems))
+            warnings.warn(f"run {name} is left out: {problem}", InstrumentWarning, stacklevel=2)
+        return features
 
     def sql(self, query: str) -> pd.DataFrame:
         """Run a SQL query with DuckDB on the files of the runs.

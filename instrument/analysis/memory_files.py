@@ -14,7 +14,7 @@ import torch
 from ..capture.sink_interface import Row
 from ..capture.tables import POSITION, TABLES, Table, as_batch, as_table
 from ..sinks.memory import MemorySink
-from ..sinks.tensors import FITS_FLOAT32, rows_of
+from ..sinks.tensors import rows_of
 from .run_files import RunFiles
 
 IN_MEMORY = Path("in memory")
@@ -76,8 +76,6 @@ def _tensors(rows: Sequence[Row]) -> pa.Table:
 
     def stored(row: Row) -> tuple[Row, torch.Tensor, bool]:
         *columns, tensor, _ = row
-        as_list = tensor.dtype in FITS_FLOAT32
-        flat = (tensor.to(torch.float32) if as_list else tensor).reshape(-1)
-        return tuple(columns), flat, as_list
+        return tuple(columns), tensor.reshape(-1), tensor.dtype == torch.float32
 
     return as_table(TABLES["tensors"], rows_of(map(stored, rows)))

@@ -119,8 +119,8 @@ def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         dropped[row["hook"]] += row["dropped"]
     return [
-        f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written; "
-        "set sink.when_full: wait to wait for the disk"
+        f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written, or "
+        "because a custom sink refused them; set sink.when_full: wait to wait for the disk"
         for hook, count in dropped.items()
         if count
     ]

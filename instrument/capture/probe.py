@@ -343,7 +343,7 @@ class Probe:
         """
         if self.recorder.samples.are_kept:
             moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
-            named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch), is_checked=False)
+            named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch, len(indices)), is_checked=False)
             self.recorder.samples.begin(named)
 
     def end_micro_step(self) -> None:

@@ -153,10 +153,10 @@ class Samples:
         """Name the samples of the current micro-step.
 
         Raises:
-            ConfigError: They are named already, and a tensor of theirs was stored.
+            ConfigError: They are named already.
         """
-        if self._batch is not None and self._has_tensor:
-            message = "the batch of this micro-step is named already, and a hook has stored a tensor of it"
+        if self._batch is not None:
+            message = "the batch of this micro-step is named already"
             fix = "call probe.end_micro_step() or probe.end_step() after each batch"
             raise ConfigError(Problem("probe.batch", message, fix=fix))
         self._batch = batch
@@ -260,13 +260,14 @@ def _array(values: Any) -> np.ndarray[Any, Any] | None:
         return None
 
 
-def targets_of(batch: Any) -> Tensor | None:
+def targets_of(batch: Any, samples: int) -> Tensor | None:
     """Return the scalar targets of a batch of the data loader.
 
     These are the second item of a pair, or the entry of a mapping that is named in `TARGET_KEYS`.
 
     Args:
         batch: The batch.
+        samples: The number of samples.
 
     Returns:
         The targets [samples]; None if the batch has none, or if they are not one number for each sample.
@@ -276,6 +277,6 @@ def targets_of(batch: Any) -> Tensor | None:
         targets = next((batch[key] for key in TARGET_KEYS if key in batch), None)
     elif isinstance(batch, list | tuple) and len(batch) == 2:
         targets = batch[1]
-    if isinstance(targets, Tensor) and targets.dim() and targets.numel() == len(targets) and not targets.is_complex():
-        return targets.flatten()
-    return None
+    if not isinstance(targets, Tensor) or targets.is_complex() or not targets.dim():
+        return None
+    return targets.flatten() if len(targets) == targets.numel() == samples else None

@@ -68,9 +68,9 @@ class AttachedProbe(Probe):
         rows = f"{self.recorder.rows_written:,} rows {where}"
         return f"<{type(self).__name__} {self._status}: {self.step} steps, {hooks} hooks at {sites} sites, {rows}>"
 
-    def _repr_html_(self) -> str:
-        """Return the HTML representation for notebooks."""
-        return self.run._repr_html_()
+    def _repr_html_(self) -> str | None:
+        """Return the HTML representation for notebooks; None if only a custom sink has the rows."""
+        return self.run._repr_html_() if self._files or self._folder else None
 
     @property
     def run(self) -> Run:

@@ -34,12 +34,13 @@ class SuspendableHook:
     def suspend(self) -> None:
         """Take the hook out of the module, if it is registered."""
         hooks, own = self._hooks, self._handle.id
-        if own not in hooks:
-            return
         ids = list(hooks)
+        hook = hooks.pop(own, None)
+        if hook is None or own not in ids:  # another thread, which calls a copy of the module, has suspended it
+            return
         position = ids.index(own)
         self._before, self._after = frozenset(ids[:position]), frozenset(ids[position + 1 :])
-        self._hook = hooks.pop(own)
+        self._hook = hook
 
     def resume(self) -> None:
         """Put the hook back, if it is suspended.

@@ -16,6 +16,8 @@ def mode_problems(config: RunConfig) -> Iterator[Problem]:
     """
     yield from _hook_problems(config)
     if config.mode == "train":
+        if config.forward.grad:
+            yield Problem("forward.grad", "requires mode: forward", given=True, fix="set mode=forward")
         return
     if config.train.accumulate > 1:
         message = "mode: forward accumulates no gradients: each batch is one step"

@@ -51,7 +51,7 @@ def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
     specs = hooks.values() if isinstance(hooks, Mapping) else hooks if isinstance(hooks, list) else ()
     for spec in specs:
         stats = spec.get("stats") if isinstance(spec, Mapping) and spec.get("action") == "record" else None
-        for item in stats if isinstance(stats, list) else [stats]:
+        for item in stats if isinstance(stats, list | tuple) else [stats]:
             if isinstance(item, Mapping):
                 with suppress(ValidationError):
                     yield CustomStatistic.model_validate(item).column

@@ -147,7 +147,9 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the task must return instrument.tasks.Outcome, but returned {type(outcome).__name__}")
-    if outcome.loss is None and not differentiable:
+    if outcome.loss is None:
+        if differentiable:
+            raise TypeError("the task returned no loss, but its gradients are required")
         return
     if not isinstance(outcome.loss, Tensor) or outcome.loss.dim():
         shape = f"of shape {list(outcome.loss.shape)}" if isinstance(outcome.loss, Tensor) else ""

@@ -61,6 +61,8 @@ class Generate:
         self.sample = sample
         self.use_cache = use_cache
         self.options = dict(options or {})
+        if refused := self.options.keys() & {"num_return_sequences", "return_dict_in_generate"}:
+            raise ValueError(f"options: {', '.join(sorted(refused))} would change the number or form of the results")
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Generate tokens after each prompt of a batch.
@@ -81,7 +83,7 @@ class Generate:
         prompts = [self._tokens(prompt, batch) for prompt in _prompts(batch)]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with torch.no_grad():
-            has_generate = callable(getattr(model, "generate", None))
+            has_generate = callable(getattr(model, "generate", None)) and hasattr(model, "generation_config")
             continuations = (self._by_model if has_generate else self._token_by_token)(model, prompts, device)
         generated = tuple(
             Generated(
@@ -110,7 +112,7 @@ class Generate:
 
     def _by_model(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
         """Generate with the method of a model of Transformers."""
-        ends = model.generation_config.eos_token_id
+        ends = self.options.get("eos_token_id", model.generation_config.eos_token_id)
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         length, fill = max(map(len, prompts)), (ends or [0])[0]
         padded = [[fill] * (length - len(prompt)) + [*prompt] for prompt in prompts]

@@ -78,6 +78,9 @@ class HuggingFace:
         is_unlabeled = labels is None and loss is None and not model.training
         if not is_unlabeled and (self.loss is not None or loss is None):
             loss = self._computed_loss(logits, labels, output, batch)
+        if isinstance(loss, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point():
+            # Without any counted label, the mean is 0/0. It has the weight 0, which NaN would survive.
+            loss = torch.where((labels != IGNORED).any(), loss, loss.nan_to_num() * 0.0)
         return Outcome(loss, samples, correct)
 
     def _computed_loss(self, logits: Any, labels: Any, output: Any, batch: Any) -> Tensor:
@@ -89,6 +92,8 @@ class HuggingFace:
                 f"the model returned no loss ({fields}), and the {missing}; the batch is {structure(batch)}"
             )
         if self.loss is not None:
+            if labels.dim() > 1 and labels.shape == logits.shape[:-1]:
+                return self.loss(logits.flatten(0, -2), labels.flatten())
             return self.loss(logits, labels)
         if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             raise ValueError(

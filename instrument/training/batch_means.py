@@ -21,7 +21,7 @@ def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[l
     if not isinstance(experiment.task, CountsTerms):
         return micro_batches.sizes, micro_batches.samples
     weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
-    return weights, max(1, experiment.strategy.total(sum(weights)))
+    return weights, experiment.strategy.total(sum(weights))
 
 
 def means_over_processes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from ..capture.samples import TARGET_KEYS
 from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
@@ -130,7 +131,8 @@ def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
 
 def _is_iterable(dataset: Dataset[Any]) -> bool:
     """Return whether a dataset gives its samples one after the other, without a length and an index."""
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or not has_items
 
 
 def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
@@ -189,6 +191,8 @@ def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
     message = ""
     if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
         message = f"must have a length and be iterable, but {target.target} returned {type(sampler).__name__}"
+    elif not len(sampler):
+        message = f"must give indices, but {target.target} returned an empty {type(sampler).__name__}"
     elif isinstance(sampler, DistributedSampler):
         message = "the samples are distributed over the processes by this package, so a sampler must return all indices"
     if message:
@@ -278,12 +282,19 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
     targets = getattr(dataset, "targets", None)
     try:
         if targets is None:
-            targets = [dataset[i][1] for i in range(len(dataset))]  # type: ignore[arg-type]
+            with preserved_random_states():
+                seed_random_states(0)
+                targets = [_target_of(dataset[i]) for i in range(len(dataset))]  # type: ignore[arg-type]
         return [int(target) for target in targets]
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ConfigError(
             Problem(where, f"the targets of this dataset are not integer classes: {type(error).__name__}: {error}")
         ) from None
+
+
+def _target_of(item: Any) -> Any:
+    """Return the target of an item: its second part, or the entry of a mapping that is named in `TARGET_KEYS`."""
+    return item[next(key for key in TARGET_KEYS if key in item)] if isinstance(item, Mapping) else item[1]
 
 
 class Batches:
@@ -443,7 +454,11 @@ def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None =
 
 
 def first_batch(
-    dataset: Dataset[Any], batch_size: int, shard: BatchShard = FULL_BATCH, options: LoaderOptions = DEFAULT_OPTIONS
+    dataset: Dataset[Any],
+    batch_size: int,
+    shard: BatchShard = FULL_BATCH,
+    options: LoaderOptions = DEFAULT_OPTIONS,
+    where: str = "data.slice",
 ) -> LoadedBatch:
     """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
 
@@ -452,6 +467,7 @@ def first_batch(
         batch_size: The number of samples per batch, over all processes.
         shard: The part of the batch that this process gets. Default: the full batch.
         options: How batches are loaded.
+        where: The configuration key of the slice, for error messages. Default: `data.slice`.
 
     Raises:
         ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
@@ -473,5 +489,5 @@ def first_batch(
         ) from error
     if loaded is None:
         message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
-        raise ConfigError(Problem("data.slice", message if shard.size > 1 else "the slice is empty"))
+        raise ConfigError(Problem(where, message if shard.size > 1 else "the slice is empty"))
     return loaded

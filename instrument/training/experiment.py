@@ -29,7 +29,7 @@ from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
-from ..tasks import Task, call_task, check_outcome
+from ..tasks import Generate, Task, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
@@ -92,6 +92,10 @@ class Experiment:
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""
         return _autocast(self.config.train.precision, self.device)
+
+    def batch_with_targets(self, batch: Any) -> Any:
+        """Return a batch for the table `samples`; None if its items are prompts, which have no targets."""
+        return None if isinstance(self.task, Generate) else batch
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -238,7 +242,7 @@ class _Loaders:
         if data.test is not None:
             eval_loader = Loader(data.test, config.train.eval_batch_size, shard, options)
             check_batch_size(eval_loader.length, config.train.eval_batch_size, shard, "train.eval_batch_size")
-            first["eval"] = first_batch(data.test, config.train.eval_batch_size, shard, options)
+            first["eval"] = first_batch(data.test, config.train.eval_batch_size, shard, options, "data.eval_slice")
         if data.probe is not None:
             samples = len(data.probe)  # type: ignore[arg-type]
             check_batch_size(samples, samples, shard, "data.probe_batch")

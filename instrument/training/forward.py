@@ -10,6 +10,7 @@ import torch
 from ..capture.probe import Probe
 from ..distributed.batch_sharding import StepBatches
 from ..nested import to_device
+from ..plan.shape_inference import without_side_effects
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .input_gradients import with_input_gradients
@@ -23,7 +24,7 @@ def run_forward(
     on_step_end: Callable[[Mapping[str, float | None]], None] | None = None,
     last: Mapping[str, float | None] | None = None,
 ) -> Mapping[str, float | None]:
-    """Run the model over all batches in eval mode. Each batch is a step.
+    """Run the model over all batches in eval mode. Each batch is a step. Afterwards, all buffers are those from before.
 
     Args:
         experiment: The experiment.
@@ -39,16 +40,16 @@ def run_forward(
     """
     sums = _Sums(last or {})
     earlier_warnings = len(probe.warnings)
-    experiment.model.eval()
     probe.phase = "forward"
-    for epoch, batches in experiment.batches:
-        probe.epoch = epoch
-        row, weight = forward_step(experiment, probe, batches)
-        sums.add(row, weight, batches.samples)
-        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
-        on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
-        if on_step_end is not None:
-            on_step_end(sums)
+    with without_side_effects(experiment.model, training=False):
+        for epoch, batches in experiment.batches:
+            probe.epoch = epoch
+            row, weight = forward_step(experiment, probe, batches)
+            sums.add(row, weight, batches.samples)
+            rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
+            on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
+            if on_step_end is not None:
+                on_step_end(sums)
     return sums.means()
 
 
@@ -68,7 +69,7 @@ def forward_step(
     """
     config = experiment.config.forward
     weights, total = batch_weights(experiment, batches)
-    observer.begin_micro_step(batches.indices[0], batches[0])
+    observer.begin_micro_step(batches.indices[0], experiment.batch_with_targets(batches[0]))
     batch = to_device(batches[0], experiment.device)
     with torch.set_grad_enabled(config.grad):
         outcome, objective = experiment.train_module(
@@ -77,7 +78,7 @@ def forward_step(
         if config.grad:
             assert objective is not None, "shape inference checked that there is a loss"
             # With this weight, the gradients are those of the mean over the samples, or terms, of all processes.
-            (objective if config.of else objective * (weights[0] / total)).backward()
+            (objective if config.of else objective * (weights[0] / max(1, total))).backward()
             experiment.model.zero_grad()
     observer.write_generated([astuple(generated) for generated in outcome.generated])
     observer.end_micro_step()

@@ -34,20 +34,31 @@ class LoadedWeights:
         sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
         tensors: The number of loaded tensors.
         changed: The names of the loaded tensors that `apply` changed or removed.
+        missing: The names in the model without a value, with `strict: false`.
+        unexpected: The names in the file that the model lacks, with `strict: false`.
     """
 
     path: str
     sha256: str
     tensors: int
     changed: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
     @property
     def changes(self) -> str | None:
-        """A message about the tensors that `apply` changed; None without any."""
-        if not self.changed:
-            return None
-        count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
-        return f"apply changed {count}: {shorten(self.changed, MOST_NAMES)}"
+        """A message about the tensors that `apply` changed, and the names that were ignored; None without any."""
+        texts = []
+        if self.changed:
+            count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
+            texts.append(f"apply changed {count}: {shorten(self.changed, MOST_NAMES)}")
+        if self.missing:
+            texts.append(
+                f"init_from has no values for {shorten(self.missing, MOST_NAMES)}; they keep their initial values"
+            )
+        if self.unexpected:
+            texts.append(f"init_from ignored names that the model lacks: {shorten(self.unexpected, MOST_NAMES)}")
+        return "; ".join(texts) or None
 
 
 class InitialWeights:
@@ -74,6 +85,7 @@ class InitialWeights:
             message = "the checkpoint contains no weights, since the run had mode: forward"
             raise ConfigError(Problem(WHERE, message, given=path))
         self._state: Mapping[str, Any] = states[0] if len(files) == 1 else join_shards(states)
+        self._ignored: tuple[list[str], list[str]] = [], []  # names that are missing and unexpected, if not strict
         self._digest = hashlib.sha256()
         for file in files:
             with open(file, "rb") as opened:
@@ -105,7 +117,9 @@ class InitialWeights:
             missing, unexpected = [*own.keys() - self._state.keys()], [*self._state.keys() - own.keys()]
         else:
             problems = []
+        self._ignored = sorted(missing), sorted(unexpected)
         if self.strict:
+            self._ignored = [], []
             loaded = {_address(own[name]) for name in own.keys() & self._state.keys()}
             missing = [name for name in missing if name not in own or _address(own[name]) not in loaded]  # tied
             problems += _name_problems("the state dict lacks names of the model", sorted(missing), unexpected)
@@ -116,9 +130,12 @@ class InitialWeights:
     def compared_with(self, model: nn.Module) -> LoadedWeights:
         """Return the origin of the weights, and the names of those that are not in a model any more."""
         own = model.state_dict()
-        tensors = {name: value for name, value in self._state.items() if isinstance(value, Tensor)}
+        missing, unexpected = self._ignored
+        loaded = self._state.keys() - set(unexpected)
+        tensors = {name: value for name, value in self._state.items() if name in loaded and isinstance(value, Tensor)}
         changed = tuple(name for name, value in tensors.items() if not _is_in(own.get(name), value))
-        return LoadedWeights(self.path, self._digest.hexdigest(), len(tensors), changed)
+        digest = self._digest.hexdigest()
+        return LoadedWeights(self.path, digest, len(tensors), changed, tuple(missing), tuple(unexpected))
 
 
 def _files_of_run(folder: Path) -> list[Path]:
@@ -151,7 +168,8 @@ def _state_dict(file: Path) -> Mapping[str, Any] | None:
             return None
         inner = (content[key] for key in CONTAINERS if isinstance(content.get(key), Mapping))
         state: Mapping[str, Any] = next(inner, content)
-        if any(isinstance(value, Tensor | Mapping) for value in state.values()):
+        has_names = all(isinstance(name, str) for name in state)
+        if has_names and any(isinstance(value, Tensor | Mapping) for value in state.values()):
             return state
     names = shorten([*map(str, content)], MOST_NAMES) if isinstance(content, Mapping) else type(content).__name__
     allowed = f"a state dict: tensors by name, also under one of the keys {', '.join(CONTAINERS)}"
@@ -172,10 +190,11 @@ def _content(file: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(Problem(WHERE, "the file does not exist", given=str(file))) from None
     except Exception as error:  # Both libraries raise many types of exceptions for a damaged file.
-        reason = str(error).strip().partition("\n")[0]
-        message = f"the file cannot be read with weights_only=True: {reason}"
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        message = f"the file cannot be read with weights_only=True: {type(error).__name__}: {reason}"
         allowed = "a .pt, .pth or .safetensors file with a state dict, or the folder of a run"
-        raise ConfigError(Problem(WHERE, message, str(file), allowed)) from None
+        fix = "save the weights with torch.save(model.state_dict(), FILE)"
+        raise ConfigError(Problem(WHERE, message, str(file), allowed, fix=fix)) from None
 
 
 def _plain_name(name: str) -> str:
@@ -212,4 +231,7 @@ def _address(tensor: Any) -> object:
 
 def _is_in(own: Any, value: Tensor) -> bool:
     """Return whether the model has this value, in the dtype of its tensor."""
-    return isinstance(own, Tensor) and own.shape == value.shape and torch.equal(own.cpu(), value.to(own.dtype))
+    if not isinstance(own, Tensor) or own.shape != value.shape:
+        return False
+    kept, loaded = own.cpu(), value.to(own.dtype)
+    return bool(((kept == loaded) | (kept.isnan() & loaded.isnan())).all())

@@ -145,7 +145,7 @@ def train_step(
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             assert loss is not None, "the outcome of a training batch has a loss"
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
-            scaler.scale(loss * (weight / total)).backward()
+            scaler.scale(loss * (weight / max(1, total))).backward()
         outcomes.append(outcome)
         observer.end_micro_step()
     scaler.unscale_(optimizer)
@@ -183,7 +183,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             samples = 0
             task = experiment.task
             for batch, indices, _ in experiment.eval_loader:
-                probe.begin_micro_step(indices, batch)
+                probe.begin_micro_step(indices, experiment.batch_with_targets(batch))
                 with experiment.autocast():
                     outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
                 probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])

@@ -56,7 +56,7 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
             outcome = call_task(experiment.task, experiment.model, batch)
         assert outcome.loss is not None, "shape inference checked that there is a loss"
         loss = probe.loss(outcome.loss)
-        experiment.scaler.scale(loss * (weights[0] / total)).backward()
+        experiment.scaler.scale(loss * (weights[0] / max(1, total))).backward()
         probe.end_micro_step()
         mean, mean_accuracy = means_over_processes(experiment, [outcome], weights)
         seconds = time.perf_counter() - started_at

@@ -441,6 +441,51 @@ def test_features_of_a_run_are_joined_over_ranks(tmp_path: Path) -> None:
     assert trained.groupby("step")["sample"].nunique().tolist() == [40, 40, 40]
 
 
+def test_second_evaluation_at_a_step_is_refused() -> None:
+    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record", "tensors": True, "phase": "eval"}}
+    model = nn.Sequential(nn.Linear(2, 2))
+    with instrument.attach(model, hooks) as probe:
+        for _ in range(2):
+            with probe.evaluating():
+                probe.batch(ids=[0, 1])
+                model(torch.ones(2, 2))
+    with pytest.raises(ConfigError, match="several tensors of the same batch at step 0"):
+        probe.features("0")
+
+
+@pytest.mark.parametrize("step", [np.int64(0), np.array(0), 0, [np.int64(0)]], ids=repr)
+def test_step_of_numpy_selects(step: Any) -> None:
+    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record", "tensors": True}}
+    model = nn.Sequential(nn.Linear(2, 2))
+    with instrument.attach(model, hooks) as probe:
+        for _ in range(2):
+            probe.batch(ids=[0, 1])
+            model(torch.ones(2, 2))
+            probe.end_step()
+    assert probe.features("0", step=step).X.shape == (2, 2)
+    with pytest.raises(ConfigError, match="no recorded tensor of layer '0' has this step"):
+        probe.features("0", step="last")
+
+
+def test_batch_is_named_once_per_micro_step() -> None:
+    hooks = {"h": {"layers": "0", "kind": "full_backward", "action": "record", "tensors": True}}
+    model = nn.Sequential(nn.Linear(2, 2))
+    with instrument.attach(model, hooks) as probe:
+        probe.batch(ids=[0, 1])
+        with pytest.raises(ConfigError, match="named already"):
+            probe.batch(ids=[2, 3])
+
+
+def test_run_of_a_sweep_without_tensors_is_left_out(tmp_path: Path) -> None:
+    for name, layers in (("one", "layers.0"), ("two", None)):
+        hooks = [f"+hooks.f={FEATURES}"] if layers else []
+        arguments = [each for each in ARGUMENTS if not each.startswith("+hooks")]
+        assert run_in(tmp_path, *arguments, *hooks, f"hydra.run.dir=sweep/{name}").code == 0
+    with pytest.warns(InstrumentWarning, match="run two is left out"):
+        features = instrument.load(tmp_path / "sweep").features("layers.0", step=3)
+    assert list(features) == ["one"]
+
+
 def test_features_of_a_sweep_are_joined_per_run(tmp_path: Path) -> None:
     assert run_in(tmp_path, "-m", *ARGUMENTS, "seed=1,2", "hydra.sweep.dir=sweep").code == 0
     sweep = instrument.load(tmp_path / "sweep")

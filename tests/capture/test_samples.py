@@ -203,12 +203,13 @@ def test_rows_as_a_batch_equal_the_rows() -> None:
         ([torch.zeros(2, 3), torch.tensor(3)], None),
         ([torch.zeros(2, 3), ["a", "b"]], None),
         ([torch.zeros(2)] * 3, None),
+        ([torch.zeros(2), torch.tensor([1, 2, 3])], None),  # as the nodes of graphs
         ({"x": torch.zeros(2)}, None),
         (torch.zeros(2), None),
     ],
 )
 def test_targets_of_a_batch_are_scalars_or_missing(batch: Any, expected: list[float] | None) -> None:
-    targets = targets_of(batch)
+    targets = targets_of(batch, 2)
     assert (None if targets is None else targets.tolist()) == expected
 
 

@@ -15,8 +15,19 @@ from torch import nn
 import instrument
 from instrument.analysis.run_tables import RunTables
 
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.max() - tensor.min()
+
+
 HOOKS: dict[str, Any] = {
     "seen": {"layers": "**", "kind": "forward", "action": "record", "quantiles": True},
+    "custom": {
+        "layers": "1",
+        "kind": "forward",
+        "action": "record",
+        "stats": ["mean", {"_target_": f"{__name__}.spread"}],
+    },
     "kept": {
         "layers": "0",
         "kind": "forward",
@@ -82,6 +93,12 @@ def test_tables_in_memory_equal_those_of_a_folder(probes: Any, table: str) -> No
     assert in_memory.count(table) == loaded.count(table) == len(frame)
 
 
+def test_custom_statistics_are_columns(probes: Any) -> None:
+    for probe in probes:
+        assert probe.custom_statistics == ("spread",)
+        assert probe.stats.query("hook == 'custom'")["spread"].gt(0).all()
+
+
 def test_coverage_table_is_in_the_run(probes: Any) -> None:
     in_memory, in_folder = probes
     same(in_memory.run.coverage, in_folder.run.coverage)
@@ -118,7 +135,7 @@ def test_queries_work_in_memory(probes: Any) -> None:
 
 def test_views_show_rows_and_status(probes: Any) -> None:
     in_memory, in_folder = probes
-    assert repr(in_memory).startswith("<AttachedProbe done: 4 steps, 4 hooks at ")
+    assert repr(in_memory).startswith("<AttachedProbe done: 4 steps, 5 hooks at ")
     assert "rows in memory>" in repr(in_memory)
     assert str(in_folder.run.path) in repr(in_folder)
     assert "in memory: 1 run, 1 done" in repr(in_memory.run)

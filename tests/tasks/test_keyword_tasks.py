@@ -68,11 +68,23 @@ def test_cross_entropy_is_computed_for_a_model_without_a_loss() -> None:
     assert outcome.correct.item() == pytest.approx((INPUTS.argmax(1) == CLASSES).sum().item() / 3 * 4)
 
 
-def test_batch_without_counted_labels_has_the_loss_zero() -> None:
+class OwnLoss(Logits):
+    """A model that computes the mean loss itself, as those of Transformers."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = super().forward(inputs)["logits"]
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("model", [Logits, OwnLoss])
+def test_batch_without_counted_labels_has_the_loss_zero(model: type[nn.Module]) -> None:
     batch = {"inputs": INPUTS, "labels": torch.full((4,), -100)}
-    outcome = HuggingFace()(Logits(), batch)
+    called = model()
+    outcome = HuggingFace()(called, batch)
     assert outcome.loss is not None
     assert outcome.loss.item() == 0.0
+    outcome.loss.backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in called.parameters())
     assert HuggingFace().number_of_terms(batch) == 0
 
 
@@ -160,7 +172,7 @@ def test_evaluation_without_losses_has_no_loss() -> None:
     check_outcome(outcome, differentiable=False)
     assert mean_loss([outcome, Outcome(torch.ones(()), 1)]) is None
     assert accuracy([outcome]) is None
-    with pytest.raises(TypeError, match="the loss is a NoneType"):
+    with pytest.raises(TypeError, match="returned no loss, but its gradients are required"):
         check_outcome(outcome)
 
 

@@ -118,6 +118,52 @@ def test_forward_changes_no_parameter_and_no_buffer(settings: dict[str, Any]) ->
     assert torch.equal(random, torch.get_rng_state())
 
 
+class Counter(nn.Module):
+    """A model that writes to a buffer also in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(images.flatten(1))
+
+
+def test_buffers_that_the_model_writes_are_restored() -> None:
+    experiment = prepare_forward(
+        model={"_target_": f"{__name__}.Counter"}, hooks={"seen": {**OUTPUTS, "layers": "linear"}}
+    )
+    executed(experiment)
+    assert experiment.model.get_buffer("calls").item() == 0
+
+
+class HalfIgnored:
+    """A task whose batches have no counted term, except the first one."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        return Outcome(model(batch[0]).mean() * 0 + 2.0 * self.number_of_terms(batch) / BATCH, len(batch[0]))
+
+    def number_of_terms(self, batch: Any) -> int:
+        return BATCH if torch.equal(batch[1], self.first(batch)) else 0
+
+    def first(self, batch: Any) -> Tensor:
+        return torch.arange(len(batch[1])) % 10
+
+
+def test_batch_without_terms_has_no_weight_in_the_mean() -> None:
+    experiment = prepare_forward(task={"_target_": f"{__name__}.HalfIgnored"}, hooks={})
+    terms = [experiment.task.number_of_terms(batch) for batch in batches_of(experiment)]  # type: ignore[attr-defined]
+    assert terms[0] == BATCH
+    assert 0 in terms
+    _, metrics = executed(experiment)
+    assert metrics["loss"] == 2.0
+
+
 def test_forward_rows_equal_those_of_a_hand_written_hook() -> None:
     experiment = prepare_forward(hooks={"outputs": OUTPUTS}, forward={"passes": 2})
     plain = copy.deepcopy(experiment.model).eval()

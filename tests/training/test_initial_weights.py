@@ -49,6 +49,20 @@ def write_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
     save_file(state, path)
 
 
+def test_ignored_names_are_reported(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    name, *_ = weights
+    weights["extra"] = weights.pop(name)
+    weights = {key: value.fill_(float("nan")) for key, value in weights.items()}
+    torch.save(weights, tmp_path / "weights.pt")
+    loaded = prepare_mlp(tmp_path / "weights.pt", strict=False).weights
+    assert loaded is not None
+    assert (loaded.missing, loaded.unexpected, loaded.changed) == ((name,), ("extra",), ())
+    assert loaded.tensors == len(weights) - 1
+    assert loaded.changes is not None
+    assert name in loaded.changes
+    assert "extra" in loaded.changes
+
+
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
 def test_weights_of_a_file_are_loaded(tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str, mode: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -67,6 +68,19 @@ class CountingTask:
         self.calls = state["calls"]
 
 
+class Noisy(Dataset[Any]):
+    """A dataset that draws random numbers for each sample."""
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1, 8, 8), index % 10
+
+
 def prepare_training(**changes: Any) -> Experiment:
     config = {
         "model": {"_target_": f"{__name__}.Net"},
@@ -113,6 +127,16 @@ def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None
     for one, other in zip(without, with_probe, strict=True):
         assert one == other
     assert not sink.frame("stats").query("phase == 'probe'").empty
+
+
+def test_selection_of_the_probe_batch_draws_no_random_numbers() -> None:
+    data = {"dataset": {"_target_": f"{__name__}.Noisy"}}
+    losses = []
+    for probe_batch in (None, 4, {"per_class": 1}):
+        hooks = {} if probe_batch is None else {"maps": MAPS}
+        _, sink, _, _ = traced(data={**data, "probe_batch": probe_batch}, hooks=hooks)
+        losses.append(sink.frame("metrics").query("phase == 'train'").loss.tolist())
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_probe_batch_does_not_change_the_state_of_the_task() -> None:
