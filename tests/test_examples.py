@@ -265,6 +265,7 @@ def test_wrapped_module_is_recorded(experiment: Experiment) -> None:
     assert scales[0] != 0.0
 
 
+@pytest.mark.slow
 def test_wgan_penalty_sweep(script: Script) -> None:
     lines = script("wgan_penalty.py", "train.steps=6")
     run = instrument.load("runs/wgan_penalty")

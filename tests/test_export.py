@@ -124,6 +124,7 @@ def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> Non
     assert {"maps/encoder.0.0/image", "filters/encoder.1.0/weight/image"} <= live["images"].keys()
 
 
+@pytest.mark.slow
 def test_export_creates_runs_in_wandb_and_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DIR": "",

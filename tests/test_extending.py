@@ -165,6 +165,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_statistic_action_kind_sink_task_dataset_and_chart_can_be_added(copy: Path) -> None:
     place = copy / "elsewhere"
     place.mkdir()

@@ -150,6 +150,7 @@ def test_rerun_keeps_the_numbers_of_unfinished_jobs(
             pd.testing.assert_frame_equal(left, right, check_exact=True)
 
 
+@pytest.mark.slow
 def test_rerun_continues_after_a_job_fails_again(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("broken").touch()
     for attempt in (1, 2):

@@ -115,6 +115,7 @@ def test_weights_of_a_distributed_run_are_complete(executed: Callable[..., instr
         (trained / "moved.pt").rename(trained / "weights.pt")
 
 
+@pytest.mark.slow
 def test_forward_is_resumed_in_two_processes(executed: Callable[..., instrument.Run], tmp_path: Path) -> None:
     whole = executed(*FORWARD, parallel="ddp")
     command = [*FORWARD, "train.parallel=ddp", "reduce=global", "hydra.run.dir=stopped"]

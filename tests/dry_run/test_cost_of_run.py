@@ -321,6 +321,7 @@ def test_dry_run_does_not_exceed_the_scheduler_steps() -> None:
     assert forecast_of({"a": RECORD}, {"steps": 2, "batch_size": 16}, scheduler=scheduler).cost["a"].rows > 0
 
 
+@pytest.mark.slow
 def test_predicted_rows_of_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch, "compile", partial(torch.compile, backend="eager")

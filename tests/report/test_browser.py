@@ -251,6 +251,7 @@ def test_names_of_60_layers_do_not_overlap(open_page: Open, tmp_path: Path, widt
         assert report.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.slow
 def test_report_is_readable_on_a_phone_in_dark_mode(open_page: Open, reported_run: instrument.Run) -> None:
     with open_page(reported_run, width=PHONE, dark=True) as report:
         check_readable(report)

@@ -231,6 +231,7 @@ def test_uploaded_bytes_are_counted(remote: RemoteFolder, tmp_path: Path) -> Non
     assert remote.moved == 6_000_010
 
 
+@pytest.mark.slow
 def test_large_file_is_uploaded_with_bounded_memory(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def test_interrupted_sweep_lists_the_remaining_jobs(workdir: Path, launcher: str
     assert len(run.metrics) > 0
 
 
+@pytest.mark.slow
 def test_jobs_in_worker_processes_give_the_same_rows(cli: Cli) -> None:
     write_custom_model("noted.py")
     sweep_arguments = ("-m", *TINY[2:], "hooks=activations", "+model._target_=noted.Net", "+model.note=0,1")

@@ -13,6 +13,7 @@ from state_comparison import identical
 from torch import nn
 
 import instrument
+import instrument.training.models
 from instrument import ConfigError
 from instrument.spec.parse import parse_config
 from instrument.training.checkpoint import Checkpoints
