@@ -7,6 +7,7 @@ GPU are copied when the step ends, as all numbers are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -263,7 +264,7 @@ def _array(values: Any) -> np.ndarray[Any, Any] | None:
 def targets_of(batch: Any, samples: int) -> Tensor | None:
     """Return the scalar targets of a batch of the data loader.
 
-    These are the second item of a pair, or the entry of a mapping that is named in `TARGET_KEYS`.
+    These are the second item of a pair, or the entry of a mapping or dataclass that is named in `TARGET_KEYS`.
 
     Args:
         batch: The batch.
@@ -273,6 +274,8 @@ def targets_of(batch: Any, samples: int) -> Tensor | None:
         The targets [samples]; None if the batch has none, or if they are not one number for each sample.
     """
     targets: Any = None
+    if is_dataclass(batch):
+        batch = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
     if isinstance(batch, Mapping):
         targets = next((batch[key] for key in TARGET_KEYS if key in batch), None)
     elif isinstance(batch, list | tuple) and len(batch) == 2:

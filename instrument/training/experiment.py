@@ -94,8 +94,11 @@ class Experiment:
         return _autocast(self.config.train.precision, self.device)
 
     def batch_with_targets(self, batch: Any) -> Any:
-        """Return a batch for the table `samples`; None if its items are prompts, which have no targets."""
-        return None if isinstance(self.task, Generate) else batch
+        """Return the part of a batch that has the targets for the table `samples`; None for prompts, which have none."""
+        if isinstance(self.task, Generate):
+            return None
+        labels = getattr(self.task, "labels", None)
+        return {"labels": batch[labels]} if isinstance(batch, Mapping) and labels in batch else batch
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..capture.probe import Probe
 from ..distributed.batch_sharding import StepBatches
 from ..dtensor import full_tensor
+from ..errors import InstrumentError
 from ..nested import to_device
 from ..spec.schedule import Evaluations
 from ..tasks import CountsTerms, Outcome, call_task
@@ -143,7 +144,10 @@ def train_step(
         observer.begin_micro_step(indices, batch)
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
-            assert loss is not None, "the outcome of a training batch has a loss"
+            if loss is None:
+                raise InstrumentError(
+                    f"task {type(experiment.task).__qualname__} returned no loss for a training batch"
+                )
             # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
             scaler.scale(loss * (weight / max(1, total))).backward()
         outcomes.append(outcome)

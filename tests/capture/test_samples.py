@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,19 @@ def test_rows_as_a_batch_equal_the_rows() -> None:
         assert list(rows[1:]) == list(rows)[1:]
 
 
+@dataclass
+class Pair:
+    x: torch.Tensor
+    labels: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
         ([torch.zeros(2, 3), torch.tensor([1, 2])], [1, 2]),
         ((torch.zeros(2, 3), torch.tensor([[1.0], [2.0]])), [1.0, 2.0]),
         ({"x": torch.zeros(2), "labels": torch.tensor([3, 4])}, [3, 4]),
+        (Pair(torch.zeros(2), torch.tensor([3, 4])), [3, 4]),
         ([torch.zeros(2, 3), torch.zeros(2, 3)], None),
         ([torch.zeros(2, 3), torch.tensor(3)], None),
         ([torch.zeros(2, 3), ["a", "b"]], None),

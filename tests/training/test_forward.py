@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from conftest import run_in
 from state_comparison import identical
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -137,6 +138,34 @@ def test_buffers_that_the_model_writes_are_restored() -> None:
     )
     executed(experiment)
     assert experiment.model.get_buffer("calls").item() == 0
+
+
+class Numbered(IterableDataset[Any]):
+    """An iterable dataset with five samples."""
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.full((1, 8, 8), float(index)), index) for index in range(5))
+
+
+def test_stream_ends_each_pass() -> None:
+    data = {"dataset": {"_target_": f"{__name__}.Numbered"}, "slice": {"start": 1, "stop": 9}}
+    hooks = {"outputs": {**OUTPUTS, "layers": "."}}
+    experiment = prepare_forward(data=data, train={"steps": 1, "batch_size": 3}, forward={"passes": 2}, hooks=hooks)
+    sink = MemorySink()
+    with Probe(experiment.plan, sink) as probe:
+        run_forward(experiment, probe, lambda _: None)
+    samples = sink.frame("samples")
+    assert samples["sample"].tolist() == samples["target"].tolist() == [1, 2, 3, 4] * 2
+    assert samples["epoch"].tolist() == [0] * 4 + [1] * 4
+    assert "the dataset ended after 4 of at most 6 batches" in probe.warnings[-1]
+
+
+def test_stream_requires_the_end_of_the_slice() -> None:
+    with pytest.raises(ConfigError, match=r"data\.slice\.stop"):
+        prepare_forward(data={"dataset": {"_target_": f"{__name__}.Numbered"}}, hooks={})
 
 
 class HalfIgnored:

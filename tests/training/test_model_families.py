@@ -243,6 +243,13 @@ def test_dataset_of_hugging_face_is_built_from_yaml() -> None:
     assert batch.indices == [0, 1, 2, 3]
 
 
+def test_targets_of_a_task_with_named_labels_are_found() -> None:
+    experiment = experiment_of("vit")
+    experiment.task.labels = "classes"  # type: ignore[attr-defined]
+    classes = torch.tensor([1, 0])
+    assert experiment.batch_with_targets({"classes": classes, "label": classes + 1}) == {"labels": classes}
+
+
 def experiment_of(name: str, kind: str = "", **overrides: Any) -> Experiment:
     torch.manual_seed(0)
     return prepare(config_of(name, kind, **overrides))
