@@ -140,7 +140,7 @@ class Costs:
 
 def output_tables(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
     """Yield lines about the tables that the run will write, and the hooks that write to each."""
-    hooks_by_table: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": []}
+    hooks_by_table: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": [], "samples": []}
     for name, spec in plan.specs.items():
         for table in _tables_of(spec):
             hooks_by_table[table].append(name)
@@ -162,6 +162,7 @@ def _tables_of(spec: HookSpec) -> list[str]:
         "stats": spec.statistics,
         "distributions": spec.quantiles or spec.histogram,
         "tensors": spec.tensors,
+        "samples": spec.tensors and spec.definition.frequency == "micro_step",
     }
     return [table for table, is_asked in requested.items() if is_asked]
 

@@ -141,13 +141,14 @@ def test_plan_without_hooks_shows_only_modules() -> None:
 def test_plan_lists_output_tables_with_their_hooks() -> None:
     lines = [line.strip() for line in shown(more={**LOOK, "layers": "head", "stats": "none", "histogram": 4}, **SPECS)]
     start = lines.index("Output tables in a folder such as runs/mine/now")
-    assert [line.split() for line in lines[start + 1 : start + 5]] == [
+    assert [line.split() for line in lines[start + 1 : start + 6]] == [
         ["stats/", "all,", "maps"],
         ["distributions/", "more"],
         ["tensors/", "maps"],
         ["effects/", "tame"],
+        ["samples/", "maps"],
     ]
-    assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json are always written"
+    assert lines[start + 6] == "metrics/, coverage/, layers/, events/ and run.json are always written"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
