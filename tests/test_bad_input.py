@@ -85,6 +85,7 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "lenet, mlp, mnist_cnn", "similar  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "given    gradient", "similar  gradients"]),
         ([*HOOKS, "optimizr=sgd"], ["optimizr:", "similar  optimizer"]),
+        ([*HOOKS, "sink={_target_: mine.Sink}"], ["sink._target_:", "not set yet", "prefix the override with a plus: +sink="]),
         slow([*HOOKS, "train.stepz=3"], ["train.stepz:", "allowed  steps, epochs", "similar  steps"]),
         ([*HOOKS, "hooks.tame.nrm=3"], ["hooks.tame.nrm:", "similar  norm"]),
         ([*HOOKS, "+hooks.tame.nrm=3"], ["hooks.tame:", "given    nrm: 3", "allowed  layers, ", "similar  norm"]),

@@ -89,6 +89,9 @@ def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
         return Problem(str(cause.full_key or ""), f"{_one_line(error)} {_one_line(cause)}")
     name = str(cause.full_key)
     keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]
+    if str(cause.key) in keys:
+        message = "this field is not set yet, and a mapping without a plus changes only fields that are set"
+        return Problem(name, message, fix=f"prefix the override with a plus: +{name.rpartition('.')[0]}=...")
     similar = similar_names(str(cause.key), keys)
     fix = "" if similar else f"to add it, prefix it with a plus: +{name}=..."
     return Problem(name, "the configuration does not have this key", allowed=keys, similar=similar, fix=fix)

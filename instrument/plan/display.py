@@ -140,7 +140,13 @@ class Costs:
 
 def output_tables(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
     """Yield lines about the tables that the run will write, and the hooks that write to each."""
-    hooks_by_table: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": [], "samples": []}
+    hooks_by_table: dict[str, list[str]] = {
+        "stats": [],
+        "distributions": [],
+        "tensors": [],
+        "effects": [],
+        "samples": [],
+    }
     for name, spec in plan.specs.items():
         for table in _tables_of(spec):
             hooks_by_table[table].append(name)
