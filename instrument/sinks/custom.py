@@ -27,12 +27,15 @@ class CustomSink:
         name: The class of the custom sink.
 
     Raises:
-        ConfigError: It lacks a method of `instrument.Sink`.
+        ConfigError: It is a class, or lacks a method of `instrument.Sink`.
         SinkError: From all methods: the custom sink raised an exception, or returned an invalid value.
     """
 
     def __init__(self, sink: Any, where: str) -> None:
         self.name = type(sink).__qualname__
+        if isinstance(sink, type):
+            message = "a sink must be an instance, but this is a class"
+            raise ConfigError(Problem(where, message, given=sink.__qualname__, fix=f"pass {sink.__qualname__}(...)"))
         if missing := [name for name in METHODS if not callable(getattr(sink, name, None))]:
             message = f"a sink requires the methods {', '.join(METHODS)}; {self.name} has no {' and no '.join(missing)}"
             raise ConfigError(Problem(where, message, given=self.name))

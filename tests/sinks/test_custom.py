@@ -174,3 +174,8 @@ def test_invalid_sink_is_a_configuration_error(cli: Cli, workdir: Path, sink: st
     assert answer.code == 2
     assert message in answer.err
     assert not (workdir / "out").exists()
+
+
+def test_class_in_place_of_a_sink_is_refused() -> None:
+    with pytest.raises(instrument.ConfigError, match=r"must be an instance(.|\n)*pass MemorySink\(\.\.\.\)"):
+        train(instrument.MemorySink)
