@@ -95,7 +95,8 @@ class Costs:
 
     def _table(self, *, narrow: bool) -> Table:
         """Build the table. The narrow one combines kind and action and omits rows per step."""
-        title = f"{len(self.plan.specs)} hooks in {self.steps} steps"
+        counts = ((len(self.plan.specs), "hook"), (self.steps, "step"))
+        title = " in ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         kind, rows_a_step = ((), ()) if narrow else (("kind",), ("rows/step",))
         for name in ("hook", *kind, "action", "at", "when", *rows_a_step, "rows", "bytes", "time"):

@@ -131,6 +131,10 @@ def test_spec_that_is_never_scheduled_is_marked() -> None:
     assert line.split()[-4:] == ["0", "0", "B", "+0.0%"]
 
 
+def test_title_of_one_hook_and_one_step_is_singular() -> None:
+    assert "1 hook in 1 step" in [line.strip() for line in shown(steps=1, look={**LOOK, "layers": "**"})]
+
+
 def test_plan_without_hooks_shows_only_modules() -> None:
     lines = shown()
     assert line_with(lines, "head") == "head Linear  27 parameters  [2, 3]  also again"

@@ -391,7 +391,7 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     answer = cli(*COMMAND, "plan=true")
     assert answer.code == 0, answer.err
     rows = len(instrument.load(runs / "whole").stats)
-    assert "1 hooks in 10 steps" in answer.out
+    assert "1 hook in 10 steps" in answer.out
     assert f"{rows}" in answer.out
     answer = cli("-m", *COMMAND, "objective=accuracy", "seed=0", "train.batch_size=20,40", "hydra.sweep.dir=sweep")
     assert answer.code == 0, answer.err
