@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch._dynamo  # `DistributedDataParallel` imports it
 import torch.distributed.fsdp  # noqa: F401
 from hydra.core.plugins import Plugins
 
 import instrument.training.runner
 import instrument.training.terminal  # noqa: F401
+from instrument.spec.parse import parse_config
 
 Plugins.instance()  # imports the installed plugins
+target = {"_target_": "builtins.list"}
+sections = {"model": target, "data": {"dataset": target}, "task": target, "optimizer": target, "train": {"steps": 1}}
+parse_config(
+    {**sections, "hooks": {"a": {"layers": "*", "kind": "forward", "action": "record"}}}
+)  # creates the validators
+for finalizer in list(weakref.finalize._registry):
+    finalizer.atexit = False  # PyTorch unregisters its operators one by one at the end of each process

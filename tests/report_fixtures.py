@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from conftest import run_in
-from torch import nn
 from waiting import TIMEOUT
 
-import instrument
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # The process that distributes the tests imports this module without PyTorch.
+    import torch
     from playwright.sync_api import Browser, Page
+    from torch import nn
 
+    import instrument
     from instrument.actions.base import Context
 
 EVERYTHING = {
@@ -75,6 +74,10 @@ def train(
     Returns:
         The loaded run.
     """
+    import torch
+
+    import instrument
+
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
@@ -90,6 +93,8 @@ def train(
 
 def convolutional() -> nn.Module:
     """Create a small convolutional network from [N, 3, 8, 8] to [N, 2]."""
+    from torch import nn
+
     return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(180, 2))
 
 
@@ -99,6 +104,8 @@ def deep(layers: int) -> nn.Module:
     Args:
         layers: Number of modules.
     """
+    from torch import nn
+
     return nn.Sequential(*(nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(layers)))
 
 
@@ -145,6 +152,8 @@ def fail_late(tensor: torch.Tensor, context: Context) -> torch.Tensor:
 @pytest.fixture(scope="session")
 def reported_sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     """Sweep with failed jobs, and with pairs of jobs of the same seed with and without an intervention."""
+    import instrument
+
     folder = tmp_path_factory.mktemp("sweep")
     tame = "{layers:'**',kind:parameter_grad,action:clip,norm:0.01}"
     odd = "{layers:'layers.0',kind:forward,action:modify,fn:{_target_:report_fixtures.fail_late}}"

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins import basic_launcher
 from hydra._internal.utils import create_config_search_path
+from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
@@ -178,3 +180,32 @@ def test_equal_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(override_loader, "MOST_COMPOSED", 2)
     composed("model=lenet")
     assert len(FieldLoader._composed) == 1
+
+
+def test_plugins_may_be_imported_again() -> None:
+    before = composed()[1]
+    Singleton.set_state(Singleton.get_state())  # as a launcher does for each job in the same process
+    after = composed()[1]
+    assert OmegaConf.get_type(after.hydra.launcher) is basic_launcher.BasicLauncherConf
+    assert OmegaConf.to_yaml(after) == OmegaConf.to_yaml(before)
+
+
+def test_defaults_list_may_name_another_choice(tmp_path: Path) -> None:
+    for name, text in {
+        "config.yaml": "defaults: [data: small, model: '${data}_net', _self_]",
+        "data/small.yaml": "size: 1",
+        "data/large.yaml": "size: 9",
+        "model/small_net.yaml": "width: 2",
+        "model/large_net.yaml": "defaults: [/data@given: '${data}']\nwidth: 8",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    setup_globals()
+    for overrides in ([], ["data=large"]):
+        configs = []
+        for kind in (ConfigLoaderImpl, FieldLoader):
+            loader = kind(create_config_search_path(str(tmp_path)))
+            config = loader.load_configuration("config", overrides=list(overrides), run_mode=RunMode.RUN)
+            configs.append({key: config[key] for key in config if key != "hydra"})
+        assert configs[0] == configs[1]
+    assert configs[1] == {"data": {"size": 9}, "model": {"given": {"size": 9}, "width": 8}}
