@@ -10,25 +10,25 @@ from ..errors import HookError
 from ..spec.print_and_call import CallSpec
 from .base import Context
 from .custom_functions import custom_function, observe
-from .intervention import describe
+from .intervention import describe, versioned_copy
 
 
 class Call:
     """The call action of a spec."""
 
     def __init__(self, spec: CallSpec) -> None:
-        self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context")
+        self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context", trial=False)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing: the function is called for each tensor independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
-        """Call the function.
+        """Call the function with a copy of the tensor, so that a change of the copy's memory through NumPy has no effect.
 
         Raises:
-            HookError: The function modified the tensor in place, or returned a value.
+            HookError: The function modified the copy in place, or returned a value.
         """
-        returned = observe(self.function, tensor, context, context)
+        returned = observe(self.function, versioned_copy(tensor), context, context)
         if returned is not None:
             raise HookError(
                 f"{describe(context)}: a function of action call must return None, but returned "

@@ -17,7 +17,7 @@ from .base import Context
 from .intervention import describe, versioned_copy
 
 
-def custom_function(target: Target, where: str, *arguments: str) -> Callable[..., Any]:
+def custom_function(target: Target, where: str, *arguments: str, trial: bool = True) -> Callable[..., Any]:
     """Import a custom function and bind its further arguments.
 
     A class is instantiated once, and the instance is called.
@@ -26,19 +26,22 @@ def custom_function(target: Target, where: str, *arguments: str) -> Callable[...
         target: The function and its further arguments.
         where: Its configuration key, for messages.
         arguments: The names of the arguments with which it is called: `tensor`, or `tensor` and `context`.
+        trial: Whether a function written in C that declares no parameters is called once, which is the only way to
+            test them. Default: True.
 
     Returns:
         The function. It raises a RuntimeError if it changes PyTorch's global random state.
 
     Raises:
-        ConfigError: It does not exist, or cannot be called with these arguments.
+        ConfigError: It does not exist, cannot be called with these arguments, is a generator or asynchronous, or the
+            constructor of the class raises an exception.
     """
     found: Callable[..., Any] = target.function or locate(target.target, where)
     further = target.model_extra or {}
     bound = {} if inspect.isclass(found) else further
     try:
         function: Any = found(**further) if inspect.isclass(found) else found
-        _check_arguments(function, len(arguments), bound)
+        _check_arguments(function, len(arguments), bound, trial=trial)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             Problem(
@@ -47,6 +50,9 @@ def custom_function(target: Target, where: str, *arguments: str) -> Callable[...
                 given=further or target.target,
             )
         ) from None
+    except Exception as error:
+        message = f"{target.target} could not be built: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(where, message, given=further or target.target)) from error
     return check_random_state(partial(function, **bound))
 
 
@@ -96,12 +102,16 @@ def _random_state(tensor: Tensor) -> Tensor:
     return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
-def _check_arguments(function: Callable[..., Any], count: int, bound: dict[str, Any]) -> None:
-    """Raise a TypeError if the function cannot be called with `count` arguments and the bound ones."""
+def _check_arguments(function: Callable[..., Any], count: int, bound: dict[str, Any], *, trial: bool) -> None:
+    """Raise a TypeError if the function cannot be called with `count` arguments and the bound ones, or runs later."""
+    for code in (function, getattr(function, "__call__", None)):  # noqa: B004 - an instance runs its method
+        if inspect.iscoroutinefunction(code) or inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+            raise TypeError("a call of an asynchronous function or of a generator does not run its code")
     try:
         signature = inspect.signature(function)
     # A function written in C that does not declare its parameters: only a call can test them.
     except ValueError:
-        function(*(torch.zeros(1), object())[:count], **bound)
+        if trial:
+            function(*(torch.zeros(1), object())[:count], **bound)
         return
     signature.bind(*(torch.empty(0), None)[:count], **bound)

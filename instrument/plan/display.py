@@ -18,6 +18,7 @@ from ..spec.base import InterventionSpec
 from ..spec.description import describe_action
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
+from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from .cost import Forecast
@@ -61,6 +62,7 @@ def plan_view(
             f"{human_seconds(forecast.hooked_seconds)} with hooks ({forecast.slowdown:+.1%})",
             style="dim",
         ),
+        *_uncalled_functions(plan),
         Text(),
         *output_tables(plan, colours, folder),
     ]
@@ -74,6 +76,12 @@ def plan_view(
             *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
         ]
     return Group(*parts)
+
+
+def _uncalled_functions(plan: HookPlan) -> Iterator[Text]:
+    """Yield a line about the functions of `action: call`, which the dry run does not call."""
+    if names := [name for name, spec in plan.specs.items() if isinstance(spec, CallSpec)]:
+        yield Text(f"without the functions of action call, which a plan does not call: {', '.join(names)}", style="dim")
 
 
 @dataclass(frozen=True)

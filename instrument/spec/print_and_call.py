@@ -22,7 +22,7 @@ class PrintSpec(StatisticsSpec):
 
 
 class CallSpec(ObservationSpec):
-    """Call a custom function with the tensor. It returns nothing, and an operation of PyTorch that changes the tensor is an error."""
+    """Call a custom function with a copy of the tensor. It returns nothing. An operation of PyTorch that changes the copy is an error."""
 
     action: Literal["call"]
     fn: Target = Field(

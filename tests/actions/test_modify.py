@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,20 @@ def only_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Broken:
+    def __init__(self) -> None:
+        raise KeyError("gone")
+
+
+async def later(tensor: Tensor, context: instrument.Context) -> None:
+    pass
+
+
+class Yielding:
+    def __call__(self, tensor: Tensor, context: instrument.Context) -> Iterator[Tensor]:
+        yield tensor
+
+
 def target(name: str, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{__name__}.{name}", **arguments}
 
@@ -254,13 +269,20 @@ def test_class_is_instantiated_once_per_hook() -> None:
         (target("pluss"), f"similar  {__name__}.plus"),
         (target("contexts"), "not a class or function"),
         ({"_target_": "nowhere.at_all"}, "no module named 'nowhere'"),
+        (target("Broken"), f"{__name__}.Broken could not be built: KeyError: 'gone'"),
+        (target("later"), "asynchronous function"),
+        (target("Yielding"), "generator does not run"),
     ],
-    ids=["unknown argument", "no context", "class", "class refuses", "misspelt", "no function", "no module"],
+    ids=[
+        *("unknown argument", "no context", "class", "class refuses", "misspelt", "no function", "no module"),
+        *("class raises", "asynchronous", "generator"),
+    ],
 )
-def test_invalid_custom_function_is_reported_before_step_0(fn: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("action", ["modify", "call"])
+def test_invalid_custom_function_is_reported_before_step_0(fn: dict[str, Any], message: str, action: str) -> None:
     model = nn.Identity()
     with pytest.raises(instrument.ConfigError, match=message) as caught:  # noqa: SIM117
-        with instrument.attach(model, {"mine": {"layers": ".", "kind": "forward", "action": "modify", "fn": fn}}):
+        with instrument.attach(model, {"mine": {"layers": ".", "kind": "forward", "action": action, "fn": fn}}):
             pass
     assert "hooks.mine.fn" in str(caught.value)
     assert not model._forward_hooks

@@ -176,6 +176,29 @@ def test_in_place_change_of_an_inference_tensor_does_not_reach_the_model() -> No
     assert output.tolist() == [1.0, 1.0]
 
 
+def writes_through_numpy(tensor: Tensor, context: instrument.Context) -> None:
+    seen.append(tensor)
+    tensor.numpy()[...] = 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writes_through_numpy_do_not_reach_the_model(kind: str) -> None:
+    seen.clear()
+    _, weights = train({"mine": spec(kind, action="call", fn=writes_through_numpy)})
+    assert seen
+    assert all((tensor == 7).all() for tensor in seen)  # the function can keep its copies
+    assert all(torch.equal(a, b) for a, b in zip(weights, train({})[1], strict=True))
+
+
+def test_call_does_not_try_a_function_without_a_signature() -> None:
+    specs = {"mine": spec("forward", action="call", fn=torch.relu)}  # written in C; takes one argument
+    model = nn.Sequential(nn.Linear(4, 3))
+    with instrument.attach(model, specs):
+        pass
+    with pytest.raises(instrument.HookError, match="relu"), instrument.attach(model, specs):
+        model(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("fields", [{}, {"fn": "zero"}, {"fn": f"{__name__}.look", "std": 1.0}])
 def test_call_requires_a_function(fields: dict[str, Any]) -> None:
     with pytest.raises(instrument.ConfigError, match=r"hooks\.c"):

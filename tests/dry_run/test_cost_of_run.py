@@ -293,6 +293,13 @@ def test_step_that_fails_with_hooks_is_reported_before_the_run() -> None:
     assert "no such thing" in str(problem.given)
 
 
+def test_dry_run_does_not_call_observing_functions() -> None:
+    hooks = {
+        kind: {"layers": "**", "kind": kind, "action": "call", "fn": fails} for kind in ("forward", "parameter_grad")
+    }
+    assert all(cost.seconds > 0 for cost in forecast_of(hooks).cost.values())  # of the hooks without their functions
+
+
 def test_step_that_fails_without_hooks_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         forecast_of({"a": RECORD}, optimizer={"_target_": f"{__name__}.BrokenOptimizer", "lr": 0.1})

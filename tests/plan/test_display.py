@@ -125,6 +125,13 @@ def test_plan_row_shows_action_schedule_and_output() -> None:
     )
 
 
+def test_plan_names_hooks_whose_functions_it_does_not_call() -> None:
+    lines = shown(look={"layers": "**", "kind": "forward", "action": "call", "fn": {"_target_": "mine.look"}})
+    (note,) = [i for i, line in enumerate(lines) if "which a plan does not call: look" in line]
+    assert lines[note - 1].startswith("mean time per step")
+    assert not any("does not call" in line for line in shown(**SPECS))
+
+
 def test_spec_that_is_never_scheduled_is_marked() -> None:
     (line,) = [line for line in shown(steps=3, late={**LOOK, "layers": "**", "start": 5}) if line.startswith("late")]
     assert "never: every step of [5, end)" in line
