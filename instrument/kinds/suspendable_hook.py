@@ -45,8 +45,9 @@ class SuspendableHook:
     def resume(self) -> None:
         """Put the hook back, if it is suspended.
 
-        It follows the hooks that ran before it. If none is left, it precedes those that ran after it, and otherwise those that
-        were registered later.
+        It follows the hooks that ran before it. If none is left, it precedes those that ran after it. If none of those is
+        left either, it follows the later hooks that were prepended, which run in descending order of registration, and
+        precedes the others. The first of the later hooks counts as not prepended, because PyTorch leaves no trace of that.
         """
         if self._hook is None:
             return
@@ -54,8 +55,11 @@ class SuspendableHook:
         ids, own = list(hooks), self._handle.id
         position = max((i + 1 for i, each in enumerate(ids) if each in self._before), default=None)
         if position is None:
-            following = [i for i, each in enumerate(ids) if each in self._after or each > own]
-            position = next((i for i in following if ids[i] in self._after), min(following, default=len(ids)))
+            ran_after = (i for i, each in enumerate(ids) if each in self._after)
+            position = next(ran_after, None)
+        if position is None:
+            first = min((each for each in ids if each > own), default=None)
+            position = len(ids) if first is None else ids.index(first)
         hooks[own] = self._hook
         for each in ids[position:]:
             hooks.move_to_end(each)

@@ -134,6 +134,28 @@ def test_resumed_hook_has_its_place_among_the_others(removed: str) -> None:
     )
 
 
+@pytest.mark.parametrize("later", ["n", "np", "npq", "nop", "npoq"])
+def test_resumed_hook_without_others_follows_prepended_ones(later: str) -> None:
+    recorder = Recorder()
+    hook = recorder.register("b")
+    hook.suspend()
+    for name in later:
+        recorder.register(name, prepend=name in "pq")
+    others = recorder.order()
+    hook.resume()
+    assert recorder.order() == others.replace("n", "bn")
+
+
+def test_resumed_hook_precedes_the_only_prepended_one() -> None:
+    # A module whose only hook was prepended is equal to one whose only hook was not.
+    recorder = Recorder()
+    hook = recorder.register("b")
+    hook.suspend()
+    recorder.register("p", prepend=True)
+    hook.resume()
+    assert recorder.order() == "bp"
+
+
 def test_hooks_in_an_encoder_layer_stay_registered() -> None:
     # Without hooks, evaluations would take PyTorch's fast path, which rounds differently.
     model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
