@@ -74,7 +74,8 @@ def attach(
     Args:
         model: The model: any `torch.nn.Module`.
         specs: The hook specs: the path of a YAML file, a mapping or list with the content of such a file, or spec
-            objects. The specs are at the top level or in a `hooks` section.
+            objects. The specs are at the top level or in a `hooks` section. Without any spec, the probe records only
+            metrics and events.
         optimizer: One optimizer, or a list of several. The kinds `parameter_grad`, `step_pre` and `step_post` and roles
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
             that holds the parameter makes its step.
@@ -101,9 +102,9 @@ def attach(
         The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step.
 
     Warns:
-        InstrumentWarning: At the end of the block, once per finding: a hook fired less often than expected, with the
-            reason; files that are not uploaded, with the command that uploads them; and every other event of severity
-            `warning`.
+        InstrumentWarning: At the start: `specs` contains no hook. At the end of the block, once per finding: a hook fired
+            less often than expected, with the reason; files that are not uploaded, with the command that uploads them;
+            and every other event of severity `warning`.
 
     Raises:
         ConfigError: At the start: `model` is no module, a spec is invalid or matches no module, a required optimizer is missing, `out`
@@ -119,6 +120,8 @@ def attach(
     if ids not in ("recorded", "all"):
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
     hooks = read_specs(specs)
+    if not hooks:
+        warnings.warn("specs contains no hook: only metrics and events are recorded", InstrumentWarning, stacklevel=3)
     plan = make_plan(hooks, model)
     check_shapes(plan, {})
     notice = prepare_compiled(model, plan)

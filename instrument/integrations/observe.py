@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
-from ..nested import iter_tensors
+from ..nested import iter_tensors, structure
 from ..plan.shape_inference import without_side_effects
 from .attach import attach
 
@@ -55,6 +59,8 @@ def observe(
 
     Raises:
         ConfigError: A glob matches no module, or `loss` returns no scalar that requires a gradient.
+        Exception: The model or `loss` raised it. An exception of the model has a note with the layer that raised it, and
+            the structure and shapes of the batch.
 
     Warns:
         InstrumentWarning: A layer was not called, or an output has no gradient.
@@ -63,7 +69,7 @@ def observe(
     hooks = {"outputs": {**record, "kind": "forward"}}
     if backward:
         hooks["gradients"] = {**record, "kind": "full_backward", "role": "grad_output"}
-    with attach(model, hooks) as probe:
+    with _errors_of_arguments(), attach(model, hooks) as probe:
         with without_side_effects(model), torch.enable_grad():
             output = _call(model, batch)
             if backward:
@@ -75,10 +81,28 @@ def observe(
     return described.assign(shape=described["source_shape"].map(tuple))[list(COLUMNS)]
 
 
+@contextmanager
+def _errors_of_arguments() -> Iterator[None]:
+    """Replace the keys of the hooks in configuration errors by the argument that the caller passed."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = [replace(each, where=re.sub(r"^hooks\.\w+\.", "", each.where)) for each in error.problems]
+        raise ConfigError(*{str(each): each for each in problems}.values()) from None
+
+
 def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, tuple):
-        return model(*batch)
-    return model(**batch) if isinstance(batch, Mapping) else model(batch)
+    """Call the model. An exception gets a note with the layer that raised it, and the structure of the batch."""
+    try:
+        if isinstance(batch, tuple):
+            return model(*batch)
+        return model(**batch) if isinstance(batch, Mapping) else model(batch)
+    except Exception as error:
+        callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        names = {id(module): name or "." for name, module in model.named_modules()}
+        layer = next((each for each in reversed(callers) if id(each) in names), model)
+        error.add_note(f"layer {names[id(layer)]} ({type(layer).__name__}), batch {structure(batch)}")
+        raise
 
 
 def _scalar(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:

@@ -245,6 +245,17 @@ def test_folder_with_a_run_is_reported_for_out(tmp_path: Path) -> None:
     assert len(instrument.load(tmp_path).stats) == 1
 
 
+@pytest.mark.parametrize("specs", [{}, [], {"hooks": {}}])
+def test_specs_without_hooks_cause_a_warning(specs: Any) -> None:
+    with (
+        pytest.warns(InstrumentWarning, match="contains no hook") as caught,
+        instrument.attach(nn.Linear(2, 2), specs) as probe,
+    ):
+        probe.end_step(loss=1.0)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert probe.metrics.loss.tolist() == [1.0]
+
+
 @pytest.mark.parametrize("model", ["m", None])
 def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"model: must be a torch.nn.Module[\s\S]*given +" + type(model).__name__):

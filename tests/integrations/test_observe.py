@@ -136,10 +136,15 @@ def test_loss_that_is_no_scalar_is_refused(loss: Callable[[Any], Any], given: st
 
 def test_unknown_layer_and_failing_model_are_reported() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="matches no module"):
-        instrument.observe(model, torch.ones(1, 2), "encoder.**")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(ConfigError) as refused:
+        instrument.observe(model, torch.ones(1, 2), ["0", "encoder.**"])
+    assert [(each.where, each.given) for each in refused.value.problems] == [("layers", "encoder.**")]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         instrument.observe(model, torch.ones(1, 3))
+    assert caught.value.__notes__ == ["layer 0 (Linear), batch float32 [1, 3]"]
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        instrument.observe(model, (torch.ones(1, 2), torch.ones(1)))
+    assert caught.value.__notes__ == ["layer . (Sequential), batch (float32 [1, 2], float32 [1])"]
     assert not model[0]._forward_hooks
 
 
