@@ -158,6 +158,7 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow([*TINY, ONE + "action:record,tensors:true,slice:'0:99'}"], ["hooks.x.slice:", "given    0:99", "samples: N"]),
         ([*TINY, ONE + "phase:eval,action:record,tensors:true,slice:'256'}"], ["hooks.x.slice:", "[256, 10]"]),
         slow([*TINY, ONE + "action:modify,fn:{_target_:torch.sum}}"], ["hooks.x.fn:", "torch.sum cannot be called as fn(tensor"]),
+        ([*HOOKS, "+hooks.tame={norm: 5}"], ["hooks.tame: exists already", "fix      hooks.tame={...} without +"]),
         slow([*TINY, "optimizer.lr=nan"], ["optimizer.lr: must be finite", "given    nan"]),
         slow([*TINY, "optimizer.lr=inf"], ["optimizer.lr: must be finite", "given    inf"]),
         ([*TINY, "optimizer.lr=-1"], ["optimizer: ", "Invalid learning rate"]),

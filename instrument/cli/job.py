@@ -195,9 +195,11 @@ def as_instrument_error(error: Exception, arguments: Sequence[str]) -> Instrumen
     """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`.
 
     Args:
-        error: Error that was raised.
+        error: Error that was raised. A `ConfigError` is returned unchanged.
         arguments: Arguments of the command line.
     """
+    if isinstance(error, ConfigError):
+        return error
     if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'no error message'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,8 +23,10 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ..errors import ConfigError, Problem
 from ..spec.known_keys import fields_below
 
+_SECTIONS = ("hooks", "apply")  # of specs by name
 MOST_COMPOSED = 32  # merged configurations that are kept: 25 kilobytes each
 
 
@@ -125,12 +127,16 @@ class FieldLoader(ConfigLoaderImpl):
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         config = self._merged(defaults, repo)
-        added: list[str] = []
+        exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
-            key = override.key_or_group
-            if override.type == OverrideType.CHANGE and _is_known(key, config, added):
+            key, value = override.key_or_group, override.value()
+            if override.type == OverrideType.DEL and key in _SECTIONS and value is None:
+                config.pop(key, None)  # Hydra removes only the choice of the group
+            elif override.type == OverrideType.ADD and isinstance(value, dict):
+                _check_new(key, exists, config)
+            elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
                 override.type = OverrideType.FORCE_ADD
-            added.append(key)
+            exists[key] = override.type != OverrideType.DEL and value is not None
         return config
 
     def _merged(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
@@ -153,7 +159,27 @@ class FieldLoader(ConfigLoaderImpl):
         return config
 
 
-def _is_known(key: str, config: DictConfig, added: Sequence[str]) -> bool:
+def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:
+    """Check that an override with a plus adds a spec. Hydra would merge it with an existing one.
+
+    Args:
+        key: Key of the override, for example `hooks.tame`.
+        exists: Whether keys exist, according to the earlier overrides.
+        config: Configuration composed from the defaults list.
+
+    Raises:
+        ConfigError: The spec exists.
+    """
+    section, _, name = key.partition(".")
+    if section not in _SECTIONS or not name or "." in name:
+        return
+    if exists.get(key, OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))):
+        message = "exists already, and + only adds a new one"
+        fix = f"{key}={{...}} without + changes the given fields; '~{key}' in front of +{key} replaces all"
+        raise ConfigError(Problem(key, message, fix=fix))
+
+
+def _is_known(key: str, config: DictConfig, added: Container[str]) -> bool:
     """Return whether a key is a known field of a section, or of a spec in the configuration or in an earlier override.
 
     Args:
@@ -165,7 +191,7 @@ def _is_known(key: str, config: DictConfig, added: Sequence[str]) -> bool:
     path = above.split(".")
     if field not in fields_below(path):
         return False
-    section = above if path[0] in ("hooks", "apply") else path[0]
+    section = above if path[0] in _SECTIONS else path[0]
     node: Any = OmegaConf.select(config, section, throw_on_resolution_failure=False)
     return OmegaConf.is_dict(node) or section in added
 

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import instrument
-from instrument import verify
+from instrument import ConfigError, verify
 from instrument.configuration import override_loader
 from instrument.configuration.override_loader import FieldLoader
 from instrument.configuration.search_path import conf_folder, config_loader
@@ -81,6 +81,27 @@ def _model(path: tuple[str, ...]) -> Any:
 def test_unknown_keys_are_refused(override: str) -> None:
     with pytest.raises(ConfigCompositionException):
         composed(override)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["+hooks.tame={norm: 5}"], ["+apply.init={mode: fan_out}"], [MINE, "+hooks.mine={every: 2}"]]
+)
+def test_plus_refuses_an_existing_spec(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"(hooks|apply)\.\w+: exists already(.|\n)*fix .*without \+ changes"):
+        composed(*overrides)
+
+
+def test_spec_is_added_again_after_its_removal() -> None:
+    spec = {"layers": "layers.0", "kind": "forward", "action": "record"}
+    for removal in ("~hooks.tame", "hooks.tame=null"):
+        config = composed(removal, MINE.replace("mine", "tame"), "hooks.tame.every=3")[1]
+        assert OmegaConf.to_container(config.hooks.tame) == {**spec, "every": 3}
+
+
+def test_all_specs_are_removed() -> None:
+    config = parsed(composed("~hooks", "~apply", MINE)[1])
+    assert list(config.hooks) == ["mine"]
+    assert not config.apply
 
 
 def test_override_is_recorded_as_given() -> None:
