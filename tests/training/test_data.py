@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from instrument import ConfigError
 from instrument.spec.config import DataConfig, SliceSpec, TrainConfig
-from instrument.training.data import Batches, first_batch, load_data, slice_indices
+from instrument.training.data import Batches, first_batch, load_data
 from instrument.training.datasets import digits, random_tensors
+from instrument.training.slice_indices import slice_indices
 
 CLASSES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
