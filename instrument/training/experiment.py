@@ -68,6 +68,7 @@ class Experiment:
         inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
+        generating_phases: The phases without gradients in which the task generates tokens.
     """
 
     config: RunConfig
@@ -88,6 +89,7 @@ class Experiment:
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
     weights: LoadedWeights | None
+    generating_phases: frozenset[str]
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""
@@ -159,7 +161,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
     functions = FunctionCheck(plan, config.seed)
-    inferred_by_phase, has_unused = _infer_shapes(
+    inferred_by_phase, has_unused, generating_phases = _infer_shapes(
         config,
         task,
         model,
@@ -213,6 +215,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         inferred_by_phase=inferred_by_phase,
         archive=archive,
         weights=weights,
+        generating_phases=generating_phases,
     )
 
 
@@ -339,7 +342,7 @@ def _infer_shapes(
     functions: FunctionCheck,
     *,
     find_unused: bool,
-) -> tuple[dict[str, InferredCalls], bool]:
+) -> tuple[dict[str, InferredCalls], bool, frozenset[str]]:
     """Run shape inference for each phase.
 
     Args:
@@ -351,9 +354,11 @@ def _infer_shapes(
         find_unused: Whether to search for parameters without a gradient.
 
     Returns:
-        The result of shape inference for each phase, and whether a parameter gets no gradient (False without a search).
+        The result of shape inference for each phase, whether a parameter gets no gradient (False without a search), and
+        the phases in which the task generates tokens.
     """
     has_unused = False
+    generating: set[str] = set()
 
     def forward_and_check(phase: str) -> None:
         nonlocal has_unused
@@ -364,7 +369,9 @@ def _infer_shapes(
         unit = _output_unit(config)
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+            loss, generates = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+        if generates and phase in ("forward", "eval"):
+            generating.add(phase)
         if phase == config.mode:
             if loss is not None:
                 has_unused = find_unused and has_unused_parameters(model, loss)
@@ -380,7 +387,7 @@ def _infer_shapes(
         )
         for phase in trials
     }
-    return inferred, has_unused
+    return inferred, has_unused, frozenset(generating)
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -399,8 +406,10 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 def _forward(
     task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
-) -> Tensor | None:
-    """Return the loss of a batch, or the sum of an output unit, after a check of the task's outcome.
+) -> tuple[Tensor | None, bool]:
+    """Return the loss of a batch, or the sum of an output unit, and whether the task generates tokens.
+
+    The outcome of the task is checked.
 
     Args:
         task: The task.
@@ -411,7 +420,7 @@ def _forward(
     """
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
-    return outcome.loss if unit is None else unit.sum_in(last_output(outputs))
+    return outcome.loss if unit is None else unit.sum_in(last_output(outputs)), bool(outcome.generated)
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:
