@@ -95,7 +95,7 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
 
     A custom statistic is a further column of floating-point numbers.
     """
-    custom = [name for name in frame if name not in NOT_CUSTOM and str(name).isidentifier()]
+    custom = [name for name in map(str, frame) if name not in NOT_CUSTOM and name.isidentifier()]
     numbers = [name for name in custom if pd.api.types.is_float_dtype(frame[name])]
     return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
 

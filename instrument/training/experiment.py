@@ -18,8 +18,8 @@ from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
 from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
-from ..errors import ConfigError, Problem
-from ..nested import to_device
+from ..errors import ConfigError, Problem, user_code_location
+from ..nested import structure, to_device
 from ..plan.cost import Length
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
@@ -29,7 +29,7 @@ from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
-from ..tasks import Generate, Task, call_task, check_outcome
+from ..tasks import Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
@@ -96,11 +96,8 @@ class Experiment:
         return _autocast(self.config.train.precision, self.device)
 
     def batch_with_targets(self, batch: Any) -> Any:
-        """Return the part of a batch that has the targets for the table `samples`; None for prompts, which have none."""
-        if isinstance(self.task, Generate):
-            return None
-        labels = getattr(self.task, "labels", None)
-        return {"labels": batch[labels]} if isinstance(batch, Mapping) and labels in batch else batch
+        """Return the part of a batch that has the targets for the table `samples`."""
+        return batch_with_targets(self.task, batch)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -370,6 +367,7 @@ def _infer_shapes(
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
             loss, generates = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+        _check_target_selection(task, batch)
         if generates and phase in ("forward", "eval"):
             generating.add(phase)
         if phase == config.mode:
@@ -421,6 +419,24 @@ def _forward(
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
     return outcome.loss if unit is None else unit.sum_in(last_output(outputs)), bool(outcome.generated)
+
+
+def _check_target_selection(task: Task, batch: Any) -> None:
+    """Check that a task can select the targets of a batch.
+
+    Raises:
+        ConfigError: It raises an exception.
+    """
+    try:
+        batch_with_targets(task, batch)
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                "task",
+                f"{type(task).__qualname__}.sample_targets fails{user_code_location(error)}",
+                given=f"{type(error).__name__}: {error}; the batch is {structure(batch)}",
+            )
+        ) from error
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:
