@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..plan.cost import firings_of
 from ..spec.schedule import STEP_PHASES, Schedule, common
@@ -35,11 +35,11 @@ def sample_rows(experiment: Experiment, tensors: Mapping[str, Sequence[int]]) ->
                 scheduled[phase] = [steps]
             if phase in experiment.generating_phases:
                 generated += _samples_in(experiment, phase, steps)
-    samples = sum(_samples_in(experiment, phase, _union(schedules)) for phase, schedules in scheduled.items())
+    samples = sum(_samples_in_any(experiment, phase, schedules) for phase, schedules in scheduled.items())
     return {"samples": samples, "generated": generated}
 
 
-def _samples_in(experiment: Experiment, phase: str, steps: Collection[int]) -> int:
+def _samples_in(experiment: Experiment, phase: str, steps: Sequence[int]) -> int:
     """Return the number of samples in all batches of these steps, evaluations, or passes of the probe batch."""
     length, batches = experiment.length, experiment.batches
     if phase == "eval":
@@ -50,16 +50,26 @@ def _samples_in(experiment: Experiment, phase: str, steps: Collection[int]) -> i
     return length.micro_steps(steps) * batches.batch_size - missing * length.epoch_ends(steps)
 
 
-def _union(schedules: Sequence[Sequence[int]]) -> Collection[int]:
-    """Return the steps that at least one schedule contains. It does not iterate over the steps of a single range."""
+def _samples_in_any(experiment: Experiment, phase: str, schedules: Sequence[Sequence[int]]) -> int:
+    """Return the number of samples in the steps that at least one schedule contains, without iterating over ranges."""
     distinct: list[Sequence[int]] = []
     for steps in sorted(schedules, key=len, reverse=True):
-        if not any(_contains(larger, steps) for larger in distinct):
+        if not any(len(_common(larger, steps)) == len(steps) for larger in distinct):
             distinct.append(steps)
-    return distinct[0] if len(distinct) == 1 else {step for steps in distinct for step in steps}
+    if not distinct:
+        return 0
+    first, *others = distinct
+    in_both = [_common(first, each) for each in others]
+    return (
+        _samples_in(experiment, phase, first)
+        + _samples_in_any(experiment, phase, others)
+        - _samples_in_any(experiment, phase, in_both)
+    )
 
 
-def _contains(larger: Sequence[int], steps: Sequence[int]) -> bool:
-    if isinstance(larger, range) and isinstance(steps, range):
-        return len(common(larger, steps)) == len(steps)
-    return all(step in larger for step in steps)
+def _common(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
+    """Return the steps that two schedules contain."""
+    if isinstance(one, range) and isinstance(other, range):
+        return common(one, other)
+    listed, rest = (other, one) if isinstance(one, range) else (one, other)
+    return [step for step in listed if step in rest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..spec.hooks import HookSpec
@@ -32,12 +32,12 @@ class Length:
         """The number of steps per epoch."""
         return -(-self.epoch_batches // self.accumulate)
 
-    def micro_steps(self, steps: Collection[int]) -> int:
+    def micro_steps(self, steps: Sequence[int]) -> int:
         """Return the total number of micro-batches in these steps."""
         missing = self.epoch_steps * self.accumulate - self.epoch_batches
         return len(steps) * self.accumulate - missing * self.epoch_ends(steps)
 
-    def epoch_ends(self, steps: Collection[int]) -> int:
+    def epoch_ends(self, steps: Sequence[int]) -> int:
         """Return how many of these steps are the last one of an epoch."""
         ends = range(self.epoch_steps - 1, self.steps, self.epoch_steps)
         return len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)

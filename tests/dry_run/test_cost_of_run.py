@@ -155,6 +155,12 @@ SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
         {},
         140,  # steps 0 and 3, which ends an epoch, and step 1, which ends the other epoch
     ),
+    "overlapping schedules": (
+        {"a": {**FEATURES, "every": 2}, "b": {**FEATURES, "every": 3}, "c": {**FEATURES, "start": 5, "every": 5}},
+        {"epochs": 4, "batch_size": 25},
+        {},
+        25 * 12,  # steps 0, 2, 3, 4, 5, 6, 8, 9, 10, 12, 14 and 15
+    ),
     "no tensor is recorded": ({"a": RECORD, "b": {**FEATURES, "layers": "unused"}}, {"steps": 2}, {}, 0),
     "evaluation": (
         {"a": {**FEATURES, "phase": "eval"}},
