@@ -203,7 +203,7 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"layer": "avgpol"}, r"layer: no tensors of this layer[\s\S]*allowed +avgpool, conv.*\n +similar +avgpool"),
+        ({"layer": "avgpol"}, r"layer: no tensors of this layer[\s\S]*allowed +avgpool, conv.*\n +similar +avgpool\n +fix +set 'tensors"),
         ({"layer": "avgpool", "hook": "pol"}, r"hook: no recorded tensor of layer 'avgpool'[\s\S]*similar +pool"),
         ({"layer": "avgpool", "role": "input"}, r"role: no recorded tensor[\s\S]*given +input\n +allowed +output"),
         ({"layer": "avgpool", "phase": "eval"}, r"phase: no recorded tensor[\s\S]*allowed +train"),
@@ -212,8 +212,8 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
         ({"layer": "shared"}, r"call: layer 'shared' has tensors of several calls\n +allowed +0, 1\n +fix +pass call=0"),
         ({"layer": "conv"}, r"hook: layer 'conv' has tensors of several hooks\n +allowed +cut, few, one, second"),
         ({"layer": "flat"}, r"layer: the tensors of layer 'flat' have no samples in dimension 0: shape \[20\] in a batch of 4"),
-        ({"layer": "conv", "hook": "one"}, r"have no samples in dimension 0: shape \[5\] of \[4, 5, 4, 4\]"),
-        ({"layer": "conv", "hook": "few"}, r"have no samples in dimension 0: shape \[8\] of"),
+        ({"layer": "conv", "hook": "one"}, r"no samples in dimension 0: shape \[5\] of \[4, 5, 4, 4\].*\n.*\n +fix.*'slice' must keep"),
+        ({"layer": "conv", "hook": "few"}, r"have no samples in dimension 0: shape \[8\] of.*\n.*\n +fix.*without 'max_elements'"),
     ],
 )  # fmt: skip
 def test_selection_that_is_wrong_or_ambiguous_is_refused(run: instrument.Run, choice: Any, message: str) -> None:
