@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe
     from .sinks.memory import MemorySink
-    from .tasks import CountsTerms, Outcome, Task
+    from .tasks import CountsTerms, Outcome, SelectsTargets, Task
 
 __all__ = [
     "AlreadyAttachedError",
@@ -41,6 +41,7 @@ __all__ = [
     "Outcome",
     "Probe",
     "Run",
+    "SelectsTargets",
     "Sink",
     "Task",
     "attach",
@@ -61,6 +62,7 @@ _LAZY = {
     "Outcome": ".tasks",
     "Probe": ".capture.probe",
     "Run": ".analysis.load",
+    "SelectsTargets": ".tasks",
     "Sink": ".capture.sink_interface",
     "Task": ".tasks",
     "attach": ".integrations.attach",

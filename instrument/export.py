@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -66,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         _check_format(args.to, args.features)
+        if args.features is None and args.select:
+            message, fix = "selects features, but no layer is given", "pass --features LAYER"
+            raise ConfigError(Problem("--select", message, " ".join(args.select), fix=fix))
         selection = None if args.features is None else _selection(args.features, args.select)
         run = load(args.run)
         if args.to in TRACKERS:
@@ -109,6 +113,8 @@ def _selection(layer: str, conditions: Sequence[str]) -> Selection:
     values: dict[str, Any] = {}
     for condition in conditions:
         key, _, text = condition.partition("=")
+        if key in SELECTABLE and not text:
+            raise ConfigError(Problem("--select", "must be KEY=VALUE", condition))
         if key not in SELECTABLE:
             raise ConfigError(Problem("--select", "unknown key", key, SELECTABLE, similar_names(key, SELECTABLE)))
         if key not in ("step", "epoch", "call"):
@@ -166,7 +172,12 @@ def _features(files: RunFiles, selection: Selection, to: str, output: Path) -> s
     file = output / f"{segment(layer)[:MOST_LETTERS]}.{to}"
     if file.exists():
         raise ConfigError(Problem("--out", ALREADY_EXISTS, str(file), "a folder without this file"))
-    features = features_of(files, selection)
+    try:
+        features = features_of(files, selection)
+    except ConfigError as error:  # Its advice is about the arguments of Python.
+        raise ConfigError(
+            *(replace(each, fix=re.sub(r"^pass (?=\w+=)", "pass --select ", each.fix)) for each in error.problems)
+        ) from None
     output.mkdir(parents=True, exist_ok=True)
     with _temporary_path(file) as temporary:
         FEATURE_WRITERS[to](features, temporary)

@@ -304,6 +304,8 @@ def test_features_of_a_sweep_are_exported_per_run(tmp_path: Path) -> None:
     [
         (["--to", "npz"], "--to: npz is a format of features\n    given    npz\n    fix      pass --features LAYER"),
         (["--to", "wandb", "--features", "0"], "--to: this format does not support features"),
+        (["--to", "npz", "--features", "0", "--select", "hook"], "--select: must be KEY=VALUE"),
+        (["--to", "csv", "--select", "hook=f"], "--select: selects features, but no layer is given"),
         (["--to", "npz", "--features", "nope"], "layer: no tensors of this layer were recorded"),
         (["--to", "npz", "--features", "0", "--select", "hok=f"], "--select: unknown key"),
         (["--to", "npz", "--features", "0", "--select", "step=a"], "--select step: must be a number, or a range"),
@@ -317,6 +319,19 @@ def test_invalid_exports_of_features_are_refused(
     assert export.main([str(tmp_path / "run"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "features").exists()
+
+
+def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    with instrument.attach(model, {"f": record, "g": record}, out=tmp_path / "run") as probe:
+        probe.batch(ids=[0])
+        model(torch.randn(1, 3))
+        probe.end_step()
+    command = [str(tmp_path / "run"), "--to", "npz", "--features", "0"]
+    assert export.main(command) == 2
+    assert "fix      pass --select hook='f'" in capsys.readouterr().err
+    assert export.main([*command, "--select", "hook=f"]) == 0
 
 
 def test_existing_features_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

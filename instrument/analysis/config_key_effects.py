@@ -13,7 +13,7 @@ import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from .confidence_interval import half_width
-from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, NUMERIC_COLUMNS, Means, Steps, keys_of, means_of
+from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, averaged_columns, keys_of, means_of
 from .run_matching import RunMatches, match_runs, run_name
 from .run_tables import RunTables
 
@@ -30,7 +30,7 @@ def effects_of(
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
     _warn_unpaired(run, run_matches)
-    differences = {table: _Differences(table) for table in MEASURED_TABLES}
+    differences = {table: _Differences(table, averaged_columns(run, table)) for table in MEASURED_TABLES}
     for seed in run_matches.by_seed():
         for baseline_index, matches in seed.items():
             baseline_means = _means_of_run(run, baseline_index, steps)
@@ -92,10 +92,16 @@ def _cells(values: list[Any]) -> pd.Series:
 
 
 class _Differences:
-    """Paired differences at all locations of one table; the memory needed does not grow with the number of runs."""
+    """Paired differences at all locations of one table; the memory needed does not grow with the number of runs.
 
-    def __init__(self, table: str) -> None:
+    Args:
+        table: The table.
+        columns: The columns of the table that are averaged in any run.
+    """
+
+    def __init__(self, table: str, columns: Sequence[str]) -> None:
         self.table = table
+        self.columns = {name: index for index, name in enumerate(columns)}
         self.locations: dict[tuple[str, ...], int] = {}
         self.sums: dict[str, _Sums] = {}
 
@@ -103,7 +109,7 @@ class _Differences:
         """Add one pair."""
         for location in (*before.locations, *after.locations):
             self.locations.setdefault(location, len(self.locations))
-        sums = self.sums.setdefault(comparison, _Sums(len(NUMERIC_COLUMNS[self.table])))
+        sums = self.sums.setdefault(comparison, _Sums(len(self.columns)))
         sums.add(*self._dense(before), *self._dense(after))
 
     def end_seed(self) -> None:
@@ -118,16 +124,17 @@ class _Differences:
         labels = pd.DataFrame(list(self.locations), columns=keys_of(self.table), dtype=object)
         where = labels.reindex(columns=list(LOCATION_COLUMNS)).iloc[rows].reset_index(drop=True)
         where.insert(0, "table", self.table)
-        statistics = np.array(NUMERIC_COLUMNS[self.table], dtype=object)[columns]
+        statistics = np.array(list(self.columns), dtype=object)[columns]
         numbers = {name: numbers[rows, columns] for name, numbers in sums.columns(confidence).items()}
         return where.assign(statistic=statistics, **numbers)
 
     def _dense(self, means: Means) -> tuple[np.ndarray, np.ndarray]:
         """Return values and a mask of existing values at all locations; shape [locations, columns] each."""
         rows = [self.locations[location] for location in means.locations]
-        values = np.zeros((len(self.locations), len(NUMERIC_COLUMNS[self.table])))
+        cells = np.ix_(rows, [self.columns[name] for name in means.columns])
+        values = np.zeros((len(self.locations), len(self.columns)))
         has_value = np.zeros(values.shape, dtype=bool)
-        values[rows], has_value[rows] = means.values, means.counts > 0
+        values[cells], has_value[cells] = means.values, means.counts > 0
         return values, has_value
 
 

@@ -29,6 +29,7 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 Steps = int | Collection[int] | None
 MOST_SHOWN = 12  # steps or names in a message
+RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
 _BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
 _INDEX = [*_BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call", "dtype", "shape", "source_shape"]
@@ -161,7 +162,10 @@ def _select(files: RunFiles, selection: Selection) -> pd.DataFrame:
             message, fix = "the run has no recorded tensors", "set 'tensors: true' in a record hook"
             raise ConfigError(Problem("layer", message, layer, fix=fix))
         similar = similar_names(layer, layers)
-        raise ConfigError(Problem("layer", "no tensors of this layer were recorded", layer, _shown(layers), similar))
+        fix = "set 'tensors: true' in a record hook of this layer"
+        raise ConfigError(
+            Problem("layer", "no tensors of this layer were recorded", layer, _shown(layers), similar, fix)
+        )
     for name, value in selection.given.items():
         allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
         known = sorted(rows[name].unique().tolist())
@@ -294,7 +298,11 @@ def _batches(
                 + (f" of {list(source)}" if shape != source else "")
                 + f" in a batch of {len(group)} samples"
             )
-            fix = "run.tensors() reads them; a hook with 'slice' must keep dimension 0"
+            fix = "run.tensors() reads them"
+            if cut.max_elements is not None:
+                fix += "; for features, record the layer without 'max_elements'"
+            elif cut.slice is not None:
+                fix += "; for features, 'slice' must keep dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         yield _Batch(key, shape, np.asarray(group)[positions])
     if len(unknown) == len(rows):
@@ -415,12 +423,13 @@ def _copy_values(
     for name in ("hook", "role", "phase", "path", "call", "step"):
         condition &= ds.field(name).isin(pa.array(rows[name].unique()))
     left = set(destinations)
+    unreleased = 0
     for batch in files.scan("tensors", _VALUES, condition):
         for step, micro_step, rank, dtype, shape, values, data in rows_of(batch):
             destination = destinations.get((step, micro_step, rank))
             if destination is None:
                 continue
-            array = array_of(values, data, (shape[0], *features.shape[1:]), dtype)
+            array = array_of(values, data, (shape[0], *features.shape[1:]), dtype, copy=False)
             start = int(destination[0]) if len(destination) else 0
             if np.array_equal(destination, np.arange(start, start + len(destination))):
                 features[start : start + len(destination)] = array
@@ -429,7 +438,10 @@ def _copy_values(
             else:
                 features[destination] = array
             left.discard((step, micro_step, rank))
-        pa.default_memory_pool().release_unused()
+        unreleased += batch.nbytes
+        if unreleased > RELEASE_BYTES:
+            pa.default_memory_pool().release_unused()
+            unreleased = 0
     if left:
         problems = "; ".join(files.problems) or "the files were removed"
         raise InstrumentError(f"{len(left)} of {len(destinations)} tensors cannot be read: {problems}")

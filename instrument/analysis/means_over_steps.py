@@ -29,7 +29,7 @@ NUMERIC_COLUMNS: dict[str, tuple[str, ...]] = {
     )
     for table in MEASURED_TABLES
 }
-"""Names of the columns that are averaged, by table."""
+"""Names of the columns that are averaged, by table; custom statistics are added to those of `stats`."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ class Means:
     """Means of one table of one run.
 
     Attributes:
+        columns: Names of the columns.
         locations: The locations, as tuples of those columns in LOCATION_COLUMNS that the table has.
         values: float64, shape [locations, columns]; not finite if any of the numbers is not finite, 0 if there are none.
         counts: Number of averaged numbers, shape [locations, columns].
     """
 
+    columns: tuple[str, ...]
     locations: list[tuple[str, ...]]
     values: np.ndarray
     counts: np.ndarray
@@ -57,16 +59,22 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
         table: `metrics`, `stats` or `effects`.
         steps: Half-open range of steps (first, end); None leaves a side open.
     """
-    keys = keys_of(table)
+    keys, names = keys_of(table), averaged_columns(run, table)
     condition = _step_condition(steps)
     if table != "metrics":
-        return _means_of_batches(_batches(run, table, keys, [condition, ~ds.field("recompute")]), table)
-    training = _batches(run, table, keys, [condition, ds.field("phase").isin(STEP_PHASES)])
+        batches = _batches(run, table, [*keys, *names], [condition, ~ds.field("recompute")])
+        return _means_of_batches(batches, keys, names)
+    training = _batches(run, table, [*keys, *names], [condition, ds.field("phase").isin(STEP_PHASES)])
     last = _last_evaluation(run, condition)
     if last is None:
-        return _means_of_batches(training, table)
-    evaluated = _batches(run, table, keys, [ds.field("phase") == "eval", ds.field("step") == last])
-    return _means_of_batches((batch for part in (training, evaluated) for batch in part), table)
+        return _means_of_batches(training, keys, names)
+    evaluated = _batches(run, table, [*keys, *names], [ds.field("phase") == "eval", ds.field("step") == last])
+    return _means_of_batches((batch for part in (training, evaluated) for batch in part), keys, names)
+
+
+def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
+    """Return the columns of a table that are averaged, with the custom statistics of the runs."""
+    return (*NUMERIC_COLUMNS[table], *(run.custom_statistics if table == "stats" else ()))
 
 
 def keys_of(table: str) -> list[str]:
@@ -91,9 +99,9 @@ def _last_evaluation(run: RunTables, condition: ds.Expression) -> int | None:
 
 
 def _batches(
-    run: RunTables, table: str, keys: Sequence[str], conditions: Sequence[ds.Expression]
+    run: RunTables, table: str, columns: Sequence[str], conditions: Sequence[ds.Expression]
 ) -> Iterator[pa.RecordBatch]:
-    for batch in run.scan(table, [*keys, *NUMERIC_COLUMNS[table]], _all(conditions)):
+    for batch in run.scan(table, columns, _all(conditions)):
         yield _with_nan(batch) if table == "stats" else batch
 
 
@@ -107,19 +115,18 @@ def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(columns)
 
 
-def _means_of_batches(batches: Iterable[pa.RecordBatch], table: str) -> Means:
+def _means_of_batches(batches: Iterable[pa.RecordBatch], keys: Sequence[str], names: tuple[str, ...]) -> Means:
     """Return the means of all rows; memory holds one batch and one row per location."""
-    keys, names = keys_of(table), NUMERIC_COLUMNS[table]
     sums: pa.Table | None = None
     for batch in batches:
         part = _sums(batch, keys, names)
         sums = part if sums is None else _add_sums(sums, part, keys)
     if sums is None:
-        return Means([], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
+        return Means(names, [], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
     counts = np.stack([sums[f"{name}_count"].to_numpy() for name in names], axis=1)
     totals = np.stack([sums[f"{name}_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
     locations = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
-    return Means(locations, totals / np.maximum(counts, 1), counts)
+    return Means(names, locations, totals / np.maximum(counts, 1), counts)
 
 
 def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> pa.Table:

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ..capture.tables import TABLES
 from ..spec.kinds import KINDS
-from ..spec.statistics import ALL, STATISTICS
+from ..spec.statistics import ALL, statistic_of
 from .finite import finite_only, is_gradient
 from .run_tables import RunTables
 
 KEYS = ("hook", "kind", "role", "phase")
+NOT_CUSTOM = frozenset({"run", "seed", *(column.name for column in TABLES["stats"].stored)})
+"""Columns of `stats` that are no custom statistics. Those of a sweep with the overrides have dots in their names."""
 UNKNOWN_ORDER = 1 << 30  # sort position of layers without a known order
 
 
@@ -88,8 +91,13 @@ def series_in(frame: pd.DataFrame) -> list[RecordedSeries]:
 
 
 def statistics_in(frame: pd.DataFrame) -> list[str]:
-    """Return the statistics with at least one value in a table, in the order of the columns."""
-    return [name for name in ALL if name in frame and frame[name].notna().any()]
+    """Return the statistics with at least one value in a table: built-in ones, then custom ones.
+
+    A custom statistic is a further column of floating-point numbers.
+    """
+    custom = [name for name in map(str, frame) if name not in NOT_CUSTOM and name.isidentifier()]
+    numbers = [name for name in custom if pd.api.types.is_float_dtype(frame[name])]
+    return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
 
 
 def location_name(layer: str, path: str, kind: str) -> str:
@@ -208,7 +216,7 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
     groups = groups_of(frame["step"], most)
     keyed = finite_only(frame).assign(location=row_locations(frame, order), group=frame["step"].map(groups.number))
     merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(
-        {name: _merged(name) for name in columns}
+        {name: statistic_of(name).merged for name in columns}
     )
     locations = list(keyed["location"].cat.categories)
     result = {}
@@ -216,7 +224,3 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
         table = merged[name].unstack("group").reindex(index=locations, columns=range(len(groups)))
         result[name] = Matrix(locations, groups.first, groups.last, table.to_numpy(np.float64))
     return result
-
-
-def _merged(column: str) -> str:
-    return STATISTICS[column].merged if column in STATISTICS else "mean"

@@ -190,7 +190,10 @@ class RunFiles:
                 is_large = name == "tensors"
                 options = _ONE_AT_A_TIME if is_large else {}
                 for part in _row_groups(piece) if is_large else [piece]:
-                    for batch in part.to_batches(schema=table.schema, columns=wanted, filter=condition, **options):
+                    # Arrow copies the values of the rows that a filter selects, also if it selects all of them.
+                    selects_all = is_large and condition is not None and _selects_all(part, condition)
+                    rest = None if selects_all else condition
+                    for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
                         yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
             except UNREADABLE as error:
                 self._problem(file, f"cannot be read: {_first_line(error)}")
@@ -312,6 +315,11 @@ def _row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
     """Return the row groups of a Parquet file; other fragments are returned unchanged."""
     groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
     return groups
+
+
+def _selects_all(piece: ds.Fragment, condition: ds.Expression) -> bool:
+    """Return whether a condition selects all rows. Only the columns of the condition are read."""
+    return bool(piece.count_rows(filter=condition, use_threads=False) == piece.count_rows())
 
 
 def size_on_disk(folder: Path) -> int:

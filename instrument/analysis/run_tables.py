@@ -35,6 +35,11 @@ def check_table(name: str) -> None:
         raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
 
 
+def _stored(columns: Sequence[str], custom: Sequence[str]) -> list[str]:
+    """Return the columns of the files that contain these columns, some of which are custom statistics."""
+    return [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom else [])]
+
+
 class RunTables:
     """The tables and records of one run, or of several runs in one folder; see `instrument.Run`.
 
@@ -169,8 +174,8 @@ class RunTables:
             ValueError: The table does not exist.
         """
         check_table(table)
-        custom = [name for name in columns if table == "stats" and name in self.custom_statistics]
-        stored = [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom else [])]
+        custom = self._custom(table, columns)
+        stored = _stored(columns, custom)
         rows = (with_custom_columns(files.read(table, stored), custom).select(columns) for files in self._files)
         parts: list[pd.DataFrame] = [plain_labels(each).to_pandas() for each in rows]
         return pd.concat(parts, ignore_index=True)
@@ -182,8 +187,8 @@ class RunTables:
 
         Args:
             table: Name of the table, such as `stats`.
-            columns: Names of the columns of the table.
-            condition: A pyarrow filter expression; by default all rows are returned.
+            columns: Names of the columns of the table, with custom statistics.
+            condition: A pyarrow filter expression; by default all rows are returned. It cannot contain custom statistics.
 
         Yields:
             Arrow record batches with these columns, run by run.
@@ -192,8 +197,18 @@ class RunTables:
             ValueError: The table does not exist.
         """
         check_table(table)
+        custom = self._custom(table, columns)
         for files in self._files:
-            yield from files.scan(table, columns, condition)
+            for batch in files.scan(table, _stored(columns, custom), condition):
+                if custom:
+                    rows = with_custom_columns(pa.Table.from_batches([batch]), custom)
+                    yield from rows.select(columns).to_batches()
+                else:
+                    yield batch
+
+    def _custom(self, table: str, columns: Sequence[str]) -> list[str]:
+        """Return those columns that are custom statistics."""
+        return [name for name in columns if table == "stats" and name in self.custom_statistics]
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table, without reading the rows.

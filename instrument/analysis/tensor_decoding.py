@@ -13,7 +13,7 @@ _FLOAT8 = {"float8_e4m3fn": (3, 7), "float8_e4m3fnuz": (3, 8), "float8_e5m2": (2
 _Array = np.ndarray[Any, Any]
 
 
-def array_of(values: Any, data: Any, shape: Any, dtype: str) -> _Array:
+def array_of(values: Any, data: Any, shape: Any, dtype: str, *, copy: bool = True) -> _Array:
     """Return a recorded tensor as an array; types that NumPy does not support are converted to a wider type.
 
     Args:
@@ -21,6 +21,7 @@ def array_of(values: Any, data: Any, shape: Any, dtype: str) -> _Array:
         data: The elements as little-endian bytes; None if they are in `values`.
         shape: Shape of the tensor.
         dtype: PyTorch name of the dtype. bfloat16 and float8 are converted to float32, complex32 to complex64.
+        copy: Whether float32 elements in `values` are copied. Default: True.
 
     Raises:
         TypeError: The dtype is not supported; see `is_known`.
@@ -28,7 +29,7 @@ def array_of(values: Any, data: Any, shape: Any, dtype: str) -> _Array:
     if data is None:
         array = np.asarray(values, dtype=np.float32)
         exact = {"float16": np.float16, "bool": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16}
-        return array.astype(exact.get(dtype, np.float32)).reshape(shape)
+        return array.astype(exact.get(dtype, np.float32), copy=copy).reshape(shape)
     return _from_bytes(data, dtype).reshape(shape)
 
 

@@ -339,7 +339,7 @@ class Probe:
 
         Args:
             indices: The index of each sample of this process in the complete dataset.
-            batch: The batch of the data loader. If it is a pair, its second item has the targets.
+            batch: The batch of the data loader, or a mapping with its targets; see `targets_of`.
         """
         if self.recorder.samples.are_kept:
             moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)

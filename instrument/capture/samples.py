@@ -264,7 +264,8 @@ def _array(values: Any) -> np.ndarray[Any, Any] | None:
 def targets_of(batch: Any, samples: int) -> Tensor | None:
     """Return the scalar targets of a batch of the data loader.
 
-    These are the second item of a pair, or the entry of a mapping or dataclass that is named in `TARGET_KEYS`.
+    These are the entry of a mapping, dataclass or named tuple that is named in `TARGET_KEYS`, or the second item of a
+    pair.
 
     Args:
         batch: The batch.
@@ -274,11 +275,14 @@ def targets_of(batch: Any, samples: int) -> Tensor | None:
         The targets [samples]; None if the batch has none, or if they are not one number for each sample.
     """
     targets: Any = None
+    named = batch
     if is_dataclass(batch):
-        batch = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
-    if isinstance(batch, Mapping):
-        targets = next((batch[key] for key in TARGET_KEYS if key in batch), None)
-    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        named = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
+    elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        named = batch._asdict()
+    if isinstance(named, Mapping):
+        targets = next((named[key] for key in TARGET_KEYS if key in named), None)
+    if targets is None and isinstance(batch, list | tuple) and len(batch) == 2:
         targets = batch[1]
     if not isinstance(targets, Tensor) or targets.is_complex() or not targets.dim():
         return None

@@ -20,6 +20,7 @@ from ..plan.cost import Cost, Forecast, firings_of
 from ..spec.schedule import STEP_PHASES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
+from .sample_rows import sample_rows
 from .size_estimates import Sample, bytes_of_rows, bytes_of_tensors
 
 
@@ -108,7 +109,7 @@ def _result(
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
-    return Forecast(cost, without, without + fixed + added)
+    return Forecast(cost, without, without + fixed + added, sample_rows(experiment, tensor_bytes))
 
 
 def _checkpoints(experiment: Experiment) -> float:

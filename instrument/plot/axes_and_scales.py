@@ -12,7 +12,7 @@ from ..analysis.plot_data import Matrix
 from ..analysis.tensor_images import limits
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
-from ..spec.statistics import STATISTICS
+from ..spec.statistics import statistic_of
 from .style import MAGNITUDE, SIGNED, WIDE
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bo
 
 def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
     """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1."""
-    if statistic is not None and STATISTICS[statistic].unit in ("fraction", "units"):
+    if statistic is not None and statistic_of(statistic).unit in ("fraction", "units"):
         return {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
     if needs_log_colours(values):
         positive = values[np.isfinite(values) & (values > 0)]

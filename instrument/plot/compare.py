@@ -9,12 +9,12 @@ import pandas as pd
 
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
-from ..analysis.plot_data import forward_order, matrices, row_locations
+from ..analysis.plot_data import forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import check_choice, select_location, select_series
 from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
 from ..spec.schedule import STEP_PHASES
-from ..spec.statistics import STATISTICS
+from ..spec.statistics import STATISTICS, statistic_of
 from .compare_drawing import Curves, draw_over_locations, draw_over_override, draw_over_steps
 from .run_labels import combine_runs, overrides_of
 from .source import REQUIRED_COLUMNS, check_columns, series_with
@@ -66,9 +66,10 @@ def compare(
         InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
             installed.
     """
-    check_choice(y, [*METRICS, *STATISTICS], "y", "unknown metric or statistic")
-    table = "metrics" if y in METRICS else "stats"
     several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
+    custom = statistics_in(several) if isinstance(several, pd.DataFrame) else several.custom_statistics
+    check_choice(y, [*METRICS, *STATISTICS, *custom], "y", "unknown metric or statistic")
+    table = "metrics" if y in METRICS else "stats"
     frame = _frame_of(several, table)
     overrides = overrides_of(frame, table)
     at = _override(x, overrides)
@@ -132,7 +133,7 @@ def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str 
     """
     fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
     series, location, rows = select_location(fitting, layer, **wanted)
-    merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(STATISTICS[name].merged)
+    merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(statistic_of(name).merged)
     values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
     return Curves(f"{name} of {location} ({series.label})", axis_name(name), values)
 

@@ -10,7 +10,7 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import select_series
-from ..spec.statistics import STATISTICS
+from ..spec.statistics import statistic_of
 from .axes_and_scales import (
     add_hatch,
     add_legend,
@@ -82,7 +82,7 @@ def heatmap(
     axes.set_title(plain(f"{name} of {series.label}", 80), fontsize=10)
     axes.set_ylabel(f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order")
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
-    merged = STATISTICS[name].merged
+    merged = statistic_of(name).merged
     axes.set_xlabel("step" + merge_note(table, rows["step"].nunique(), merged, several))
     return figure
 

@@ -6,7 +6,7 @@ Signed values use RdBu, with red for positive values and zero in the middle.
 
 from __future__ import annotations
 
-from ..spec.statistics import STATISTICS
+from ..spec.statistics import statistic_of
 
 CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 MAGNITUDE = "viridis"
@@ -14,10 +14,17 @@ SIGNED = "RdBu_r"
 ZERO = "#9a9a9a"  # color of zeros on a logarithmic scale
 WIDE = 100.0  # ratio of largest to smallest value from which a scale is logarithmic
 
-_UNITS = {"count": "elements", "fraction": "fraction", "units": "fraction of units", "ratio": "ratio", "value": ""}
+_UNITS = {
+    "count": "elements",
+    "fraction": "fraction",
+    "units": "fraction of units",
+    "ratio": "ratio",
+    "value": "",
+    "custom": "",
+}
 
 
 def axis_name(statistic: str) -> str:
     """Return the name of a statistic with its unit, such as `l2` or `zero_fraction [fraction]`."""
-    unit = _UNITS[STATISTICS[statistic].unit]
+    unit = _UNITS[statistic_of(statistic).unit]
     return f"{statistic} [{unit}]" if unit and unit not in statistic else statistic

@@ -54,9 +54,9 @@ def charts(run: Run) -> dict[str, Any]:
 def heat_maps(stats: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]:
     """Return every statistic of every series by location and group of steps."""
     found = [(series, series.of(stats)) for series in series_in(stats)]
-    sizes = [rows[["layer", "path"]].drop_duplicates().shape[0] * len(_shown(rows)) for _, rows in found]
+    sizes = [rows[["layer", "path"]].drop_duplicates().shape[0] * len(statistics_in(rows)) for _, rows in found]
     most = int(np.clip(STATISTICS_ROOM // max(1, sum(sizes)), FEWEST, MOST))
-    return [_heat_map(series, rows, order, most) for series, rows in found if _shown(rows)]
+    return [_heat_map(series, rows, order, most) for series, rows in found if statistics_in(rows)]
 
 
 def _without_statistics(stats: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataFrame:
@@ -65,7 +65,8 @@ def _without_statistics(stats: pd.DataFrame, recorded: pd.DataFrame) -> pd.DataF
     measured = pd.MultiIndex.from_frame(stats[where].drop_duplicates())
     alone = recorded[~pd.MultiIndex.from_frame(recorded[where]).isin(measured)]
     medians = [_median(*cells) for cells in zip(alone["levels"], alone["quantiles"], strict=True)]
-    return alone.assign(min=alone["low"], max=alone["high"], median=pd.Series(medians, alone.index, dtype=np.float64))
+    named = alone.rename(columns={"low": "min", "high": "max"})
+    return named.assign(median=pd.Series(medians, alone.index, dtype=np.float64))
 
 
 def _median(levels: Sequence[float] | None, quantiles: Sequence[float] | None) -> float | None:
@@ -75,7 +76,7 @@ def _median(levels: Sequence[float] | None, quantiles: Sequence[float] | None) -
 
 
 def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], most: int) -> dict[str, Any]:
-    statistics = _shown(rows)
+    statistics = statistics_in(rows)
     tables = matrices(rows, statistics, order, most)
     axes = tables[statistics[0]]
     return {
@@ -86,11 +87,6 @@ def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], 
         "types": dict(zip(row_locations(rows, order).astype(str), rows["module_type"], strict=True)),
         "statistics": {name: rounded(table.values) for name, table in tables.items()},
     }
-
-
-def _shown(rows: pd.DataFrame) -> list[str]:
-    median = ["median"] if "median" in rows and rows["median"].notna().any() else []
-    return statistics_in(rows) + median
 
 
 def _about(series: RecordedSeries) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..analysis.load import Run, load
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
-from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS
+from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import run_page, sweep_page
 from .numbers import as_json, packed
 
@@ -79,7 +79,7 @@ def make(run: Run | str | Path) -> Report:
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)
     template = _templates().get_template("sweep.html" if several else "run.html")
-    data = as_json({**numbers, **_vocabulary(), "names": _names(numbers)})
+    data = as_json({**numbers, **_vocabulary(numbers), "names": _names(numbers)})
     return Report(
         template.render(
             **words,
@@ -112,8 +112,9 @@ def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
     return {location: [wide[location], narrow[location]] for location in locations}
 
 
-def _vocabulary() -> dict[str, Any]:
+def _vocabulary(numbers: dict[str, Any]) -> dict[str, Any]:
     """Return the properties of statistics, metrics and colors that the charts need."""
+    recorded = (name for one in numbers.get("series", []) for name in one["statistics"])
     statistics = {
         name: {
             "axis": axis_name(name),
@@ -121,7 +122,7 @@ def _vocabulary() -> dict[str, Any]:
             "merged": statistic.merged,
             "bounds": [0, 1] if statistic.unit in ("fraction", "units") else None,
         }
-        for name, statistic in STATISTICS.items()
+        for name, statistic in ((name, statistic_of(name)) for name in dict.fromkeys((*STATISTICS, *recorded)))
     }
     return {
         "statistics": {

@@ -55,7 +55,7 @@ class RunData:
     def of(cls, folder: Path, order: Sequence[str]) -> RunData:
         """Read one run."""
         run = load(folder)
-        stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL])
+        stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
         summaries = {series: _summaries(series.of(stats), order) for series in series_in(stats)}
         warnings = int((run.events["severity"] == "warning").sum())
         return cls(curves(run, CURVE_POINTS), summaries, run.problems, warnings)
@@ -137,9 +137,8 @@ def layers_of_all(runs: Sequence[dict[RecordedSeries, dict[str, pd.DataFrame]]])
 
 def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
     locations = list(dict.fromkeys(location for run in runs for table in run.values() for location in table.index))
-    there = {name for run in runs for name in run}
-    statistics = [name for name in (*PREFERRED_STATISTICS, *ALL) if name in there]
-    statistics = list(dict.fromkeys(statistics))
+    there = dict.fromkeys(name for run in runs for name in run)
+    statistics = [name for name in dict.fromkeys((*PREFERRED_STATISTICS, *ALL, *there)) if name in there]
     kept = statistics[: max(1, room // max(1, len(SUMMARIES) * len(locations) * len(runs)))]
     none = pd.DataFrame(np.nan, index=locations, columns=list(SUMMARIES))
     values = {}

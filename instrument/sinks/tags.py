@@ -24,7 +24,7 @@ import pyarrow as pa
 from ..capture.sink_interface import Row
 from ..capture.tables import CUSTOM, IDENTITY, TABLES
 from ..spec.kinds import KINDS
-from ..spec.statistics import STATISTICS
+from ..spec.statistics import statistic_of
 
 Fold = Callable[[Sequence[float]], float]
 """Combines several values with the same tag and step."""
@@ -130,7 +130,7 @@ def _is_number(kind: Any) -> bool:
 
 def _fold(column: str) -> Fold:
     folds: dict[str, Fold] = {"mean": _mean, "min": min, "max": max}
-    return folds[STATISTICS[column].merged] if column in STATISTICS else _mean
+    return folds[statistic_of(column).merged]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ class Statistic:
         name: The value in `stats:`, and the name of the column.
         formula: The formula over the n finite values x.
         unit: `count`; `fraction` of the finite values (0 to 1); `units`: fraction of the units; `ratio`; or `value`:
-            the unit of the tensor.
+            the unit of the tensor; `custom`: unknown.
         dtype: The dtype of the column. Counts, minimum and maximum are exact; the others agree with float64 to 1e-5.
         default: Whether `stats: default` includes it.
         merged: How the values of several tensors are combined into one.
@@ -33,7 +33,7 @@ class Statistic:
 
     name: str
     formula: str
-    unit: Literal["count", "fraction", "units", "ratio", "value"]
+    unit: Literal["count", "fraction", "units", "ratio", "value", "custom"]
     dtype: Literal["int64", "float64"]
     default: bool = True
     merged: Literal["mean", "min", "max"] = "mean"
@@ -85,6 +85,13 @@ STATISTICS: dict[str, Statistic] = {
     statistic.name: statistic for statistic in (*_VALUE_STATISTICS, *_DERIVED_STATISTICS)
 }
 ALL: tuple[str, ...] = tuple(STATISTICS)
+
+
+def statistic_of(name: str) -> Statistic:
+    """Return the definition of a built-in or custom statistic."""
+    return STATISTICS.get(name) or Statistic(name, "a custom statistic", "custom", "float64", default=False)
+
+
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
 """Recorded with every other statistic.
 

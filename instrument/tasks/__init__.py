@@ -1,6 +1,17 @@
 """Tasks: callables that compute the loss of a batch. A custom task implements the protocol `Task`."""
 
-from .base import CountsTerms, Generated, Outcome, Task, accuracy, call_task, check_outcome, mean_loss
+from .base import (
+    CountsTerms,
+    Generated,
+    Outcome,
+    SelectsTargets,
+    Task,
+    accuracy,
+    batch_with_targets,
+    call_task,
+    check_outcome,
+    mean_loss,
+)
 from .gan import WassersteinGAN
 from .generation import Generate
 from .keywords import HuggingFace, LossDict
@@ -18,10 +29,12 @@ __all__ = [
     "NextToken",
     "Outcome",
     "Reconstruction",
+    "SelectsTargets",
     "Supervised",
     "Task",
     "WassersteinGAN",
     "accuracy",
+    "batch_with_targets",
     "call_task",
     "check_outcome",
     "main_output",

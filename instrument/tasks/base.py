@@ -80,6 +80,30 @@ class CountsTerms(Protocol):
         """
 
 
+@runtime_checkable
+class SelectsTargets(Protocol):
+    """A task that selects the targets of a batch for the table `samples`.
+
+    Without this method, the targets are the second item of a pair, or the entry `target`, `targets`, `label`, `labels` or
+    `y` of a mapping, dataclass or named tuple.
+    """
+
+    def sample_targets(self, batch: Any) -> Tensor | None:
+        """Return the targets of a batch.
+
+        Args:
+            batch: The batch from the data loader.
+
+        Returns:
+            One number per sample: [samples]. None, or a tensor of another shape, if there is none; `target` is then null.
+        """
+
+
+def batch_with_targets(task: Task, batch: Any) -> Any:
+    """Return the targets that a task selects as an entry `target`; the batch itself if the task selects none."""
+    return {"target": task.sample_targets(batch)} if isinstance(task, SelectsTargets) else batch
+
+
 def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[object], None] | None = None) -> Outcome:
     """Run a task on a batch. An error gets a note with the task and the structure of the batch.
 

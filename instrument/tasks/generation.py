@@ -96,6 +96,13 @@ class Generate:
         )
         return Outcome(None, len(prompts), generated=generated)
 
+    def sample_targets(self, batch: Any) -> None:
+        """Return None, because prompts have no targets.
+
+        Args:
+            batch: The batch.
+        """
+
     def _tokens(self, prompt: Any, batch: Any) -> list[int]:
         """Return the token ids of a prompt."""
         if isinstance(prompt, Tensor) and prompt.dim() == 1 and prompt.numel() and not prompt.is_floating_point():

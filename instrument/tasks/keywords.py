@@ -116,6 +116,14 @@ class HuggingFace:
             return _samples(labels, batch)
         return int(((labels[:, 1:] if self.shift and labels.dim() == 2 else labels) != IGNORED).sum())
 
+    def sample_targets(self, batch: Any) -> Tensor | None:
+        """Return the labels of a batch; None if it has none.
+
+        Args:
+            batch: The batch.
+        """
+        return _entries(batch).get(self.labels)
+
 
 class LossDict:
     """A task for models that return a dict of losses in training, such as the detection models of torchvision.

@@ -18,8 +18,8 @@ from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
 from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
 from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
-from ..errors import ConfigError, Problem
-from ..nested import to_device
+from ..errors import ConfigError, Problem, user_code_location
+from ..nested import structure, to_device
 from ..plan.cost import Length
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
@@ -29,7 +29,7 @@ from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
-from ..tasks import Generate, Task, call_task, check_outcome
+from ..tasks import Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
@@ -68,6 +68,7 @@ class Experiment:
         inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
+        generating_phases: The phases without gradients in which the task generates tokens.
     """
 
     config: RunConfig
@@ -88,17 +89,15 @@ class Experiment:
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
     weights: LoadedWeights | None
+    generating_phases: frozenset[str]
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""
         return _autocast(self.config.train.precision, self.device)
 
     def batch_with_targets(self, batch: Any) -> Any:
-        """Return the part of a batch that has the targets for the table `samples`; None for prompts, which have none."""
-        if isinstance(self.task, Generate):
-            return None
-        labels = getattr(self.task, "labels", None)
-        return {"labels": batch[labels]} if isinstance(batch, Mapping) and labels in batch else batch
+        """Return the part of a batch that has the targets for the table `samples`."""
+        return batch_with_targets(self.task, batch)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -159,7 +158,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
     functions = FunctionCheck(plan, config.seed)
-    inferred_by_phase, has_unused = _infer_shapes(
+    inferred_by_phase, has_unused, generating_phases = _infer_shapes(
         config,
         task,
         model,
@@ -213,6 +212,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         inferred_by_phase=inferred_by_phase,
         archive=archive,
         weights=weights,
+        generating_phases=generating_phases,
     )
 
 
@@ -339,7 +339,7 @@ def _infer_shapes(
     functions: FunctionCheck,
     *,
     find_unused: bool,
-) -> tuple[dict[str, InferredCalls], bool]:
+) -> tuple[dict[str, InferredCalls], bool, frozenset[str]]:
     """Run shape inference for each phase.
 
     Args:
@@ -351,9 +351,11 @@ def _infer_shapes(
         find_unused: Whether to search for parameters without a gradient.
 
     Returns:
-        The result of shape inference for each phase, and whether a parameter gets no gradient (False without a search).
+        The result of shape inference for each phase, whether a parameter gets no gradient (False without a search), and
+        the phases in which the task generates tokens.
     """
     has_unused = False
+    generating: set[str] = set()
 
     def forward_and_check(phase: str) -> None:
         nonlocal has_unused
@@ -364,7 +366,10 @@ def _infer_shapes(
         unit = _output_unit(config)
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+            loss, generates = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+        _check_target_selection(task, batch)
+        if generates and phase in ("forward", "eval"):
+            generating.add(phase)
         if phase == config.mode:
             if loss is not None:
                 has_unused = find_unused and has_unused_parameters(model, loss)
@@ -380,7 +385,7 @@ def _infer_shapes(
         )
         for phase in trials
     }
-    return inferred, has_unused
+    return inferred, has_unused, frozenset(generating)
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -399,8 +404,10 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 def _forward(
     task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
-) -> Tensor | None:
-    """Return the loss of a batch, or the sum of an output unit, after a check of the task's outcome.
+) -> tuple[Tensor | None, bool]:
+    """Return the loss of a batch, or the sum of an output unit, and whether the task generates tokens.
+
+    The outcome of the task is checked.
 
     Args:
         task: The task.
@@ -411,7 +418,25 @@ def _forward(
     """
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
-    return outcome.loss if unit is None else unit.sum_in(last_output(outputs))
+    return outcome.loss if unit is None else unit.sum_in(last_output(outputs)), bool(outcome.generated)
+
+
+def _check_target_selection(task: Task, batch: Any) -> None:
+    """Check that a task can select the targets of a batch.
+
+    Raises:
+        ConfigError: It raises an exception.
+    """
+    try:
+        batch_with_targets(task, batch)
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                "task",
+                f"{type(task).__qualname__}.sample_targets fails{user_code_location(error)}",
+                given=f"{type(error).__name__}: {error}; the batch is {structure(batch)}",
+            )
+        ) from error
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:

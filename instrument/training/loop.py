@@ -141,7 +141,7 @@ def train_step(
     optimizer.zero_grad()
     of_samples = zip(micro_batches, micro_batches.indices, weights, strict=True)
     for number, (batch, indices, weight) in enumerate(of_samples, 1):
-        observer.begin_micro_step(indices, batch)
+        observer.begin_micro_step(indices, experiment.batch_with_targets(batch))
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
             if loss is None:

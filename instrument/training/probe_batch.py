@@ -48,7 +48,7 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
     started_at = time.perf_counter()
     weights, total = batch_weights(experiment, batches)
     with without_side_effects(experiment.model, training=False), _kept_state(experiment), probe.in_phase("probe"):
-        probe.begin_micro_step(batches.indices[0], batches[0])
+        probe.begin_micro_step(batches.indices[0], experiment.batch_with_targets(batches[0]))
         _seed(experiment)
         batch = with_input_gradients(to_device(batches[0], experiment.device))
         with experiment.autocast():

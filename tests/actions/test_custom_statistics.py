@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import Answer
 from device_statistics import use_device_statistics
+from report_fixtures import data_of
 from torch import Tensor, nn
 
 import instrument
@@ -85,6 +86,65 @@ def test_sweep_joins_runs_with_different_custom_statistics(tmp_path: Path) -> No
     for frame in (runs.stats, runs.sql("select * from stats order by run"), runs.lazy("stats").collect().to_pandas()):
         counts = frame.groupby("run")[["spread", "total"]].count()
         assert counts.to_numpy().tolist() == [[4, 0], [0, 4], [0, 0]]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """Three runs with different factors of a hook; the last one lacks the custom statistic."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for name, factor, stats in (("a", 1.0, ["max", spread]), ("b", 3.0, ["max", spread]), ("c", 2.0, ["max"])):
+        scale = {"layers": "0", "kind": "forward", "action": "scale", "factor": factor}
+        record({"grow": scale, "mine": hook(*stats)}, out=folder / name)
+    return instrument.load(folder)
+
+
+def test_scan_reads_custom_statistics(sweep: instrument.Run) -> None:
+    columns = ["spread", "layer", "max"]
+    batches = [batch.to_pandas() for batch in sweep.scan("stats", columns)]
+    assert all(batch.columns.to_list() == columns for batch in batches)
+    scanned = [value for batch in batches for value in batch["spread"]]
+    assert scanned == pytest.approx(sweep.stats["spread"].to_list(), nan_ok=True)
+    assert [batch.schema.names for batch in sweep.scan("stats", ["spread"])] == [["spread"]] * 3
+
+
+def test_effects_of_a_key_on_a_custom_statistic(sweep: instrument.Run) -> None:
+    effects = sweep.effects_of("hooks.grow.factor", baseline=1.0)
+    of_layer = effects[(effects.statistic == "spread") & (effects.layer == "0")]
+    (found,) = of_layer.to_dict("records")  # a pair in which a run lacks the statistic has no row
+    means = sweep.stats[sweep.stats.layer == "0"].groupby("run")["spread"].mean()
+    assert (found["value"], found["pairs"]) == (3.0, 1)
+    assert [found["mean_baseline"], found["mean_value"]] == pytest.approx(means[["a", "b"]].to_list())
+    assert found["mean_value"] == pytest.approx(3 * found["mean_baseline"], rel=1e-5)
+
+
+def test_plots_show_custom_statistics(sweep: instrument.Run) -> None:
+    run = instrument.load(sweep.folders[0])
+    for data in (run, run.stats):
+        figure = instrument.plot.heatmap(data, "spread")
+        expected = run.stats.pivot_table(index="layer", columns="step", values="spread").to_numpy()
+        np.testing.assert_array_equal(figure.axes[0].collections[0].get_array(), expected)
+        assert figure.axes[0].get_title().startswith("spread of mine")
+    assert "max of mine" in instrument.plot.heatmap(run, "max").axes[0].get_title()
+    for data in (sweep, sweep.stats):
+        lines = instrument.plot.compare(data, y="spread", layer="0").axes[0].get_lines()
+        values = [line.get_ydata().tolist() for line in lines if np.isfinite(line.get_ydata()).any()]
+        assert values == [sweep.stats[sweep.stats.run == name].spread.to_list()[::2] for name in ("a", "b")]
+        with pytest.raises(instrument.InstrumentError, match=r"y: unknown metric or statistic[\s\S]*similar +spread"):
+            instrument.plot.compare(data, y="sprea")
+
+
+def test_report_contains_custom_statistics(sweep: instrument.Run) -> None:
+    first = sweep.folders[0]
+    data = data_of(instrument.report.make(first).html)
+    (series,) = data["series"]
+    assert [row[0] for row in series["statistics"]["spread"]] == pytest.approx(
+        instrument.load(first).stats.query("step == 0").spread.to_list(), rel=1e-4
+    )
+    assert data["statistics"]["spread"]["formula"] == "a custom statistic"
+    data = data_of(instrument.report.make(sweep.path).html)
+    spreads = data["series"][0]["statistics"]["spread"]["last"]
+    assert [row is None or None in row for row in spreads] == [False, False, True]
+    assert data["statistics"]["spread"]["axis"] == "spread"
 
 
 def test_export_and_trackers_contain_custom_statistics(tmp_path: Path) -> None:

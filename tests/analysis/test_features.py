@@ -25,6 +25,7 @@ from instrument.analysis.features import _Cut, _recorded_positions
 from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.base import parse_slice
+from instrument.training.datasets import random_tensors
 
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 INPUTS = torch.randn(23, 1, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -202,7 +203,7 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"layer": "avgpol"}, r"layer: no tensors of this layer[\s\S]*allowed +avgpool, conv.*\n +similar +avgpool"),
+        ({"layer": "avgpol"}, r"layer: no tensors of this layer[\s\S]*allowed +avgpool, conv.*\n +similar +avgpool\n +fix +set 'tensors"),
         ({"layer": "avgpool", "hook": "pol"}, r"hook: no recorded tensor of layer 'avgpool'[\s\S]*similar +pool"),
         ({"layer": "avgpool", "role": "input"}, r"role: no recorded tensor[\s\S]*given +input\n +allowed +output"),
         ({"layer": "avgpool", "phase": "eval"}, r"phase: no recorded tensor[\s\S]*allowed +train"),
@@ -211,8 +212,8 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
         ({"layer": "shared"}, r"call: layer 'shared' has tensors of several calls\n +allowed +0, 1\n +fix +pass call=0"),
         ({"layer": "conv"}, r"hook: layer 'conv' has tensors of several hooks\n +allowed +cut, few, one, second"),
         ({"layer": "flat"}, r"layer: the tensors of layer 'flat' have no samples in dimension 0: shape \[20\] in a batch of 4"),
-        ({"layer": "conv", "hook": "one"}, r"have no samples in dimension 0: shape \[5\] of \[4, 5, 4, 4\]"),
-        ({"layer": "conv", "hook": "few"}, r"have no samples in dimension 0: shape \[8\] of"),
+        ({"layer": "conv", "hook": "one"}, r"no samples in dimension 0: shape \[5\] of \[4, 5, 4, 4\].*\n.*\n +fix.*'slice' must keep"),
+        ({"layer": "conv", "hook": "few"}, r"have no samples in dimension 0: shape \[8\] of.*\n.*\n +fix.*without 'max_elements'"),
     ],
 )  # fmt: skip
 def test_selection_that_is_wrong_or_ambiguous_is_refused(run: instrument.Run, choice: Any, message: str) -> None:
@@ -413,32 +414,114 @@ def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int
 
 # ------------------------------------------------------------------------------------------------------------ runs
 
-FEATURES = "{layers: layers.0, kind: forward, action: record, stats: none, tensors: true, phase: eval}"
-ARGUMENTS = [
-    *("model=mlp", "model.sizes=[64,8,10]", "data=digits", f"+hooks.f={FEATURES}"),
-    *("train.steps=3", "train.batch_size=40", "train.eval_batch_size=100", "train.eval_every=2"),
-    "data.eval_slice={split: test, stop: 300, shuffle: true}",
-]
+NUMBERED = [
+    "+model={_target_: distributed_models.Numbered}", "+data={dataset: {_target_: distributed_models.numbered}}",
+    "+hooks.t={layers: head, kind: forward, action: record, stats: none, tensors: true}",
+    "+hooks.e={layers: head, kind: forward, action: record, stats: none, tensors: true, phase: eval}",
+    "train.epochs=2", "train.steps=null", "train.batch_size=8", "train.eval_every=6", "train.eval_batch_size=10",
+    "data.eval_slice={split: test, stop: 30, shuffle: true}",
+]  # fmt: skip
 
 
-def test_features_of_a_run_are_joined_over_ranks(tmp_path: Path) -> None:
-    assert run_in(tmp_path, *ARGUMENTS, "hydra.run.dir=one").code == 0
+def test_features_of_two_ranks_equal_a_hand_written_hook(tmp_path: Path) -> None:
+    """40 shuffled samples are 5 steps per epoch. The hook in the model runs in each process, on the same batches."""
     done = distributed_runs.run_processes(
-        tmp_path, *ARGUMENTS, "train.parallel=ddp", "hydra.run.dir=two", "data.ids=all", processes=2
+        tmp_path, *NUMBERED, "train.parallel=ddp", "hydra.run.dir=out", "data.ids=all", processes=2
     )
     assert done.returncode == 0, done.stderr
-    one, two = (instrument.load(tmp_path / name) for name in ("one", "two"))
-    with pytest.raises(ConfigError, match="pass step=3, several steps"):
-        one.features("layers.0")
-    assert set(two.samples["rank"]) == {0, 1}
-    for step in (2, 3):
-        mine, theirs = (run.features("layers.0", step=step) for run in (one, two))
-        assert np.array_equal(mine.ids, theirs.ids)
-        assert len(mine.ids) == 300
-        assert np.array_equal(mine.y, theirs.y)
-        assert np.allclose(mine.X, theirs.X, rtol=1e-4, atol=1e-6)  # sums over processes have another order
-    trained = two.samples[two.samples.phase == "train"]
-    assert trained.groupby("step")["sample"].nunique().tolist() == [40, 40, 40]
+    run = instrument.load(tmp_path / "out")
+    with pytest.raises(ConfigError, match="pass step=10, several steps"):
+        run.features("head", hook="e", path="scores")
+    assert set(run.samples["rank"]) == {0, 1}
+
+    def by_hand(phase: str, calls: slice) -> dict[str, np.ndarray]:
+        """Return the outputs of some calls in the order of the samples. Shape inference makes the first calls."""
+        files = [sorted(tmp_path.glob(f"{phase}-{rank}-*.pt"))[calls] for rank in (0, 1)]
+        parts = [torch.load(file) for of_rank in files for file in of_rank]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        order = joined["ids"].argsort()
+        return {name: values[order].numpy() for name, values in joined.items()}
+
+    for hook, phase, step, calls in (
+        ("t", "train", range(5), slice(-10, -5)),
+        ("t", "train", range(5, 10), slice(-5, None)),
+        ("e", "eval", 10, slice(-3, None)),
+    ):
+        wanted = by_hand(phase, calls)
+        assert len(wanted["ids"]) == (30 if hook == "e" else 40)
+        for path in ("scores", "states.0"):
+            X, y, ids = run.features("head", hook=hook, path=path, step=step)
+            assert np.array_equal(ids, wanted["ids"])
+            assert y is not None
+            assert np.array_equal(y, ids % 3)
+            assert np.array_equal(X, wanted[path])
+    epochs = [run.features("head", hook="t", path="scores", epoch=epoch).X for epoch in (0, 1)]
+    assert not np.array_equal(*epochs)
+    trained = run.samples[run.samples.phase == "train"]
+    assert trained.groupby("step")["sample"].nunique().tolist() == [8] * 10
+    first = trained[trained.epoch == 0]["sample"].tolist()
+    assert first != sorted(first)
+
+
+MEASURE = """
+import instrument
+
+def peak():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1e3
+
+instrument.load("run").features("layer", step=0)  # imports everything
+before = peak()
+X = instrument.load("run").features("layer", step=range(1, 1000)).X
+print(peak() - before, X.nbytes / 1e6)
+"""
+RESNET = [
+    "model={_target_: torchvision.models.resnet50}", "mode=forward", "train.batch_size=100", "init_from=weights.pt",
+    "+data={dataset: {_target_: instrument.training.datasets.random_tensors, shape: [3, 32, 32], samples: 2000}}",
+    "+hooks.pool={layers: avgpool, kind: forward, action: record, stats: none, tensors: true}",
+    "hydra.run.dir=run", "deterministic=true",
+]  # fmt: skip
+MEASURE_POOL = (
+    MEASURE.split("instrument.load", 1)[0]
+    + """
+import numpy as np
+
+warm = instrument.load("warm").features("avgpool")  # imports everything
+before = peak()
+X, y, ids = instrument.load("run").features("avgpool")
+print(peak() - before, X.nbytes / 1e6)
+np.savez("features.npz", X=X, y=y, ids=ids)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+def test_features_of_resnet_equal_a_hand_written_hook(tmp_path: Path) -> None:
+    from torchvision.models import resnet50
+
+    torch.manual_seed(0)
+    model = resnet50()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    answer = run_in(tmp_path, *RESNET)
+    assert answer.code == 0, answer.err
+    answer = run_in(tmp_path, *RESNET, "data.slice={stop: 100}", "hydra.run.dir=warm")
+    assert answer.code == 0, answer.err
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_POOL], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    used, size = map(float, done.stdout.split())
+    assert used < size + 200
+    data = random_tensors("train", (3, 32, 32), samples=2000)
+    hook = HandWritten(model.eval().avgpool, lambda output: output)
+    with torch.no_grad():
+        for images, _ in DataLoader(data, 100):
+            model(images)
+    with np.load(tmp_path / "features.npz") as features:
+        assert features["X"].shape == (2000, 2048)
+        assert np.array_equal(features["X"], torch.cat(hook.kept).flatten(1).numpy())
+        assert np.array_equal(features["y"], data.tensors[1].numpy())
+        assert np.array_equal(features["ids"], np.arange(2000))
 
 
 def test_second_evaluation_at_a_step_is_refused() -> None:
@@ -476,6 +559,14 @@ def test_batch_is_named_once_per_micro_step() -> None:
             probe.batch(ids=[2, 3])
 
 
+FEATURES = "{layers: layers.0, kind: forward, action: record, stats: none, tensors: true, phase: eval}"
+ARGUMENTS = [
+    *("model=mlp", "model.sizes=[64,8,10]", "data=digits", f"+hooks.f={FEATURES}"),
+    *("train.steps=3", "train.batch_size=40", "train.eval_batch_size=100", "train.eval_every=2"),
+    "data.eval_slice={split: test, stop: 300, shuffle: true}",
+]
+
+
 def test_run_of_a_sweep_without_tensors_is_left_out(tmp_path: Path) -> None:
     for name, layers in (("one", "layers.0"), ("two", None)):
         hooks = [f"+hooks.f={FEATURES}"] if layers else []
@@ -495,20 +586,6 @@ def test_features_of_a_sweep_are_joined_per_run(tmp_path: Path) -> None:
     assert not np.array_equal(features["0"].X, features["1"].X)
     with pytest.raises(ConfigError, match="out: the folder contains 2 runs"):
         sweep.features("layers.0", step=3, out=tmp_path / "X.npy")
-
-
-MEASURE = """
-import instrument
-
-def peak():
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 1e3
-
-instrument.load("run").features("layer", step=0)  # imports everything
-before = peak()
-X = instrument.load("run").features("layer", step=range(1, 1000)).X
-print(peak() - before, X.nbytes / 1e6)
-"""
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")

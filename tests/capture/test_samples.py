@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -200,6 +201,12 @@ class Pair:
     labels: torch.Tensor
 
 
+class Weighted(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+    weight: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
@@ -207,6 +214,7 @@ class Pair:
         ((torch.zeros(2, 3), torch.tensor([[1.0], [2.0]])), [1.0, 2.0]),
         ({"x": torch.zeros(2), "labels": torch.tensor([3, 4])}, [3, 4]),
         (Pair(torch.zeros(2), torch.tensor([3, 4])), [3, 4]),
+        (Weighted(torch.zeros(2), torch.tensor([3, 4]), torch.ones(2)), [3, 4]),
         ([torch.zeros(2, 3), torch.zeros(2, 3)], None),
         ([torch.zeros(2, 3), torch.tensor(3)], None),
         ([torch.zeros(2, 3), ["a", "b"]], None),
@@ -252,6 +260,65 @@ def test_run_writes_dataset_indices_and_targets(cli: Cli) -> None:
     features = run.features("layers.0", hook="train", epoch=0)
     assert features.ids.tolist() == list(range(100, 250))
     assert features.X.shape == (150, 8)
+
+
+TRIPLES = """
+import torch
+from torch.utils.data import TensorDataset
+
+import instrument
+
+
+def triples(split):
+    x = torch.arange(40.0).reshape(10, 4)
+    return TensorDataset(x, torch.ones(10), torch.arange(10) * 0.5)  # inputs, weights, targets
+
+
+class Weighted:
+    def __call__(self, model, batch):
+        x, weight, y = batch
+        loss = (weight * (model(x).mean(1) - y) ** 2).mean()
+        return instrument.Outcome(loss=loss, samples=len(x))
+
+
+class Selecting(Weighted):
+    def sample_targets(self, batch):
+        return batch[2]
+
+
+class Failing(Weighted):
+    def sample_targets(self, batch):
+        return batch["y"]
+"""
+OF_TRIPLES = [
+    "model=mlp", "model.sizes=[4,8,3]", "train.steps=2", "train.batch_size=4", "~task",
+    "+data={dataset: {_target_: triples.triples}}", "+data.probe_batch=3",
+    "+hooks.a={layers: layers.0, kind: forward, action: record, tensors: true}",
+    "+hooks.b={layers: layers.0, kind: forward, action: record, tensors: true, phase: eval}",
+    "+hooks.c={layers: layers.0, kind: forward, action: record, tensors: true, phase: probe}",
+]  # fmt: skip
+
+
+def test_task_selects_the_targets_of_triples(cli: Cli, workdir: Path) -> None:
+    (workdir / "triples.py").write_text(TRIPLES)
+    answer = cli(*OF_TRIPLES, "+task={_target_: triples.Selecting}", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    rows = instrument.load("out").samples
+    assert set(rows.phase) == {"train", "eval", "probe"}
+    assert rows.target.tolist() == [0.5 * sample for sample in rows["sample"]]
+    answer = cli(*OF_TRIPLES, "+task={_target_: triples.Weighted}", "hydra.run.dir=without")
+    assert answer.code == 0, answer.err
+    assert instrument.load("without").samples.target.isna().all()
+
+
+def test_error_in_the_selection_of_targets_is_reported_before_the_first_step(cli: Cli, workdir: Path) -> None:
+    (workdir / "triples.py").write_text(TRIPLES)
+    answer = cli(*OF_TRIPLES, "+task={_target_: triples.Failing}", "hydra.run.dir=out")
+    assert answer.code == 2, answer.out
+    assert re.search(
+        r"task: Failing.sample_targets fails \(in .*TypeError: .*; the batch is \[float32", answer.err, re.DOTALL
+    )
+    assert not (workdir / "out").exists()
 
 
 def test_ids_of_all_batches_can_be_written(cli: Cli) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 from instrument.tasks import Outcome
 
@@ -80,3 +82,42 @@ def partly_ignored(split: str) -> list[tuple[Tensor, Tensor]]:
     tokens, targets = torch.randint(7, (2, 48, 5), generator=torch.Generator().manual_seed(0))
     targets[::4, 1:] = targets[1::4] = -100
     return list(zip(tokens, targets, strict=True))
+
+
+class Numbered(nn.Module):
+    """Model with a nested output and a hand-written hook. The first input of a sample is its index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = NestedHead()
+        self.ids = torch.empty(0)
+        self.calls = 0
+        self.head.register_forward_hook(self.keep)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.ids = inputs[:, 0].long()
+        return self.head(self.body(inputs[:, 1:]))["scores"]
+
+    def keep(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
+        """Save the output of a batch with the indices of its samples."""
+        self.calls += 1
+        kept = {"ids": self.ids, "scores": output["scores"].detach(), "states.0": output["states"][0].detach()}
+        phase = "train" if module.training else "eval"
+        torch.save(kept, f"{phase}-{os.environ['RANK']}-{self.calls:03}.pt")
+
+
+class NestedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> dict[str, Any]:
+        return {"scores": self.scores(inputs), "states": (inputs.relu(),)}
+
+
+def numbered(split: str) -> TensorDataset:
+    """Return 40 samples of 8 random numbers after the index of the sample."""
+    ids = torch.arange(40)
+    values = torch.randn(40, 8, generator=torch.Generator().manual_seed(len(split)))
+    return TensorDataset(torch.cat([ids[:, None], values], dim=1), ids % 3)

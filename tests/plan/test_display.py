@@ -48,7 +48,7 @@ def shown(steps: int = 20, width: int = 160, **hooks: dict[str, Any]) -> list[st
     cost = {
         name: Cost(len(d.steps), 2 * d.times_per_step, 2 * d.times, 4200 * d.times, 0.001) for name, d in due.items()
     }
-    forecast = Forecast(cost, 0.02, 0.021)
+    forecast = Forecast(cost, 0.02, 0.021, {"samples": 1280, "generated": 0})
     console = Console(file=io.StringIO(), width=width)
     console.print(plan_view(plan, inferred_by_phase, forecast, steps, Path("runs/mine/now")))
     assert isinstance(console.file, io.StringIO)
@@ -157,7 +157,7 @@ def test_plan_lists_output_tables_with_their_hooks() -> None:
         ["distributions/", "more"],
         ["tensors/", "maps"],
         ["effects/", "tame"],
-        ["samples/", "maps"],
+        ["samples/", "1,280", "rows"],
     ]
     assert lines[start + 6] == "metrics/, coverage/, layers/, events/ and run.json are always written"
 
