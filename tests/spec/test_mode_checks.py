@@ -40,6 +40,11 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
             "mode: forward has no such phase",
         ),
         ({"hooks": {"h": {**OUTPUTS, "phase": "probe"}}}, "hooks.h.phase", "set data.probe_batch=N"),
+        (
+            {"data": {"dataset": {"_target_": "mine.Data"}, "probe_batch": 3}, "hooks": {"h": OUTPUTS}},
+            "data.probe_batch",
+            "no hook has phase: probe",
+        ),
         ({"mode": "forward", "hooks": {"h": {**OUTPUTS, "kind": "tensor"}}}, "hooks.h.kind", "set forward.grad=true"),
         (
             {"mode": "forward", "forward": {"grad": True}, "hooks": {"h": {**OUTPUTS, "kind": "parameter_grad"}}},
