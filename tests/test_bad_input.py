@@ -127,6 +127,7 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         ),
         ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
         slow([*HOOKS, "hooks.tmae.every=5"], ["hooks.tmae:", "similar  tame"]),
+        ([*TINY, "forward.of=logits[:,3]"], ["cannot parse this override", """for Hydra: 'forward.of="logits[:,3]"'"""]),
         (["-m", *TINY, "hooks.nope.every=1,2"], ["hooks.nope: the configuration does not have", "prefix it with a plus: +hooks.nope="]),
         (
             ["-m", *TINY, "seed=1,2", "hydra.run.dir=out"],

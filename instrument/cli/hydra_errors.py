@@ -59,8 +59,8 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
 
 def _override_problem(error: OverrideParseException) -> Problem:
     key, _, value = error.override.partition("=")
-    is_aggregate = key.lstrip("+") == OBJECTIVE_KEY and "(" in value
-    fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if is_aggregate else ""
+    needs_quotes = (key.lstrip("+") == OBJECTIVE_KEY and "(" in value) or key.lstrip("+") == "forward.of"
+    fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if needs_quotes else ""
     return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 
 

@@ -263,6 +263,7 @@ def test_output_unit_of_a_mapping_is_selected() -> None:
     [
         ({"forward": {"grad": True, "of": "logit[:, 3]"}}, "the model's output has no such tensor"),
         ({"forward": {"grad": True, "of": "[:, 10]"}}, "the slice is outside of the tensor of shape [16, 10]"),
+        ({"forward": {"grad": True, "of": "[:, 3:1]"}}, "the slice selects no element of the tensor of shape [16, 10]"),
         (
             {"forward": {"grad": True, "of": "[:, 3]"}, "task": {"_target_": f"{__name__}.CallsPart"}},
             "only submodules",
