@@ -342,6 +342,6 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         )
     if kind == "model_type":
         is_target = context["class_name"] == Target.__name__
-        fields = TARGET if is_target else fields_of(model_at(model, loc) or model)
-        return Problem(key, message_of(item) if item["input"] is not None else "is missing", given, fields)
+        allowed = TARGET if is_target else ", ".join(fields_of(model_at(model, loc) or model))
+        return Problem(key, message_of(item) if item["input"] is not None else "is missing", given, allowed)
     return Problem(key, message_of(item), given=given)

@@ -1,6 +1,7 @@
 """Tasks: callables that compute the loss of a batch. A custom task implements the protocol `Task`."""
 
 from .base import CountsTerms, Generated, Outcome, Task, accuracy, call_task, check_outcome, mean_loss
+from .forward_only import ForwardOnly
 from .gan import WassersteinGAN
 from .generation import Generate
 from .keywords import HuggingFace, LossDict
@@ -10,6 +11,7 @@ from .supervised import KLDivergence, Supervised, main_output, soft_targets
 
 __all__ = [
     "CountsTerms",
+    "ForwardOnly",
     "Generate",
     "Generated",
     "HuggingFace",

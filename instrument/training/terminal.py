@@ -218,8 +218,9 @@ class Terminal:
             self._warn_at_once(message)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
-            label = "evaluation" if experiment.config.mode == "train" else "mean      "
-            self.console.print(f"{label}  {evaluation}")
+            if evaluation:  # A task without a loss has no metrics.
+                label = "evaluation" if experiment.config.mode == "train" else "mean      "
+                self.console.print(f"{label}  {evaluation}")
             self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
             if experiment.config.sink.tensorboard:
                 self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)

@@ -277,6 +277,31 @@ def test_unknown_output_unit_is_reported(changes: dict[str, Any], words: str) ->
     assert words in str(caught.value)
 
 
+def test_task_without_a_loss_runs_in_forward() -> None:
+    task = {"_target_": "instrument.tasks.ForwardOnly"}
+    sink, means = executed(prepare_forward(task=task, hooks={"outputs": OUTPUTS}))
+    expected, _ = executed(prepare_forward(hooks={"outputs": OUTPUTS}))
+    assert [row.tobytes() for row in values_at(sink)] == [row.tobytes() for row in values_at(expected)]
+    assert (means["loss"], means["accuracy"]) == (None, None)
+    gradients = {"grad": True, "of": "[:, 3]"}
+    seen, _ = executed(prepare_forward(task=task, hooks={"pixels": SALIENCY}, forward=gradients))
+    known, _ = executed(prepare_forward(hooks={"pixels": SALIENCY}, forward=gradients))
+    assert [row.tobytes() for row in values_at(seen)] == [row.tobytes() for row in values_at(known)]
+
+
+@pytest.mark.parametrize("task", ["ForwardOnly", "Generate"])
+@pytest.mark.parametrize(
+    ("changes", "where", "fix"),
+    [({"mode": "train"}, "task", "set mode=forward"), ({"forward": {"grad": True}}, "forward.grad", "forward.of")],
+)
+def test_task_without_a_loss_is_refused(task: str, changes: dict[str, Any], where: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="computes no loss") as caught:
+        prepare_forward(task={"_target_": f"instrument.tasks.{task}"}, **changes)
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert fix in problem.fix
+
+
 def test_forward_runs_a_model_without_parameters() -> None:
     target = {"_target_": f"{__name__}.Parameterless"}
     sink, means = executed(prepare_forward(model=target, hooks={"outputs": OUTPUTS}))
@@ -404,6 +429,10 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
     answer = cli(*COMMAND, "sink.tensorboard=true", "hydra.run.dir=tracked", "quiet=true")
     assert answer.code == 0, answer.err
+    assert "\nmean  " in cli(*COMMAND).out
+    answer = cli(*COMMAND, "task=forward")
+    assert answer.code == 0, answer.err
+    assert "\nmean  " not in answer.out
 
 
 def test_verify_refuses_forward(
