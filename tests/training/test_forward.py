@@ -277,6 +277,55 @@ def test_unknown_output_unit_is_reported(changes: dict[str, Any], words: str) ->
     assert words in str(caught.value)
 
 
+class Reversed:
+    """A sampler that gives the samples from the last to the first."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.order = range(len(dataset) - 1, -1, -1)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+def as_entries(samples: list[Any]) -> dict[str, Tensor]:
+    """Join samples into a mapping."""
+    images, classes = zip(*samples, strict=True)
+    return {"input": torch.stack(images), "labels": torch.tensor([int(each) for each in classes])}
+
+
+class Classifier(Net):
+    """A model with the interface of those of Transformers."""
+
+    def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(input)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_forward_takes_mappings_in_the_order_of_a_sampler(workers: int) -> None:
+    data = {
+        **config_of()["data"],
+        "sampler": {"_target_": f"{__name__}.Reversed"},
+        "collate_fn": {"_target_": f"{__name__}.as_entries"},
+        "num_workers": workers,
+    }
+    outputs = {"outputs": {**OUTPUTS, "layers": "4"}}
+    model, task = {"_target_": f"{__name__}.Classifier"}, {"_target_": "instrument.tasks.HuggingFace"}
+    experiment = prepare_forward(model=model, task=task, data=data, forward={"passes": 2}, hooks=outputs)
+    plain = prepare_forward(hooks=outputs)
+    images, classes = (torch.cat(parts) for parts in zip(*batches_of(plain), strict=True))
+    with torch.no_grad():
+        scores = plain.model.eval()(images.flip(0))
+    sink, means = executed(experiment)
+    samples = sink.frame("samples")
+    assert samples["sample"].tolist() == [*range(SAMPLES - 1, -1, -1)] * 2
+    assert samples["target"].tolist() == classes.flip(0).tolist() * 2
+    assert np.allclose(np.concatenate(values_at(sink)), torch.cat([scores, scores]), atol=1e-6)
+    assert means["loss"] == pytest.approx(nn.functional.cross_entropy(scores, classes.flip(0)).item(), rel=1e-5)
+
+
 def test_task_without_a_loss_runs_in_forward() -> None:
     task = {"_target_": "instrument.tasks.ForwardOnly"}
     sink, means = executed(prepare_forward(task=task, hooks={"outputs": OUTPUTS}))
