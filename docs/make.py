@@ -5,12 +5,14 @@ Some pages are generated completely, others only between two markers. A test com
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.utils import get_object
 from pydantic import BaseModel
 
 from instrument.actions.base import Context
@@ -181,6 +183,44 @@ def statistics_page() -> str:
     )
 
 
+def tasks_page() -> str:
+    """Return the page of the tasks and datasets in `conf`."""
+    parts = [
+        f"{NOTICE}\n# Tasks and datasets",
+        "`task=NAME` and `data=NAME` select one of these. An argument is overridden as in `task.smoothing=0.2` or "
+        "`data.dataset.size=28`; a new one needs a plus. [Custom functions](../guides/custom.md) describes your own tasks and datasets.",
+    ]
+    for group in ("task", "data"):
+        parts.append(f"## `{group}`")
+        options: dict[str, dict[str, str]] = {}
+        for file in sorted((REPOSITORY / "conf" / group).glob("*.yaml")):
+            text = file.read_text()
+            content = yaml.safe_load(text)
+            target = content.get("dataset", content)["_target_"]
+            options.setdefault(target, {})[file.stem] = text
+        for target, texts in options.items():
+            parts += [f"### {', '.join(f'`{group}={name}`' for name in texts)}", *_described(get_object(target))]
+            parts += [f"```yaml\n# conf/{group}/{name}.yaml\n{text.strip()}\n```" for name, text in texts.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _described(function: Any) -> list[str]:
+    """Return the description of a class or function from its docstring, and a table of its arguments, if it has any.
+
+    The argument `split` is left out. The runner sets it.
+    """
+    text = inspect.getdoc(function) or ""
+    description = re.split(r"^(?:Args|Returns|Raises):$", text, maxsplit=1, flags=re.M)[0].strip()
+    (section,) = re.findall(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M) or [""]
+    meanings = dict(re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", section, re.S | re.M))
+    rows = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name != "split" and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            default = "required" if parameter.default is parameter.empty else f"`{_value(parameter.default)}`"
+            rows.append(f"| `{name}` | {default} | {_cell(' '.join(meanings[name].split()))} |")
+    return [description, *(["\n".join(["| argument | default | meaning |", "|---|---|---|", *rows])] if rows else [])]
+
+
 def _sentences(model: type[BaseModel]) -> str:
     return " ".join((model.__doc__ or "").split())
 
@@ -251,6 +291,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/config.md": config_page,
     "docs/reference/actions.md": actions_page,
     "docs/reference/statistics.md": statistics_page,
+    "docs/reference/tasks.md": tasks_page,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/hooks.md": {"kinds": kinds},

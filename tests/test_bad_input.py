@@ -127,6 +127,12 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         ),
         ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
         slow([*HOOKS, "hooks.tmae.every=5"], ["hooks.tmae:", "similar  tame"]),
+        ([*TINY, "forward.of=logits[:,3]"], ["cannot parse this override", """for Hydra: 'forward.of="logits[:,3]"'"""]),
+        (["-m", *TINY, "hooks.nope.every=1,2"], ["hooks.nope: the configuration does not have", "prefix it with a plus: +hooks.nope="]),
+        (
+            ["-m", *TINY, "seed=1,2", "hydra.run.dir=out"],
+            ["hydra.run.dir: a sweep does not use", "fix      set hydra.sweep.dir=out"],
+        ),
         ([*HOOKS, "hooks.tame.std=5"], ["hooks.tame: unknown field 'std'", "given    std: 5"]),
         slow([*TINY, "data.slice.stp=5"], ["data.slice.stp:", "similar  stop"]),
         slow([*TINY, "+hooks.q={layerz:fc,kind:forward,action:record}"],

@@ -265,7 +265,7 @@ def test_invalid_job_does_not_stop_the_sweep(cli: Cli, values: str, message: str
     assert "Traceback" not in answer.err
     assert f"\n{message}: " in answer.err
     folder = only_entry("runs/run")
-    assert f"job {folder}/1 failed" in answer.err
+    assert f"job {folder}/1 was refused\n" in answer.err
     assert list(instrument.load(folder).runs.status) == statuses
 
 

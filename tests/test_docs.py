@@ -45,6 +45,16 @@ def test_reference_has_every_kind_action_statistic_and_field() -> None:
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
+def test_reference_has_every_task_and_dataset_with_its_arguments() -> None:
+    text = MAKE.tasks_page()
+    for group in ("task", "data"):
+        for file in (REPOSITORY / "conf" / group).glob("*.yaml"):
+            assert f"`{group}={file.stem}`" in text
+    assert "| `smoothing` | `0.0` | Label smoothing of the distributions, from 0 to 1: the probability" in text
+    assert "| `root` | required | The folder of the torchvision datasets" in text
+    assert "| `split` |" not in text
+
+
 @pytest.mark.parametrize("name", MAKE.SECTIONS)
 def test_example_of_a_section_is_valid(name: str) -> None:
     model, example = MAKE.SECTIONS[name]

@@ -222,7 +222,7 @@ def test_rerun_of_a_sweep_with_a_killed_worker(cli: Cli, capfd: pytest.CaptureFi
 
 def test_refused_job_is_listed_with_its_error(refusing: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run_command(capfd, str(refusing))
-    assert "seed: Input should be greater than or equal to 0" in out
+    assert "seed: must be greater than or equal to 0" in out
     assert rows_of(out)[1][:3] == ["1", "failed", "seed=-2"]
 
 
@@ -476,7 +476,7 @@ def test_long_job_list_ends_with_a_short_summary(
     assert out.splitlines()[-4:] == [
         "",
         "58 missing  2-59",
-        "1 failed  1  seed: Input should be greater than or equal to 0",
+        "1 failed  1  seed: must be greater than or equal to 0",
         "60 jobs in out: 1 done, 1 failed, 58 missing",
     ]
     print_summary(Path("out"))

@@ -171,7 +171,8 @@ class Run(RunTables):
             - `ids`: the index of each sample in the complete dataset, in ascending order. Ids that are strings are in
               the order in which they were recorded.
 
-            A sample that occurs several times in one step is returned once: its first occurrence.
+            A sample that occurs several times in one step, for example with a sampler that draws with replacement, is
+            returned once: its first occurrence, in the order of the micro-batches, ranks and positions in the batch.
 
         Raises:
             ConfigError: Nothing matches, or several hooks, roles, phases, paths or calls match; a sample occurs in several

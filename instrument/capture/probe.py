@@ -319,14 +319,15 @@ class Probe:
         `features` of the run returns the tensors with these ids and targets.
 
         Args:
-            ids: One id for each sample, in the order of dimension 0: integers, such as indices in the dataset, or
-                strings. A list, an array or a tensor, [samples].
+            ids: One id for each sample, in the order of dimension 0: different integers, such as indices in the
+                dataset, or different strings. A list, an array or a tensor, [samples]. The ids of a tensor on a GPU are
+                not compared with each other.
             targets: One number for each sample: a list, an array or a tensor, [samples]. The values of a tensor on a
                 GPU are copied when the step ends. Default: None, no targets.
 
         Raises:
-            ConfigError: An argument has the wrong type or shape, or the batch of this micro-step is named already. At
-                the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
+            ConfigError: An argument has the wrong type or shape, an id occurs twice, or the batch of this micro-step is
+                named already. At the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
         """
         names = checked_ids(ids)
         numbers = checked_targets(targets, len(names))

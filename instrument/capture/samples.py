@@ -204,8 +204,28 @@ def checked_ids(ids: Any) -> Tensor | Sequence[str]:
     """Return ids as an int64 tensor [samples] or as a list of strings.
 
     Raises:
-        ConfigError: They are neither integers nor strings, or have more than one dimension.
+        ConfigError: They are neither integers nor strings, have more than one dimension, or repeat an id. The ids of a
+            tensor on a device are not compared, because this would wait for the device.
     """
+    found = _ids_of(ids)
+    if not isinstance(found, Tensor):
+        values: Sequence[int | str] = found
+    elif found.is_cpu:
+        values = found.tolist()
+    else:
+        return found
+    if len(set(values)) < len(values):
+        seen: dict[int | str, int] = {}
+        position = next(i for i, name in enumerate(values) if seen.setdefault(name, i) != i)
+        repeated = values[position]
+        given = f"{repeated!r} at the positions {seen[repeated]} and {position}"
+        fix = "give each sample of the batch its own id, such as its index in the dataset"
+        raise ConfigError(Problem("ids", "an id occurs twice in the batch", given, fix=fix))
+    return found
+
+
+def _ids_of(ids: Any) -> Tensor | Sequence[str]:
+    """Return ids as an int64 tensor [samples] or as a list of strings; see `checked_ids`."""
     if isinstance(ids, Tensor):
         if ids.dim() == 1 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
             return ids.detach().to(torch.int64, copy=True)

@@ -59,8 +59,8 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
 
 def _override_problem(error: OverrideParseException) -> Problem:
     key, _, value = error.override.partition("=")
-    is_aggregate = key.lstrip("+") == OBJECTIVE_KEY and "(" in value
-    fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if is_aggregate else ""
+    needs_quotes = (key.lstrip("+") == OBJECTIVE_KEY and "(" in value) or key.lstrip("+") == "forward.of"
+    fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if needs_quotes else ""
     return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 
 
@@ -85,7 +85,8 @@ def _options(group: str, folders: Sequence[Path]) -> list[str]:
 def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
     parent = cause.parent_node
     keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
-    if str(cause.key) in keys or not keys:
+    is_new_spec = str(cause.full_key).rpartition(".")[0] in ("hooks", "apply")
+    if str(cause.key) in keys or not (keys or is_new_spec):
         return Problem(str(cause.full_key or ""), f"{_one_line(error)} {_one_line(cause)}")
     name = str(cause.full_key)
     keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]

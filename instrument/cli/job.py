@@ -171,9 +171,12 @@ def report_errors() -> Iterator[JobFolders]:
         if code == 1:
             print(_saved_data_message(folder), file=sys.stderr)
         if folders.is_sweep_job:
-            if not (folder / "run.json").exists():
+            has_started = (folder / "run.json").exists()
+            if not has_started:
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
-            print(f"job {folder} failed; the other jobs continue", file=sys.stderr)
+            is_refused = not has_started and code == ConfigError.exit_code
+            result = "was refused" if is_refused else "failed; the other jobs continue"
+            print(f"job {folder} {result}", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
 

@@ -17,10 +17,11 @@ from ..sweeps.objective import OBJECTIVE_KEY, read_objective
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
 RAY = "RayLauncher"
 THREADS = "OMP_NUM_THREADS"
+RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 
 
 def check_sweep(config: DictConfig) -> None:
-    """Check that the launcher is available and the sweep has jobs, and that torchrun did not start this process.
+    """Check the launcher, the folder and the jobs of a sweep, and that torchrun did not start this process.
 
     Raises:
         ConfigError: The sweep cannot run.
@@ -37,6 +38,11 @@ def check_sweep(config: DictConfig) -> None:
                 fix="run the sweep with one process per job, or run one torchrun command per job (docs/sweeps.md)",
             )
         )
+    folders = {override.partition("=")[0].lstrip("+"): override for override in overrides_of(config.hydra, "hydra")}
+    if RUN_DIR in folders and not folders.keys() & {SWEEP_DIR, "hydra.sweep.subdir"}:
+        message = "a sweep does not use this folder; its jobs are in subfolders of hydra.sweep.dir"
+        written = folders[RUN_DIR]
+        raise ConfigError(Problem(RUN_DIR, message, given=written, fix=f"set {SWEEP_DIR}={written.partition('=')[2]}"))
     launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
     if launcher == SLURM and shutil.which("srun") is None:
         raise ConfigError(

@@ -98,7 +98,7 @@ def infer_shapes(
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(_misfit(error, running)) from error
+        raise ConfigError(_misfit(error, running, has_called=bool(inferred))) from error
     finally:
         for handle in reversed(handles):
             handle.remove()
@@ -181,14 +181,15 @@ def preserve_random_state() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _misfit(error: Exception, running: list[tuple[Layer, Any]]) -> Problem:
+def _misfit(error: Exception, running: list[tuple[Layer, Any]], *, has_called: bool) -> Problem:
+    """Return the problem of a failed pass: in the layer that was running, or in the task before or after the model."""
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     location = user_code_location(error)
     location += "".join(f", in {note}" for note in getattr(error, "__notes__", ()) if note.startswith("task "))
     if not running:
-        return Problem(
-            "task", f"cannot compute the loss from the model's output and the batch's targets{location}", given=reason
-        )
+        message = "cannot compute the loss from the model's output and the batch's targets"
+        message = message if has_called else "the error occurs before the task calls the model"
+        return Problem("task", f"{message}{location}", given=reason)
     layer, inputs = running[-1]
     own = ", ".join(
         f"{name} {list(parameter.shape)}"

@@ -65,7 +65,11 @@ def _probe_slice(value: Any) -> Any:
     """Convert a number of samples to a slice."""
     if isinstance(value, Mapping) and "split" in value:
         raise ValueError("the probe batch consists of samples of data.eval_slice, which has the split")
-    return {"stop": value} if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"stop": value}
+    if isinstance(value, Mapping | SliceSpec | None):
+        return value
+    raise ValueError("must be a number of samples, or a slice such as {per_class: 1}")
 
 
 class DataConfig(Spec):
@@ -200,7 +204,11 @@ class ForwardConfig(Spec):
 
 
 def _path_as_mapping(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else _empty_if_none(value)
+    if isinstance(value, Mapping | InitFromConfig | None):
+        return _empty_if_none(value)
+    if isinstance(value, str):
+        return {"path": value}
+    raise ValueError("must be a path, or a mapping with the fields path and strict")
 
 
 class InitFromConfig(Spec):

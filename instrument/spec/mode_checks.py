@@ -18,6 +18,10 @@ def mode_problems(config: RunConfig) -> Iterator[Problem]:
     if config.mode == "train":
         if config.forward.grad:
             yield Problem("forward.grad", "requires mode: forward", given=True, fix="set mode=forward")
+        if config.data.probe_batch is not None and all(spec.phase != "probe" for spec in config.hooks.values()):
+            message = "the probe batch is never used: no hook has phase: probe"
+            fix = "set phase: probe in a hook, or data.probe_batch=null"
+            yield Problem("data.probe_batch", message, fix=fix)
         return
     if config.train.accumulate > 1:
         message = "mode: forward accumulates no gradients: each batch is one step"

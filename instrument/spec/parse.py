@@ -20,6 +20,7 @@ from .config import RunConfig
 from .field_types import Target, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
+from .messages import TARGET, message_of
 from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
 from .record import CustomStatistic, StatisticsSpec
@@ -314,7 +315,10 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         fields = fields_of(model_at(model, loc[:-1]) or model)
         return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":
-        return Problem(key, "is missing")
+        if loc[-1] != "_target_":
+            return Problem(key, message_of(item))
+        similar = similar_names("_target_", map(str, item["input"]))
+        return Problem(key, message_of(item), allowed="the dotted path of a class or function", similar=similar)
     cause = context.get("error")
     if isinstance(cause, UnknownNameError):
         return Problem(
@@ -325,7 +329,7 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
             similar=similar_names(cause.name, cause.allowed),
         )
     given = None if isinstance(item["input"], Mapping) else item["input"]
-    if kind == "string_type" and isinstance(given, bool | int | float):
+    if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
         return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
@@ -336,4 +340,8 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
             allowed=options,
             similar=similar_names(str(given), options),
         )
-    return Problem(key, item["msg"].removeprefix("Value error, "), given=given)
+    if kind == "model_type":
+        is_target = context["class_name"] == Target.__name__
+        allowed = TARGET if is_target else ", ".join(fields_of(model_at(model, loc) or model))
+        return Problem(key, message_of(item) if item["input"] is not None else "is missing", given, allowed)
+    return Problem(key, message_of(item), given=given)

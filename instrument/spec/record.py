@@ -18,6 +18,7 @@ from pydantic import (
 
 from .base import ObservationSpec, SliceText, UnknownNameError
 from .field_types import Count, Dimension, Target
+from .messages import message_of
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
 
@@ -170,8 +171,8 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            message = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"invalid custom statistic: {place}: {message}" if place else message) from None
+            message = message_of(first)
+            raise ValueError(f"invalid custom statistic: {place} {message}" if place else message) from None
     if given not in ("default", *ALL):
         raise UnknownNameError("statistic", str(given), ("default", *ALL, "or {_target_: package.function}"))
     return DEFAULT if given == "default" else (given,)

@@ -12,6 +12,7 @@ from .base import (
     check_outcome,
     mean_loss,
 )
+from .forward_only import ForwardOnly
 from .gan import WassersteinGAN
 from .generation import Generate
 from .keywords import HuggingFace, LossDict
@@ -21,6 +22,7 @@ from .supervised import KLDivergence, Supervised, main_output, soft_targets
 
 __all__ = [
     "CountsTerms",
+    "ForwardOnly",
     "Generate",
     "Generated",
     "HuggingFace",

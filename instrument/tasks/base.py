@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -136,9 +136,7 @@ def inputs_of(batch: Any) -> Tensor:
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if isinstance(inputs, Tensor):
         return inputs
-    raise TypeError(
-        f"the inputs are {type(inputs).__name__}, but this task requires a tensor; write a custom task for this batch"
-    )
+    raise TypeError(f"the inputs are {type(inputs).__name__}, but this task requires a tensor; {_other_task(inputs)}")
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -153,9 +151,16 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
     given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
-    raise TypeError(
-        f"the batch is a {given}, but this task requires a pair (inputs, targets); write a custom task for this batch"
-    )
+    raise TypeError(f"the batch is a {given}, but this task requires a pair (inputs, targets); {_other_task(batch)}")
+
+
+def _other_task(batch: Any) -> str:
+    """Return which task accepts a batch."""
+    if isinstance(batch, Mapping):
+        return (
+            "set task=huggingface, which passes the entries of a dict to the model by keyword, or write a custom task"
+        )
+    return "write a custom task for this batch"
 
 
 def check_outcome(outcome: object, *, differentiable: bool = True) -> None:

@@ -34,7 +34,7 @@ class OutputUnit:
             output: The output of the model: a tensor, or nested tensors.
 
         Raises:
-            ConfigError: The output has no tensor at this path, or the slice is outside of its shape.
+            ConfigError: The output has no tensor at this path, or the slice is outside of its shape or empty.
         """
         match = OUTPUT_UNIT.fullmatch(self.text)
         assert match is not None, "validated with the configuration"
@@ -49,6 +49,9 @@ class OutputUnit:
         except IndexError as error:
             message = f"the slice is outside of the tensor of shape {[*shape_of(tensor)]}: {error}"
             raise ConfigError(Problem(WHERE, message, self.text)) from None
+        if not part.numel():
+            message = f"the slice selects no element of the tensor of shape {[*shape_of(tensor)]}"
+            raise ConfigError(Problem(WHERE, message, self.text))
         if not part.requires_grad:
             message = "this part of the output depends on no floating-point input and on no trainable parameter"
             raise ConfigError(Problem(WHERE, message, self.text))

@@ -41,12 +41,15 @@ class Data:
         probe: The samples of the probe batch; None without one.
         source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices
             (None for an iterable dataset), and the reason for the fallback (None if the requested dataset is used).
+        overlap: The warning that samples of a dataset without splits are used for training and for evaluation; None if
+            there are no such samples.
     """
 
     train: Dataset[Any]
     test: Dataset[Any] | None
     probe: Dataset[Any] | None
     source: dict[str, Any]
+    overlap: str | None = None
 
     @property
     def fallback(self) -> str | None:
@@ -67,7 +70,8 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
 
     Raises:
         ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
-            exception; a slice is empty; or an iterable dataset is combined with options that require a length.
+            exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is
+            combined with options that require a length.
     """
     target, fallback = config.dataset, None
     slices = {"data.slice": config.slice} | ({"data.eval_slice": config.eval_slice} if evaluates else {})
@@ -90,6 +94,9 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         if isinstance(test, Stream):
             message = "the evaluation samples come from an iterable dataset, which has no index"
             raise ConfigError(Problem("data.probe_batch", message, fix="use a dataset with a length"))
+        if (stop := config.probe_batch.stop) is not None and stop > len(test):
+            message = f"the probe batch ends at sample {stop}, but data.eval_slice has {len(test)} samples"
+            raise ConfigError(Problem("data.probe_batch", message, stop, f"at most {len(test)}"))
         probe = Slice(test, slice_indices(test, config.probe_batch, "data.probe_batch"))
     source = {
         "dataset": target.target,
@@ -98,7 +105,27 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         "eval_samples": None if isinstance(test, Stream) else 0 if test is None else len(test),
         "fallback": fallback,
     }
-    return Data(chosen, test, probe, source)
+    return Data(chosen, test, probe, source, overlap=_overlap(target, chosen, test))
+
+
+def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None) -> str | None:
+    """Return a warning if a dataset without splits gives the same samples for training and for evaluation."""
+    if test is None or argument_names(target.target, "data.dataset") & {"split", "train"}:
+        return None
+    if isinstance(chosen, Slice) and isinstance(test, Slice):
+        shared = len({*chosen.indices} & {*test.indices})
+        which = f"{shared:,} of {len(test):,} evaluation samples"
+    else:
+        streams = [part for part in (chosen, test) if isinstance(part, Stream)]
+        start = max(stream.start for stream in streams)
+        shared = all(stream.stop is None or start < stream.stop for stream in streams)
+        which = "evaluation samples"
+    if not shared:
+        return None
+    return (
+        f"{which} are training samples too, because {target.target} takes neither 'split' nor 'train'; "
+        "to evaluate other samples, set data.slice and data.eval_slice"
+    )
 
 
 def _load(target: Target, which: SliceSpec) -> Dataset[Any]:

@@ -29,7 +29,7 @@ from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
-from ..tasks import Task, batch_with_targets, call_task, check_outcome
+from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
@@ -137,6 +137,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     strategy.check_config(config)
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
+    _check_loss(config, task)
     model = build_module(config.model, "model")
     trains = config.mode == "train"
     data = load_data(config.data, evaluates=trains)
@@ -214,6 +215,23 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         weights=weights,
         generating_phases=generating_phases,
     )
+
+
+def _check_loss(config: RunConfig, task: Task) -> None:
+    """Check that a task without a loss is not used for a training or for gradients of a loss.
+
+    Raises:
+        ConfigError: The mode requires a loss.
+    """
+    if not isinstance(task, ForwardOnly | Generate):
+        return
+    if config.mode == "train":
+        message = "this task computes no loss, so it cannot train a model"
+        raise ConfigError(Problem("task", message, given=config.task.target, fix="set mode=forward"))
+    if config.forward.grad and config.forward.of is None:
+        message = "this task computes no loss that has gradients"
+        fix = "set forward.grad=false, or forward.of to a part of the model's output"
+        raise ConfigError(Problem("forward.grad", message, given=True, fix=fix))
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,8 @@ class _Training:
                 restore_random(self.state, experiment.device)
             elif experiment.data.fallback:
                 probe.event("fallback", experiment.data.fallback)
+            if self.state is None and experiment.data.overlap:
+                probe.event("data", experiment.data.overlap)
             if experiment.weights is not None and (changes := experiment.weights.changes):
                 probe.event("init_from", changes)
             loop = train if experiment.config.mode == "train" else run_forward

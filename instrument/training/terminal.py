@@ -30,7 +30,7 @@ from .progress import Show, metric_texts, progress_bar, progress_lines, warnings
 
 PIPE_WIDTH = 120
 # Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
-ONCE_PER_SWEEP = frozenset({"fallback", "coverage"})
+ONCE_PER_SWEEP = frozenset({"fallback", "coverage", "data"})
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
@@ -124,7 +124,7 @@ class Terminal:
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
     def plan(self, experiment: Experiment, forecast: Forecast, folder: Path | None) -> None:
-        """Show the plan and the estimated cost of a run, and its fallback dataset.
+        """Show the plan and the estimated cost of a run, its fallback dataset, and evaluation samples that it trains on.
 
         Args:
             experiment: The experiment.
@@ -132,6 +132,8 @@ class Terminal:
             folder: The folder that the run would use; None if it is unknown.
         """
         self._show_fallback(experiment.data.fallback)
+        if experiment.data.overlap:
+            self.warn(experiment.data.overlap)
         self.console.print(plan_view(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps, folder))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
@@ -216,8 +218,9 @@ class Terminal:
             self._warn_at_once(message)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
-            label = "evaluation" if experiment.config.mode == "train" else "mean      "
-            self.console.print(f"{label}  {evaluation}")
+            if evaluation:  # A task without a loss has no metrics.
+                label = "evaluation" if experiment.config.mode == "train" else "mean      "
+                self.console.print(f"{label}  {evaluation}")
             self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
             if experiment.config.sink.tensorboard:
                 self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)

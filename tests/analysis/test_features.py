@@ -17,7 +17,7 @@ from conftest import run_in
 from run_folders import row, write_run
 from tiers import tiered
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
@@ -280,18 +280,6 @@ def test_batches_with_numbers_and_strings_as_ids_give_strings() -> None:
     assert probe.features(".").ids.tolist() == ["4", "3", "a"]
 
 
-def test_repeated_sample_of_a_step_is_returned_once() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        probe.batch(ids=[1, 0, 1], targets=[1.0, float("nan"), 1.0])
-        output = model(torch.arange(6.0).reshape(3, 2))
-        probe.end_step()
-    X, y, ids = probe.features(".")
-    assert ids.tolist() == [0, 1]
-    assert np.array_equal(X, output[[1, 0]].detach().numpy())
-    assert np.isnan(y).tolist() == [True, False]
-
-
 def test_run_without_ids_says_how_to_record_them(tmp_path: Path) -> None:
     run = record({"pool": HOOKS["pool"]}, tmp_path / "run", name=None)
     with pytest.raises(ConfigError, match=r"samples: the ids of the samples are unknown[\s\S]*probe\.batch\(ids=ids"):
@@ -522,6 +510,50 @@ def test_features_of_resnet_equal_a_hand_written_hook(tmp_path: Path) -> None:
         assert np.array_equal(features["X"], torch.cat(hook.kept).flatten(1).numpy())
         assert np.array_equal(features["y"], data.tensors[1].numpy())
         assert np.array_equal(features["ids"], np.arange(2000))
+
+
+class RandomImages(Dataset[Any]):
+    """A dataset whose items are random, so that two occurrences of a sample differ."""
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(1, 8, 8), index
+
+
+class Repeating:
+    """A sampler that gives a sample twice in a batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 3, 0])
+
+
+def test_sample_that_a_sampler_repeats_is_returned_once(tmp_path: Path) -> None:
+    sampled = (
+        f"data.dataset={{_target_: {__name__}.RandomImages}}",
+        f"data.sampler={{_target_: {__name__}.Repeating}}",
+    )
+    hook = "+hooks.f={layers: layers.0, kind: forward, action: record, tensors: true}"
+    arguments = (*ARGUMENTS[:3], hook, "~data.dataset.size", *sampled, "mode=forward", "hydra.run.dir=run")
+    answer = run_in(tmp_path, *arguments)
+    assert answer.code == 0, answer.err
+    run = instrument.load(tmp_path / "run")
+    assert run.samples["sample"].tolist() == [3, 1, 3, 0]
+    (values,) = run.tensors()["values"]
+    assert not np.array_equal(values[0], values[2])
+    X, y, ids = run.features("layers.0")
+    assert ids.tolist() == y.tolist() == [0, 1, 3]
+    assert np.array_equal(X, values[[3, 1, 0]])
 
 
 def test_second_evaluation_at_a_step_is_refused() -> None:

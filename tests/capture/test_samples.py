@@ -154,6 +154,9 @@ def test_batch_modified_in_place_keeps_its_values(part: str) -> None:
         ([1, "a"], None, "ids: must be integers"),
         ([[1], [2, 3]], None, "ids: must be integers"),
         (3, None, "ids: must be integers"),
+        ([7, 2, 7], None, r"ids: an id occurs twice[\s\S]*given +7 at the positions 0 and 2\n +fix +give each sample"),
+        (torch.tensor([1, 0, 0]), None, r"given +0 at the positions 1 and 2"),
+        (["a", "a"], None, r"given +'a' at the positions 0 and 1"),
         ([0, 1], torch.zeros(2, 3), r"targets: must be scalars\n +given +shape \[2, 3\]\n +allowed +shape \[2\]"),
         ([0, 1], [1, 2, 3], r"targets: one is required for each of the 2 ids\n +given +shape \[3\]\n +allowed +shape \[2\]"),
         ([0, 1], 1.0, r"targets: one is required for each of the 2 ids\n +given +shape \[\]"),
@@ -172,7 +175,7 @@ def test_invalid_ids_and_targets_are_refused(ids: Any, targets: Any, message: st
 def test_second_batch_in_a_micro_step_is_refused() -> None:
     model, attached = record()
     with pytest.raises(ConfigError, match=r"probe\.batch: .*\n +fix +call probe\.end_micro_step"), attached as probe:  # noqa: PT012
-        probe.batch(ids=[9, 9, 9])
+        probe.batch(ids=[9, 8, 7])
         for _ in range(2):
             probe.batch(ids=[0, 1])
             model(torch.randn(2, 4))

@@ -44,7 +44,7 @@ def test_job_with_chdir_is_named_by_its_folder(cli: Cli) -> None:
     answer = cli("-m", "seed=1,-2", *TINY, *overrides)
     assert answer.code == 2
     assert f"{Path.cwd()}/out/0  seed=1  loss" in answer.out
-    assert f"job {Path.cwd()}/out/1 failed; the other jobs continue" in answer.err
+    assert f"job {Path.cwd()}/out/1 was refused\n" in answer.err
     assert list(instrument.load("out").runs.run) == ["0"]
 
 
@@ -154,6 +154,7 @@ def test_refused_resume_does_not_change_the_run(cli: Cli) -> None:
 def test_sweep_without_a_started_job_leaves_no_folder(cli: Cli, refusal: str) -> None:
     answer = cli("-m", *TINY, *REFUSALS[refusal], "seed=1,2")
     assert answer.code == 2
+    assert "continue" not in answer.err
     has_started = refusal != "composition"  # Hydra reports it before it creates a folder.
     assert ("no job was started; nothing is kept in runs/run/sweep_" in answer.err) == has_started
     assert list(Path.cwd().iterdir()) == []

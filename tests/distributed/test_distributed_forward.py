@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -28,7 +29,7 @@ FORWARD = [
     "train.checkpoint.every=2",
     '+hooks.seen={layers: "**", kind: forward, action: record}',
     '+hooks.flow={layers: "**", kind: full_backward, action: record}',
-    '+hooks.sums={layers: "**", kind: post_accumulate_grad, action: record}',
+    '+hooks.sums={layers: "**", kind: post_accumulate_grad, action: record, tensors: true}',
 ]
 TRAINING = [*COMMON, "train.steps=3", "optimizer=adam", "train.save=true", "train.checkpoint.every=3"]
 PROBED = [
@@ -74,6 +75,18 @@ def test_forward_in_two_processes_equals_one_process(executed: Callable[..., ins
     for name in ("loss", "accuracy"):
         assert two.metrics[name].tolist() == pytest.approx(one.metrics[name].tolist(), rel=1e-5)
         assert two.info["metrics"][name] == pytest.approx(one.info["metrics"][name], rel=1e-5)
+
+
+def test_parameter_gradients_of_forward_are_those_of_each_process(executed: Callable[..., instrument.Run]) -> None:
+    one, two = executed(*FORWARD), executed(*FORWARD, parallel="ddp")
+    rows = two.stats[two.stats.hook == "sums"]
+    assert (set(rows["rank"]), set(rows["scope"])) == ({0, 1}, {"local"})
+    where = ["step", "layer", "path"]
+    expected = one.tensors(hook="sums").set_index(where)["values"]
+    found = two.tensors(hook="sums").groupby(where)["values"].sum()  # over the processes
+    assert len(expected) == len(found) == 3 * 4
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("parallel", tiered(["ddp", "fsdp2"], ["fsdp2"]))

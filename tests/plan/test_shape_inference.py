@@ -207,6 +207,12 @@ def test_loss_error_is_attributed_to_the_task() -> None:
     assert "cannot compute the loss" in problem.message
 
 
+def test_error_before_the_model_is_called_is_not_an_error_of_the_loss() -> None:
+    problem = misfit_problem(nn.Linear(4, 3), lambda: {}["prompts"])
+    assert (problem.where, problem.given) == ("task", "KeyError: 'prompts'")
+    assert "the error occurs before the task calls the model" in problem.message
+
+
 def test_error_caught_by_the_model_is_not_blamed_later() -> None:
     class Careful(nn.Module):
         def __init__(self) -> None:

@@ -40,6 +40,11 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
             "mode: forward has no such phase",
         ),
         ({"hooks": {"h": {**OUTPUTS, "phase": "probe"}}}, "hooks.h.phase", "set data.probe_batch=N"),
+        (
+            {"data": {"dataset": {"_target_": "mine.Data"}, "probe_batch": 3}, "hooks": {"h": OUTPUTS}},
+            "data.probe_batch",
+            "no hook has phase: probe",
+        ),
         ({"mode": "forward", "hooks": {"h": {**OUTPUTS, "kind": "tensor"}}}, "hooks.h.kind", "set forward.grad=true"),
         (
             {"mode": "forward", "forward": {"grad": True}, "hooks": {"h": {**OUTPUTS, "kind": "parameter_grad"}}},
@@ -62,6 +67,8 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
         ({"forward": {"of": "[:, 3]"}}, "forward", "'of' requires 'grad: true'"),
         ({"forward": {"grad": True, "of": "logits[a]"}}, "forward.of", "is not a slice"),
         ({"forward": {"grad": True, "of": "logits[0"}}, "forward.of", "is not a part of the model's output"),
+        ({"forward": {"grad": True, "of": [":", 3]}}, "forward.of", "YAML reads this as [':', 3] (list)"),
+        ({"forward": "[:, 3]"}, "forward", "must be a mapping"),
         ({"forward": {"passes": 0}}, "forward.passes", "greater than or equal to 1"),
         ({"train": {"steps": 0}}, "train.steps", "set mode=forward"),
         ({"init_from": {"file": "a.pt"}}, "init_from", "unknown field 'file'"),

@@ -211,7 +211,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"stop": 0}, "stop", "greater than or equal to 1"),
     (RECORD, {"start": 5, "stop": 5}, "", "stop (5) must be larger than start (5)"),
     (RECORD, {"start": 5, "stop": 3}, "", "stop (3) must be larger than start (5)"),
-    (RECORD, {"steps": []}, "steps", "at least 1 item"),
+    (RECORD, {"steps": []}, "steps", "must not be empty"),
     (RECORD, {"steps": [0, -1]}, "steps.1", "greater than or equal to 0"),
     (RECORD, {"steps": [1], "every": 2}, "", "'steps' cannot be combined"),
     (RECORD, {"steps": [1], "start": 0}, "", "'steps' cannot be combined"),
@@ -225,7 +225,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"params": "weight"}, "", "'params' requires a kind with parameters"),
     (RECORD, {"kind": "parameter_grad", "path": "0"}, "", "use 'params'"),
     (RECORD, {"path": "a..b"}, "path", "empty segment"),
-    (RECORD, {"layers": []}, "layers", "at least 1 item"),
+    (RECORD, {"layers": []}, "layers", "must not be empty"),
     (RECORD, {"layers": True}, "layers.0", "YAML reads this as True"),
     (RECORD, {"layers": ["a", "b["]}, "layers.1", "not closed"),
     (RECORD, {"layers": "re:("}, "layers.0", "regular expression"),
@@ -234,7 +234,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"layers": None}, "", "requires 'layers'"),
     (RECORD, {"stats": "none"}, "", "records nothing"),
     (RECORD, {"stats": []}, "", "records nothing"),
-    (RECORD, {"tensors": "maybe"}, "tensors", "boolean"),
+    (RECORD, {"tensors": "maybe"}, "tensors", "true or false"),
     (RECORD, {"tensors": True, "samples": 0}, "samples", "greater than or equal to 1"),
     (RECORD, {"tensors": True, "max_elements": 0}, "max_elements", "greater than or equal to 1"),
     (RECORD, {"tensors": True, "slice": "0:4, x"}, "slice", "'x' is not a slice"),
@@ -256,8 +256,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (CLIP, {"norm": "large"}, "norm", "number"),
     (CLIP, {"norm": True}, "norm", "not true or false"),
     (RECORD, {"quantiles": [0.5, 1.5]}, "quantiles.1", "less than or equal to 1"),
-    (RECORD, {"quantiles": []}, "quantiles", "at least 1 item"),
-    (RECORD, {"quantiles": "half"}, "quantiles", "tuple"),
+    (RECORD, {"quantiles": []}, "quantiles", "must not be empty"),
+    (RECORD, {"quantiles": "half"}, "quantiles", "must be a list"),
     (RECORD, {"histogram": 1}, "histogram", "greater than or equal to 2"),
     (RECORD, {"histogram": 5000}, "histogram", "less than or equal to 4096"),
     (RECORD, {"histogram": "many"}, "histogram", "integer"),
@@ -283,7 +283,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (L2, {"coefficient": math.nan}, "coefficient", "finite"),
     (L2, {"coefficient": 1.0, "kind": "forward"}, "", "not forward"),
     (L2, {"fn": {}}, "fn._target_", "is missing"),
-    (L2, {"fn": {"_target_": ""}}, "fn._target_", "at least 1 character"),
+    (L2, {"fn": {"_target_": ""}}, "fn._target_", "must not be empty"),
 ]
 
 
@@ -424,7 +424,12 @@ def test_all_problems_of_all_specs_are_reported_at_once() -> None:
         ({"layers": "**", "action": "replace"}, "apply.mine.module", "is missing", ""),
         ({"layers": "**", "action": "replace", "module": {}}, "apply.mine.module._target_", "is missing", ""),
         ({"layers": "**", "action": "set", "value": 1}, "apply.mine.attribute", "is missing", ""),
-        ({"layers": "**", "action": "set", "attribute": "", "value": 1}, "apply.mine.attribute", "at least 1", ""),
+        (
+            {"layers": "**", "action": "set", "attribute": "", "value": 1},
+            "apply.mine.attribute",
+            "must not be empty",
+            "",
+        ),
         ({"layers": "**", "action": "add_parameter", "parameter": "a.b"}, "apply.mine.parameter", "pattern", ""),
         (
             {"layers": "**", "action": "add_parameter", "parameter": "a", "shape": [2, 0]},
@@ -460,8 +465,9 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"model": None}, "model", "no model is configured"),
         ({"data": None}, "data", "no dataset is configured"),
         ({"model": {"in_features": 2}}, "model._target_", "is missing"),
-        ({"model": "mnist_cnn"}, "model", "dictionary"),
-        ({"task": None}, "task", "dictionary"),
+        ({"model": "mnist_cnn"}, "model", "must be a mapping"),
+        ({"task": None}, "task", "is missing"),
+        ({"scheduler": "step"}, "scheduler", "must be a mapping"),
         ({"seed": -1}, "seed", "greater than or equal to 0"),
         ({"seed": "x"}, "seed", "integer"),
         ({"seeed": 1}, "", "unknown field 'seeed'"),
@@ -469,7 +475,7 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"name": "a/b"}, "name", "pattern"),
         ({"name": "../up"}, "name", "pattern"),
         ({"name": ""}, "name", "pattern"),
-        ({"deterministic": "perhaps"}, "deterministic", "boolean"),
+        ({"deterministic": "perhaps"}, "deterministic", "must be true or false"),
         ({"train": {"steps": 0}}, "train.steps", "set mode=forward"),
         ({"train": {}}, "train", "exactly one of steps and epochs must be set, the other must be null; neither is set"),
         ({"train": {"steps": 1, "epochs": 2}}, "train", "steps is 1 and epochs is 2"),
@@ -482,8 +488,16 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"data": {**CONFIG["data"], "slice": {"start": 4, "stop": 4}}}, "data.slice", "the slice is empty"),
         ({"data": {**CONFIG["data"], "slice": {"stride": 0}}}, "data.slice.stride", "greater than or equal to 1"),
         ({"data": {**CONFIG["data"], "slice": {"indices": [0], "stop": 4}}}, "data.slice", "cannot be combined"),
-        ({"data": {**CONFIG["data"], "slice": {"indices": []}}}, "data.slice.indices", "at least 1"),
-        ({"data": {**CONFIG["data"], "slice": {"classes": []}}}, "data.slice.classes", "at least 1"),
+        ({"data": {**CONFIG["data"], "slice": {"indices": []}}}, "data.slice.indices", "must not be empty"),
+        ({"data": {**CONFIG["data"], "slice": {"classes": []}}}, "data.slice.classes", "must not be empty"),
+        ({"data": {**CONFIG["data"], "slice": "abc"}}, "data.slice", "must be a mapping"),
+        ({"data": {**CONFIG["data"], "slice": {"classes": 3}}}, "data.slice.classes", "must be a list"),
+        (
+            {"data": {**CONFIG["data"], "probe_batch": "abc"}},
+            "data.probe_batch",
+            "must be a number of samples, or a slice",
+        ),
+        ({"init_from": 3}, "init_from", "must be a path, or a mapping"),
         ({"data": {**CONFIG["data"], "slice": {"per_class": 0}}}, "data.slice.per_class", "greater than or equal to"),
         ({"data": {**CONFIG["data"], "slice": {"stp": 4}}}, "data.slice", "unknown field 'stp'"),
         ({"data": {**CONFIG["data"], "fallback": "mnist"}}, "data.fallback", "not an allowed value"),
@@ -497,6 +511,16 @@ def test_init_functions_are_those_of_torch() -> None:
 def test_config_problem_is_reported_with_its_location(changes: dict[str, Any], where: str, words: str) -> None:
     problem = problem_in(parse_config, {**CONFIG, **changes})
     assert (problem.where, words in problem.message) == (where, True), str(problem)
+
+
+def test_invalid_target_is_reported_with_the_notation() -> None:
+    hook = {"layers": "*", "kind": "forward", "action": "call", "fn": 3}
+    problem = problem_in(parse_config, {**CONFIG, "hooks": {"seen": hook}})
+    assert str(problem) == (
+        "hooks.seen.fn: must be a mapping\n    given    3\n    allowed  {_target_: package.name, argument: value}"
+    )
+    problem = problem_in(parse_config, {**CONFIG, "model": {"_targt_": "torch.nn.Identity"}})
+    assert (problem.where, problem.message, problem.similar) == ("model._target_", "is missing", ["_targt_"])
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from state_comparison import identical
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
-from instrument.tasks import HuggingFace, LossDict, Outcome, accuracy, call_task, check_outcome, mean_loss
+from instrument.tasks import ForwardOnly, HuggingFace, LossDict, Outcome, accuracy, call_task, check_outcome, mean_loss
 
 INPUTS, CLASSES = torch.randn(4, 3), torch.tensor([0, 1, 1, -100])
 TOKENS = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
@@ -181,3 +182,27 @@ def test_invalid_losses_are_named() -> None:
         LossDict({"mask": 1.0})(Detector(), DETECTION)
     with pytest.raises(TypeError, match=r"must return a dict of scalar losses, but returned float32 \[4, 3\]"):
         LossDict()(nn.Bilinear(3, 3, 3), (INPUTS, INPUTS))
+
+
+class Arguments(nn.Module):
+    """A model that keeps its arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        self.given = args or kwargs
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "samples"),
+    [
+        (INPUTS, (INPUTS,), 4),
+        ((INPUTS, INPUTS[:1]), (INPUTS,), 4),
+        ([INPUTS, INPUTS[:1]], (INPUTS,), 4),
+        ({"pixels": INPUTS, "labels": INPUTS[:1]}, {"pixels": INPUTS}, 4),
+        ([[INPUTS[0], INPUTS[1]], [{}, {}]], ([INPUTS[0], INPUTS[1]],), 2),
+    ],
+)
+def test_forward_only_calls_the_model_with_the_inputs(batch: Any, given: Any, samples: int) -> None:
+    model = Arguments()
+    outcome = ForwardOnly()(model, batch)
+    assert identical(model.given, given)
+    assert (outcome.loss, outcome.samples, outcome.correct) == (None, samples, None)

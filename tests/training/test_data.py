@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from instrument import ConfigError
 from instrument.spec.config import DataConfig, SliceSpec, TrainConfig
@@ -143,6 +144,33 @@ def test_split_is_passed_as_the_dataset_expects_it() -> None:
 def given_train(train: bool) -> Numbers:
     """Return a dataset by a boolean split, like the datasets of torchvision."""
     return Numbers(CLASSES if train else [0])
+
+
+@pytest.mark.parametrize(
+    ("target", "slices", "words"),
+    [
+        ("Numbers", {}, "10 of 10 evaluation samples are training samples too, because"),
+        ("Numbers", {"slice": {"stop": 8}, "eval_slice": {"start": 5}}, "3 of 5 evaluation samples"),
+        ("Numbers", {"slice": {"stop": 8}, "eval_slice": {"start": 8}}, None),
+        ("given_train", {"eval_slice": {"split": "train"}}, None),
+        ("Counted", {"eval_slice": {"stop": 9}}, "evaluation samples are training samples too"),
+        ("Counted", {"slice": {"start": 9}, "eval_slice": {"stop": 9}}, None),
+    ],
+)
+def test_samples_for_training_and_evaluation_are_reported(
+    target: str, slices: dict[str, Any], words: str | None
+) -> None:
+    config = DataConfig.model_validate({"dataset": {"_target_": f"{__name__}.{target}"}, **slices})
+    overlap = load_data(config).overlap
+    assert words in overlap if words and overlap else overlap == words
+    assert load_data(config, evaluates=False).overlap is None
+
+
+class Counted(IterableDataset[int]):
+    """An iterable dataset without splits."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
 
 
 def test_missing_dataset_falls_back_only_if_configured() -> None:

@@ -263,6 +263,7 @@ def test_output_unit_of_a_mapping_is_selected() -> None:
     [
         ({"forward": {"grad": True, "of": "logit[:, 3]"}}, "the model's output has no such tensor"),
         ({"forward": {"grad": True, "of": "[:, 10]"}}, "the slice is outside of the tensor of shape [16, 10]"),
+        ({"forward": {"grad": True, "of": "[:, 3:1]"}}, "the slice selects no element of the tensor of shape [16, 10]"),
         (
             {"forward": {"grad": True, "of": "[:, 3]"}, "task": {"_target_": f"{__name__}.CallsPart"}},
             "only submodules",
@@ -274,6 +275,80 @@ def test_unknown_output_unit_is_reported(changes: dict[str, Any], words: str) ->
         prepare_forward(**changes)
     assert caught.value.problems[0].where == "forward.of"
     assert words in str(caught.value)
+
+
+class Reversed:
+    """A sampler that gives the samples from the last to the first."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.order = range(len(dataset) - 1, -1, -1)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+def as_entries(samples: list[Any]) -> dict[str, Tensor]:
+    """Join samples into a mapping."""
+    images, classes = zip(*samples, strict=True)
+    return {"input": torch.stack(images), "labels": torch.tensor([int(each) for each in classes])}
+
+
+class Classifier(Net):
+    """A model with the interface of those of Transformers."""
+
+    def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(input)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_forward_takes_mappings_in_the_order_of_a_sampler(workers: int) -> None:
+    data = {
+        **config_of()["data"],
+        "sampler": {"_target_": f"{__name__}.Reversed"},
+        "collate_fn": {"_target_": f"{__name__}.as_entries"},
+        "num_workers": workers,
+    }
+    outputs = {"outputs": {**OUTPUTS, "layers": "4"}}
+    model, task = {"_target_": f"{__name__}.Classifier"}, {"_target_": "instrument.tasks.HuggingFace"}
+    experiment = prepare_forward(model=model, task=task, data=data, forward={"passes": 2}, hooks=outputs)
+    plain = prepare_forward(hooks=outputs)
+    images, classes = (torch.cat(parts) for parts in zip(*batches_of(plain), strict=True))
+    with torch.no_grad():
+        scores = plain.model.eval()(images.flip(0))
+    sink, means = executed(experiment)
+    samples = sink.frame("samples")
+    assert samples["sample"].tolist() == [*range(SAMPLES - 1, -1, -1)] * 2
+    assert samples["target"].tolist() == classes.flip(0).tolist() * 2
+    assert np.allclose(np.concatenate(values_at(sink)), torch.cat([scores, scores]), atol=1e-6)
+    assert means["loss"] == pytest.approx(nn.functional.cross_entropy(scores, classes.flip(0)).item(), rel=1e-5)
+
+
+def test_task_without_a_loss_runs_in_forward() -> None:
+    task = {"_target_": "instrument.tasks.ForwardOnly"}
+    sink, means = executed(prepare_forward(task=task, hooks={"outputs": OUTPUTS}))
+    expected, _ = executed(prepare_forward(hooks={"outputs": OUTPUTS}))
+    assert [row.tobytes() for row in values_at(sink)] == [row.tobytes() for row in values_at(expected)]
+    assert (means["loss"], means["accuracy"]) == (None, None)
+    gradients = {"grad": True, "of": "[:, 3]"}
+    seen, _ = executed(prepare_forward(task=task, hooks={"pixels": SALIENCY}, forward=gradients))
+    known, _ = executed(prepare_forward(hooks={"pixels": SALIENCY}, forward=gradients))
+    assert [row.tobytes() for row in values_at(seen)] == [row.tobytes() for row in values_at(known)]
+
+
+@pytest.mark.parametrize("task", ["ForwardOnly", "Generate"])
+@pytest.mark.parametrize(
+    ("changes", "where", "fix"),
+    [({"mode": "train"}, "task", "set mode=forward"), ({"forward": {"grad": True}}, "forward.grad", "forward.of")],
+)
+def test_task_without_a_loss_is_refused(task: str, changes: dict[str, Any], where: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="computes no loss") as caught:
+        prepare_forward(task={"_target_": f"instrument.tasks.{task}"}, **changes)
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert fix in problem.fix
 
 
 def test_forward_runs_a_model_without_parameters() -> None:
@@ -403,6 +478,10 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
     answer = cli(*COMMAND, "sink.tensorboard=true", "hydra.run.dir=tracked", "quiet=true")
     assert answer.code == 0, answer.err
+    assert "\nmean  " in cli(*COMMAND).out
+    answer = cli(*COMMAND, "task=forward")
+    assert answer.code == 0, answer.err
+    assert "\nmean  " not in answer.out
 
 
 def test_verify_refuses_forward(

@@ -1,13 +1,15 @@
-"""Two training steps of small models with random weights, from YAML: transformers, timm, torchvision and a graph network."""
+"""Training and `mode: forward` of small models with random weights: transformers, timm, torchvision and a graph network."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from state_comparison import identical
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -18,6 +20,7 @@ from instrument.spec.config import RunConfig
 from instrument.spec.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
 from instrument.training.experiment import Experiment, prepare
+from instrument.training.forward import run_forward
 from instrument.training.loop import train
 from instrument.verification.comparison import verify
 
@@ -31,6 +34,7 @@ hooks:
   gradients: {layers: "**", kind: parameter_grad, action: record}
 """
 TASKS = {
+    "forward": "task: {_target_: instrument.tasks.ForwardOnly}",
     "huggingface": "task: {_target_: instrument.tasks.HuggingFace}",
     "loss_dict": "task: {_target_: instrument.tasks.LossDict}",
     "graphs": f"task: {{_target_: {__name__}.ClassifyGraphs}}",
@@ -291,6 +295,39 @@ def test_recording_changes_nothing(name: str) -> None:
     certificate = verify(config_of(name, train={"steps": 2, "batch_size": 3, "accumulate": 2, "eval_batch_size": 4}))
     assert certificate.holds, certificate
     assert certificate.rows > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "task"),
+    [
+        ("gpt2", "lm_head", "huggingface"),
+        ("gpt2", "lm_head", "forward"),
+        pytest.param("faster_rcnn", "rpn.head.cls_logits", "loss_dict", marks=pytest.mark.slow),
+        ("faster_rcnn", "rpn.head.cls_logits", "forward"),
+    ],
+)
+def test_model_family_runs_in_mode_forward(name: str, layer: str, task: str) -> None:
+    hooks = {"seen": {"layers": layer, "kind": "forward", "action": "record", "stats": "none", "tensors": True}}
+    experiment = experiment_of(name, mode="forward", hooks=hooks, task=yaml.safe_load(TASKS[task])["task"])
+    before = copy.deepcopy(experiment.model.state_dict())
+    sink = MemorySink()
+    with Probe(experiment.plan, sink) as probe:
+        means = run_forward(experiment, probe, lambda progress: None)
+    assert (means["loss"] is None) == (task != "huggingface")
+    found = [row["values"] for row in sink.records("tensors")]
+
+    seen: list[Tensor] = []
+    experiment.model.eval().get_submodule(layer).register_forward_hook(lambda _, __, output: seen.append(output))
+    data = items("train", FAMILIES[name][0])
+    with torch.no_grad():
+        for start in (0, 3):
+            batch = [data[index] for index in range(start, start + 3)]
+            if name == "gpt2":
+                experiment.model(torch.stack([sample["input_ids"] for sample in batch]))
+            else:
+                experiment.model([image for image, _ in batch])
+    assert [tensor.numpy().tobytes() for tensor in found] == [tensor.numpy().tobytes() for tensor in seen]
+    assert identical(before, experiment.model.state_dict())
 
 
 @pytest.mark.usefixtures("few_repeats")

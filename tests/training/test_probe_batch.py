@@ -81,15 +81,17 @@ class Noisy(Dataset[Any]):
         return torch.rand(1, 8, 8), index % 10
 
 
+DATA = {
+    "dataset": {"_target_": "instrument.training.datasets.digits"},
+    "slice": {"stop": 48},
+    "eval_slice": {"split": "test", "stop": 20},
+}
+
+
 def prepare_training(**changes: Any) -> Experiment:
     config = {
         "model": {"_target_": f"{__name__}.Net"},
-        "data": {
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
-            "slice": {"stop": 48},
-            "eval_slice": {"split": "test", "stop": 20},
-            "probe_batch": 6,
-        },
+        "data": {**DATA, "probe_batch": 6},
         "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
         "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
         "train": {"steps": STEPS, "batch_size": 16, "eval_every": 2},
@@ -121,7 +123,7 @@ def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.M
 def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None:
     settings = {"steps": STEPS, "batch_size": 16, "eval_every": 2, **train}
     hooks = {"maps": MAPS, "flow": FLOW, "weights": WEIGHTS, "sums": SUMS, "trained": TRAINED}
-    without, _, _, _ = traced(train=settings, hooks={"trained": TRAINED})
+    without, _, _, _ = traced(train=settings, data=DATA, hooks={"trained": TRAINED})
     with_probe, sink, _, _ = traced(train=settings, hooks=hooks)
     assert len(without) == len(with_probe) > STEPS
     for one, other in zip(without, with_probe, strict=True):
@@ -141,7 +143,7 @@ def test_selection_of_the_probe_batch_draws_no_random_numbers() -> None:
 
 def test_probe_batch_does_not_change_the_state_of_the_task() -> None:
     task = {"_target_": f"{__name__}.CountingTask"}
-    without, _, _, _ = traced(task=task, hooks={})
+    without, _, _, _ = traced(task=task, hooks={"maps": {**MAPS, "start": 100}})
     with_probe, _, _, _ = traced(task=task, hooks={"maps": MAPS})
     assert without == with_probe
 
@@ -185,7 +187,8 @@ def test_probe_batch_is_a_slice_of_the_evaluation_samples() -> None:
             "dataset": {"_target_": "instrument.training.datasets.digits"},
             "eval_slice": {"split": "test", "start": 10, "stop": 100},
             "probe_batch": {"per_class": 1},
-        }
+        },
+        hooks={"maps": MAPS},
     )
     assert experiment.probe_batch is not None
     ((_, classes),) = experiment.probe_batch
@@ -199,13 +202,15 @@ def test_probe_batch_is_a_slice_of_the_evaluation_samples() -> None:
         (0, "data.probe_batch.stop", "greater than or equal to 1"),
         ({"split": "train"}, "data.probe_batch", "samples of data.eval_slice, which has the split"),
         ({"start": 100}, "data.probe_batch", "the slice is empty"),
+        (21, "data.probe_batch", "ends at sample 21, but data.eval_slice has 20 samples"),
         ({"classs": [3]}, "data.probe_batch", "unknown field 'classs'"),
     ],
 )
 def test_invalid_probe_batch_is_reported(probe_batch: Any, where: str, words: str) -> None:
     dataset = {"_target_": "instrument.training.datasets.digits"}
+    data = {"dataset": dataset, "eval_slice": {"stop": 20}, "probe_batch": probe_batch}
     with pytest.raises(ConfigError) as caught:
-        prepare_training(data={"dataset": dataset, "eval_slice": {"stop": 20}, "probe_batch": probe_batch})
+        prepare_training(data=data, hooks={"maps": MAPS})
     assert caught.value.problems[0].where == where
     assert words in str(caught.value)
 

@@ -393,6 +393,27 @@ def test_job_of_a_sweep_prints_a_line_and_its_warnings(cli: Cli) -> None:
     assert answer.out.count("the loss is nan at step 5") == answer.out.count("the loss is nan") == 2
 
 
+def test_evaluation_of_training_samples_is_reported_once(cli: Cli, workdir: Path) -> None:
+    source = "from torch.utils.data import TensorDataset\nimport torch\n\ndef noise():\n"
+    source += "    return TensorDataset(torch.zeros(30, 4), torch.arange(30) % 2)\n"
+    (workdir / "unsplit.py").write_text(source)
+    data = (
+        "data=random",
+        "data.dataset._target_=unsplit.noise",
+        "~data.dataset.shape",
+        "~data.dataset.classes",
+        "~data.dataset.samples",
+    )
+    job = ("model=mlp", "model.sizes=[4,2]", *data, "train.steps=1", "train.batch_size=10")
+    message = "30 of 30 evaluation samples are training samples too, because unsplit.noise takes neither"
+    for more in (["hydra.run.dir=one"], ["plan=true"], ["-m", "seed=1,2", "hydra.sweep.dir=out"]):
+        answer = cli(*more, *job)
+        assert answer.code == 0, answer.err
+        assert " ".join(answer.out.split()).count(message) == 1
+    events = instrument.load("one").events
+    assert events[["rule", "severity"]].to_numpy().tolist() == [["data", "warning"]]
+
+
 def test_repeated_warnings_of_jobs_are_printed_once(cli: Cli) -> None:
     late = "+hooks.late={layers:layers.0,kind:forward,action:record,start:500}"
     missing = ("data=mnist", "data.root=nowhere", "data.dataset.download=false", "data.fallback=digits")

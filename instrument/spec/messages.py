@@ -1,0 +1,33 @@
+"""The messages of validation errors, in the words of this package instead of those of pydantic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+TARGET = "{_target_: package.name, argument: value}"
+"""The notation of a target, for messages."""
+
+_MESSAGES = {
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+}
+
+
+def message_of(item: Mapping[str, Any]) -> str:
+    """Return what is wrong with a value, to follow its key: `must be an integer`.
+
+    Args:
+        item: An item of `ValidationError.errors()`.
+    """
+    text: str = _MESSAGES.get(item["type"], item["msg"])
+    return re.sub(r"^(?:Input|String) should ", "must ", text.removeprefix("Value error, "))
