@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,13 +133,21 @@ def test_removed_folder_stops_the_run(workdir: Path) -> None:
     assert "the data recorded so far" not in err
 
 
+@pytest.fixture
+def public_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Working directory that all users can write to.
+
+    It is not below `tmp_path`, whose parent becomes inaccessible for other users whenever pytest starts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        monkeypatch.chdir(folder)
+        yield Path(folder)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to an unprivileged user")
-def test_read_only_folder_keeps_the_recorded_steps(workdir: Path) -> None:
+def test_read_only_folder_keeps_the_recorded_steps(public_folder: Path) -> None:
     nobody = 65534
-    for path in [workdir, *workdir.parents]:
-        if path.stat().st_uid == 0 and path != path.parent and not path.stat().st_mode & 0o001:
-            path.chmod(path.stat().st_mode | 0o055)
-    workdir.chmod(0o777)
     Path("waits.py").write_text(
         "import pathlib, time\n\n\ndef wait(tensor, context):\n"
         "    while context.step == 9 and not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    return tensor\n"
