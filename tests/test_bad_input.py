@@ -85,6 +85,8 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "lenet, mlp, mnist_cnn", "similar  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "given    gradient", "similar  gradients"]),
         ([*HOOKS, "optimizr=sgd"], ["optimizr:", "similar  optimizer"]),
+        ([*HOOKS, "init_from=[1]"], ["init_from: must be a mapping", "given    [1]"]),
+        ([*HOOKS, "model=mlp", "model.sizes={a: 1}"], ["model.sizes: must be a list", "given    {a: 1}"]),
         ([*HOOKS, "sink={_target_: mine.Sink}"], ["sink._target_:", "not set yet", "prefix the override with a plus: +sink="]),
         slow([*HOOKS, "train.stepz=3"], ["train.stepz:", "allowed  steps, epochs", "similar  steps"]),
         ([*HOOKS, "hooks.tame.nrm=3"], ["hooks.tame.nrm:", "similar  norm"]),

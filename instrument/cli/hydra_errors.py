@@ -83,6 +83,9 @@ def _options(group: str, folders: Sequence[Path]) -> list[str]:
 
 
 def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
+    if re.match(r"Cannot merge (Dict|List)Config with", str(cause)):
+        value = str(error).partition("=")[2]
+        return Problem(str(cause.full_key), f"must be a {'mapping' if value.startswith('[') else 'list'}", given=value)
     parent = cause.parent_node
     keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
     is_new_spec = str(cause.full_key).rpartition(".")[0] in ("hooks", "apply")
