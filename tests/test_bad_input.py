@@ -448,6 +448,12 @@ def test_custom_dataset_that_cannot_be_batched_is_refused(cli: Cli) -> None:
     )
     error = error_of(cli(*TINY, "data.dataset._target_=bad_data.Words"))
     assert "data.dataset: its items cannot be collated into a batch" in error
+    text = Path("bad_data.py").read_text().replace("object(), 1", "[][i]")
+    write("few_data.py", text)
+    error = error_of(cli(*TINY, "data.dataset._target_=few_data.Words"))
+    assert "data.dataset: its samples cannot be loaded (in " in error
+    assert "IndexError" in error
+    assert "collate" not in error
 
 
 # ------------------------------------------------------------------------------------------------ before importing torch

@@ -429,10 +429,15 @@ def first_batch(
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
+        location = user_code_location(error)
+        if default and location:  # PyTorch's own function collates, so the error is one of the dataset
+            raise ConfigError(
+                Problem("data.dataset", f"its samples cannot be loaded{location}", given=reason)
+            ) from error
         raise ConfigError(
             Problem(
                 "data.dataset" if default else "data.collate_fn",
-                f"its items cannot be collated into a batch{user_code_location(error)}",
+                f"its items cannot be collated into a batch{location}",
                 given=reason,
                 allowed="tuples, dicts and lists of tensors of equal shape, arrays and numbers" if default else "",
                 fix="set data.collate_fn to a function that joins a list of items" if default else "",
